@@ -1,0 +1,1 @@
+"""Named configs: stored command lines, with what they reach."""

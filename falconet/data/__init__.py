@@ -1,0 +1,1 @@
+"""Images, from where they lie to a batch on the device."""

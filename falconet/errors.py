@@ -1,0 +1,38 @@
+"""What went wrong, in one line a person can act on."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can mend: `cli` prints it as one line and exits with code 2."""
+
+
+class ConfigError(UserError):
+    """An option, a named config or a combination of them."""
+
+
+class DataError(UserError):
+    """A data folder, an image or a label."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is torn, foreign, newer, or of another model."""
+
+
+class DeviceError(UserError):
+    """A device that is not there, or cannot do what was asked."""
+
+
+class DivergedError(UserError):
+    """The loss is no longer a number."""
+
+
+class Interrupted(Exception):  # noqa: N818, an interruption is not an error
+    """The user (or the scheduler) asked the run to stop; `cli` exits with code 130."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known word, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""

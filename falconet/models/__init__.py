@@ -1,0 +1,1 @@
+"""Values in, nn.Module out."""

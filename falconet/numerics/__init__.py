@@ -1,0 +1,1 @@
+"""Number formats: which tensor has which type."""

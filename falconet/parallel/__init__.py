@@ -1,0 +1,1 @@
+"""Processes and devices; the only place that says torch.distributed."""

@@ -1,0 +1,1 @@
+"""The plan, the step, the loop, the evaluation."""
