@@ -1,0 +1,80 @@
+"""Which normalisation a model uses, and how precisely."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from timm.layers.norm_act import BatchNormAct2d, GroupNormAct
+from torch import nn
+
+from falconet.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """What to normalise over; `None` keeps the model's own value."""
+
+    kind: Literal["batch", "group", "none"] = "batch"
+    eps: float | None = None
+    groups: int = 32  # group norm only
+    momentum: float | None = None  # batch norm only: the weight of the newest batch in the running statistics
+
+
+def apply(model: nn.Module, norm: Norm) -> nn.Module:
+    """`model` with every 2d batch norm changed, in place, to what `norm` asks for."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    if not layers:
+        _check_nothing_was_asked(norm)
+    match norm.kind:
+        case "batch":
+            for layer in layers.values():
+                layer.eps = layer.eps if norm.eps is None else norm.eps
+                layer.momentum = layer.momentum if norm.momentum is None else norm.momentum
+        case "group":
+            _check_groups(layers, groups=norm.groups)
+            for name, layer in layers.items():
+                model.set_submodule(name, _group_norm(layer, norm).train(layer.training))
+        case "none":
+            for name, layer in layers.items():
+                model.set_submodule(name, _without_norm(layer).train(layer.training))
+    return model
+
+
+def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
+    """Group norm in the place of `layer`, with its very parameters: zero-initialised ones stay zero."""
+    eps = layer.eps if norm.eps is None else norm.eps
+    group: nn.GroupNorm
+    if isinstance(layer, BatchNormAct2d):
+        group = GroupNormAct(layer.num_features, norm.groups, eps, affine=layer.affine, device="meta")
+        group.drop, group.act = layer.drop, layer.act
+    else:
+        group = nn.GroupNorm(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
+    group.weight, group.bias = layer.weight, layer.bias
+    return group
+
+
+def _without_norm(layer: nn.BatchNorm2d) -> nn.Module:
+    return nn.Sequential(layer.drop, layer.act) if isinstance(layer, BatchNormAct2d) else nn.Identity()
+
+
+def _check_groups(layers: dict[str, nn.BatchNorm2d], *, groups: int) -> None:
+    assert groups >= 1
+    for name, layer in layers.items():
+        if layer.num_features % groups:
+            largest = math.gcd(*(each.num_features for each in layers.values()))
+            raise ConfigError(
+                f"--norm-num-groups {groups}: layer '{name}' has {layer.num_features} channels, "
+                f"which {groups} does not divide; {largest} divides every layer"
+            )
+
+
+def _check_nothing_was_asked(norm: Norm) -> None:
+    """A model without batch norm must not seem to obey an option that cannot touch it."""
+    asked = {
+        f"--norm-type {norm.kind}": norm.kind != "batch",
+        f"--norm-eps {norm.eps}": norm.eps is not None,
+        f"--batchnorm-momentum {norm.momentum}": norm.momentum is not None,
+    }
+    for option, given in asked.items():
+        if given:
+            raise ConfigError(f"{option}: this model has no 2d batch norm to change; leave the option out")

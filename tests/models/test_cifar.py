@@ -1,0 +1,77 @@
+"""The CIFAR residual networks have the published sizes and compute what He et al. wrote."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchvision.models.resnet import BasicBlock as TorchvisionBlock
+
+from falconet.models import zoo
+from falconet.models.cifar import BasicBlock, CifarResNet, ZeroPadShortcut
+
+PUBLISHED = {8: 75_290, 14: 172_506, 20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}
+
+
+@pytest.mark.parametrize(("depth", "parameters"), PUBLISHED.items())
+def test_the_parameters_are_the_published_ones(depth, parameters):
+    with torch.device("meta"):
+        model = zoo.build(f"resnet{depth}-cifar", classes=10, seed=0)
+    assert zoo.count_parameters(model) == parameters
+    weighted = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    assert len(weighted) == depth
+
+
+def test_a_block_without_a_change_of_width_is_torchvisions():
+    block = BasicBlock(16, out_channels=16, stride=1).eval()
+    expected = TorchvisionBlock(16, 16).eval()
+    expected.load_state_dict(block.state_dict())
+    x = torch.randn(2, 16, 9, 9)
+    torch.testing.assert_close(block(x), expected(x))
+
+
+def test_a_block_that_halves_and_widens_is_torchvisions_around_the_same_shortcut():
+    block = BasicBlock(16, out_channels=32, stride=2).eval()
+    expected = TorchvisionBlock(16, 32, stride=2, downsample=block.downsample).eval()
+    expected.load_state_dict(block.state_dict())
+    x = torch.randn(2, 16, 9, 9)
+    torch.testing.assert_close(block(x), expected(x))
+
+
+@pytest.mark.parametrize("side", [8, 9])
+def test_the_shortcut_takes_every_second_pixel_and_appends_zero_channels(side):
+    x = np.random.default_rng(0).normal(size=(2, 3, side, side))
+    expected = np.concatenate([x[:, :, ::2, ::2], np.zeros((2, 5, (side + 1) // 2, (side + 1) // 2))], axis=1)
+    out = ZeroPadShortcut(added_channels=5, stride=2)(torch.from_numpy(x))
+    np.testing.assert_array_equal(out.numpy(), expected)
+
+
+def test_a_new_network_is_its_shortcuts_alone():
+    model = CifarResNet(20, classes=10).eval()
+    images = torch.randn(2, 3, 32, 32)
+    x = torch.relu(model.bn1(model.conv1(images)))
+    pooled = torch.cat([x[:, :, ::4, ::4].mean((2, 3)), torch.zeros(2, 48)], dim=1)  # two halvings, 16 -> 64 channels
+    torch.testing.assert_close(model(images), model.fc(pooled))
+
+
+def test_convolutions_start_with_hes_spread():
+    weight = zoo.build("resnet20-cifar", classes=10, seed=0).get_parameter("layer3.0.conv1.weight")  # 32 -> 64
+    assert weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("side", [8, 9, 15, 32, 33])
+def test_any_side_from_8_is_taken(side):
+    model = zoo.build("resnet8-cifar", classes=10, seed=0)
+    assert model(torch.randn(2, 3, side, side)).shape == (2, 10)
+
+
+def test_fx_traces_it_to_the_same_function():
+    model = zoo.build("resnet14-cifar", classes=10, seed=0, padded_input=True)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)  # so that no residual branch is zero
+    images = torch.randn(4, 3, 16, 16)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(images), model(images), rtol=0, atol=0)
+
+
+def test_layers_are_named_as_in_torchvision():
+    names = dict(zoo.build("resnet8-cifar", classes=10, seed=0).named_modules())
+    assert {"conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1", "layer2.0.downsample", "layer3.0.bn2", "fc"} <= set(names)

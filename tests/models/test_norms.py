@@ -1,0 +1,150 @@
+"""Changing the norm changes the normalisation and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from falconet.errors import ConfigError
+from falconet.models import norms, zoo
+from falconet.models.norms import Norm
+
+
+def group_norm_in_float64(x, *, groups, eps, scale, shift):
+    """Group norm of an N x C x H x W array, by definition."""
+    split = x.astype(np.float64).reshape(x.shape[0], groups, -1)
+    normal = (split - split.mean(-1, keepdims=True)) / np.sqrt(split.var(-1, keepdims=True) + eps)
+    return normal.reshape(x.shape) * scale[:, None, None] + shift[:, None, None]
+
+
+def batch_norm(channels, *, eps=1e-5):
+    layer = nn.BatchNorm2d(channels, eps=eps)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 3e-2), (0.5, 0.5)])
+def test_group_norm_is_the_definition_with_the_layers_own_scale_shift_and_eps(asked, used):
+    layer = batch_norm(8, eps=3e-2)
+    model = norms.apply(nn.Sequential(layer), Norm(kind="group", groups=4, eps=asked))
+    x = torch.randn(3, 8, 5, 5)
+    scale, shift = layer.weight.detach().numpy(), layer.bias.detach().numpy()
+    expected = group_norm_in_float64(x.numpy(), groups=4, eps=used, scale=scale, shift=shift)
+    np.testing.assert_allclose(model(x).detach().numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_group_norm_keeps_the_activation_and_the_dropout_of_a_joint_layer():
+    layer = BatchNormAct2d(8, act_layer=nn.SiLU, drop_layer=lambda: nn.Dropout(1.0))
+    model = norms.apply(nn.Sequential(layer).eval(), Norm(kind="group", groups=2))
+    x = torch.randn(3, 8, 5, 5)
+    normal = group_norm_in_float64(x.numpy(), groups=2, eps=1e-5, scale=np.ones(8), shift=np.zeros(8))
+    np.testing.assert_allclose(model(x).detach().numpy(), normal / (1 + np.exp(-normal)), rtol=1e-5, atol=1e-5)
+    assert not model.train()(x).any()  # everything is dropped, and SiLU of zero is zero
+
+
+def test_group_norm_has_the_parameters_of_the_layer_it_replaces():
+    layer = batch_norm(8).to(torch.float64)
+    layer.bias.requires_grad_(False)
+    (group,) = norms.apply(nn.Sequential(layer), Norm(kind="group", groups=2))
+    assert group.weight is layer.weight
+    assert group.bias is layer.bias
+
+
+def test_group_norm_without_scale_and_shift_stays_without():
+    (group,) = norms.apply(nn.Sequential(nn.BatchNorm2d(4, affine=False)), Norm(kind="group", groups=2))
+    assert list(group.parameters()) == []
+    assert group(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
+
+
+def test_no_norm_is_the_activation_alone():
+    model = nn.Sequential(batch_norm(8), BatchNormAct2d(8, act_layer=nn.SiLU))
+    x = torch.randn(3, 8, 5, 5)
+    expected = x * torch.sigmoid(x)
+    torch.testing.assert_close(norms.apply(model, Norm(kind="none"))(x), expected)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
+def test_batch_norm_as_built_is_left_alone(name):
+    with torch.device("meta"):
+        model = zoo.build(name, classes=2, seed=0)
+    settings = {(layer.eps, layer.momentum) for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert settings == {(1e-5, 0.1)}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
+def test_eps_and_momentum_reach_every_batch_norm(name):
+    with torch.device("meta"):
+        model = zoo.build(name, classes=2, seed=0, norm=Norm(eps=1e-3, momentum=0.03))
+    settings = {(layer.eps, layer.momentum) for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert settings == {(1e-3, 0.03)}
+
+
+def test_momentum_is_the_weight_of_the_newest_batch():
+    model = norms.apply(nn.Sequential(nn.BatchNorm2d(2)), Norm(momentum=0.25))
+    x = torch.randn(4, 2, 3, 3)
+    model(x)
+    torch.testing.assert_close(model[0].running_mean, 0.25 * x.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["group", "none"])
+@pytest.mark.parametrize("name", [*zoo.names(), "timm:regnety_002", "timm:densenet121", "timm:resnetv2_50"])
+def test_no_batch_norm_is_left_in_any_model(name, kind):
+    with torch.device("meta"):
+        model = zoo.build(name, classes=2, seed=0, norm=Norm(kind=kind, groups=8))
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    assert any(isinstance(layer, nn.GroupNorm) for layer in model.modules()) == (kind == "group")
+
+
+@pytest.mark.parametrize("kind", ["group", "none"])
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "mobilenet-v3-small", "timm:regnety_002"])
+def test_a_model_with_another_norm_runs_forward_and_backward(name, kind):
+    model = zoo.build(name, classes=2, seed=0, norm=Norm(kind=kind, groups=8))
+    logits = model(torch.randn(2, 3, 32, 32))
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["group", "none"])
+def test_the_mode_of_the_layer_is_kept(kind, training):
+    model = nn.Sequential(BatchNormAct2d(8)).train(training)
+    assert norms.apply(model, Norm(kind=kind, groups=2))[0].training == training
+
+
+GROUPS = {
+    "resnet8-cifar": "layer 'bn1' has 16 channels, which 32 does not divide; 16 divides every layer",
+    "efficientnet-b0": "layer 'blocks.0.0.bn2' has 16 channels, which 32 does not divide; 8 divides every layer",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), GROUPS.items())
+def test_groups_that_do_not_divide_the_channels_are_refused(name, message):
+    with torch.device("meta"):
+        model = zoo.build(name, classes=2, seed=0)
+    with pytest.raises(ConfigError) as caught:
+        norms.apply(model, Norm(kind="group", groups=32))
+    assert str(caught.value) == f"--norm-num-groups 32: {message}"
+    assert not any(isinstance(layer, nn.GroupNorm) for layer in model.modules())  # nothing half done
+
+
+NOTHING_TO_CHANGE = {
+    "--norm-type group": Norm(kind="group"),
+    "--norm-type none": Norm(kind="none"),
+    "--norm-eps 0.1": Norm(eps=0.1),
+    "--batchnorm-momentum 0.1": Norm(momentum=0.1),
+}
+
+
+@pytest.mark.parametrize(("option", "norm"), NOTHING_TO_CHANGE.items())
+def test_an_option_that_cannot_touch_the_model_is_refused(option, norm):
+    with pytest.raises(ConfigError) as caught:
+        norms.apply(nn.Sequential(nn.LayerNorm(4)), norm)
+    assert str(caught.value) == f"{option}: this model has no 2d batch norm to change; leave the option out"
+
+
+def test_a_model_without_batch_norm_is_fine_when_nothing_is_asked():
+    model = nn.Sequential(nn.LayerNorm(4))
+    assert norms.apply(model, Norm()) is model
