@@ -1,0 +1,124 @@
+"""From settings to checked options: defaults < environment < named config < checkpoint < command line."""
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import tyro
+
+from falconet.config import rules
+from falconet.config.options import Option, options_of
+from falconet.config.settings import LINE, Setting, spelled
+from falconet.errors import ConfigError, did_you_mean
+
+Options = TypeVar("Options")
+INVOCATION = ("config", "plan", "run-dir", "checkpoint-input-path")  # how a run was started, not what it does
+_PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
+_STYLE = (tyro.conf.OmitArgPrefixes,)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Options]):
+    """Checked options, and for each one the source of its value."""
+
+    options: Options
+    sources: Mapping[str, str]  # option name -> where its value came from
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""
+        values = {}
+        for name, option in options_of(type(self.options)).items():
+            value = value_of(self.options, option)
+            if value is not None and name not in INVOCATION:
+                values[name] = {"value": _plain(value), "source": self.sources.get(name, "default")}
+        return values
+
+    def to_yaml(self) -> str:
+        """The same as a file that --config takes, the sources as comments."""
+        lines = (f"{name}: {_yaml(entry['value'])}  # {entry['source']}" for name, entry in self.table().items())
+        return "\n".join(lines) + "\n"
+
+
+def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
+    """The options of a command, checked; a later setting overrides an earlier one of the same option."""
+    loaded = parse(command, settings)
+    rules.check(loaded.options)
+    return loaded
+
+
+def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
+    """The same before the rules: each value has its type and range, and nothing is said about combinations."""
+    final: dict[str, Setting] = {}
+    for setting in settings:
+        final[_bare(setting.option, options_of(command))] = setting
+    options = _parse(command, final)
+    for name, option in options_of(command).items():
+        wanted = option.out_of_range(value_of(options, option))
+        if wanted:
+            raise _wrong_value(final[name], wanted)
+    return Loaded(options, {name: setting.source for name, setting in final.items()})
+
+
+def print_help(command: type, *, prog: str, example: str) -> None:
+    """The grouped help of a command, with one worked example."""
+    description = f"{(command.__doc__ or '').strip()}\n\nExample:\n  {example}"
+    with contextlib.suppress(SystemExit):
+        tyro.cli(command, args=["--help"], prog=prog, description=description, config=_STYLE)
+
+
+def value_of(options: object, option: Option) -> object:
+    """The value of one option."""
+    section, field = option.path
+    return getattr(getattr(options, section), field)
+
+
+def _parse(command: type[Options], final: Mapping[str, Setting]) -> Options:
+    parsed = _try(command, [token for setting in final.values() for token in setting.argv()])
+    if parsed is not None:
+        return parsed
+    for name, setting in final.items():
+        if _try(command, setting.argv()) is None:
+            option = options_of(command)[name]
+            meant = did_you_mean(setting.values[-1], option.choices()) if setting.values else ""
+            raise _wrong_value(setting, option.wanted(), meant)
+    raise AssertionError("every setting parses alone, so all of them do")
+
+
+def _try(command: type[Options], argv: list[str]) -> Options | None:
+    """Parse with tyro, whose own error boxes are not shown: ours name the source as well."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return tyro.cli(command, args=argv, config=_STYLE, console_outputs=False)
+    except SystemExit:
+        return None
+
+
+def _wrong_value(setting: Setting, wanted: str, meant: str = "") -> ConfigError:
+    name = f"--{setting.option}" if setting.source == LINE else f"{setting.source}: {setting.option}"
+    return ConfigError(f"{name}: got '{' '.join(setting.values)}', wanted {wanted}{meant}")
+
+
+def _bare(name: str, options: Mapping[str, Option]) -> str:
+    return name if name in options else name.removeprefix("no-")
+
+
+def _plain(value: object) -> object:
+    """A value that JSON and YAML can hold, spelled as it would be typed."""
+    if isinstance(value, bool):
+        return value
+    texts = spelled(value)
+    return list(texts) if isinstance(value, tuple) else texts[0]
+
+
+def _yaml(value: object) -> str:
+    """A scalar or a list on one line, quoted where YAML would misread it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(item) for item in value) + "]"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,0 +1,125 @@
+"""The options of a command, read off its dataclass: what a program needs to know about each."""
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from falconet.config.ranges import Range
+
+_KNOWN: dict[type[object], dict[str, "Option"]] = {}  # reading the source of the sections takes milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option: `name` as it is typed, without the dashes; `path` as (section, field)."""
+
+    name: str
+    path: tuple[str, str]
+    type: Any
+    default: object
+    help: str
+
+    @property
+    def is_flag(self) -> bool:
+        return self.type is bool
+
+    @property
+    def takes_many(self) -> bool:
+        return get_origin(self.type) is tuple
+
+    def wanted(self) -> str:
+        """The type in words: `a whole number, at least 1, or auto`."""
+        return _in_words(self.type)
+
+    def choices(self) -> tuple[str, ...]:
+        return tuple(str(choice) for choice in _choices(self.type))
+
+    def out_of_range(self, value: object) -> str | None:
+        """What was wanted instead of `value`, if it is outside the option's range."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int | float) and not _allows(self.type, item):
+                return self.wanted()
+        return None
+
+
+def options_of(command: type[object]) -> dict[str, Option]:
+    """Every option of a command by name, in the order of the help."""
+    if command not in _KNOWN:
+        _KNOWN[command] = {option.name: option for option in _options(command)}
+    return _KNOWN[command]
+
+
+def sections_of(command: type[object]) -> dict[str, type[object]]:
+    """The sections of a command by field name."""
+    return dict(get_type_hints(command))
+
+
+def _options(command: type[object]) -> Iterator[Option]:
+    for section, cls in sections_of(command).items():
+        hints = get_type_hints(cls, include_extras=True)
+        helps = _docstrings(cls)
+        for field in fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
+            yield Option(
+                name=field.name.replace("_", "-"),
+                path=(section, field.name),
+                type=hints[field.name],
+                default=field.default,
+                help=helps[field.name],
+            )
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The string under each field, which Python itself throws away."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for line, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(line.target, ast.Name)
+            assert isinstance(following.value, ast.Constant)
+            texts[line.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _choices(kind: Any) -> tuple[object, ...]:
+    return tuple(choice for part in _parts(kind) if get_origin(part) is Literal for choice in get_args(part))
+
+
+def _allows(kind: Any, value: float) -> bool:
+    """Whether some part of the type holds the number."""
+    if get_origin(kind) is tuple:
+        return _allows(get_args(kind)[0], value)
+    if value in _choices(kind):
+        return True
+    if value != value or value in (float("inf"), float("-inf")):
+        return False
+    ranges = [
+        mark
+        for part in _parts(kind)
+        if get_origin(part) is Annotated
+        for mark in get_args(part)[1:]
+        if isinstance(mark, Range)
+    ]
+    return not ranges or any(mark.holds(value) for mark in ranges)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list: {_in_words(get_args(kind)[0])}"
+    words = []
+    for part in _parts(kind):
+        if get_origin(part) is Annotated:
+            base, *marks = get_args(part)
+            words.append(", ".join([_in_words(base), *(str(mark) for mark in marks if isinstance(mark, Range))]))
+        elif get_origin(part) is Literal:
+            words.append(", ".join(str(choice) for choice in get_args(part)))
+        elif part is not type(None):
+            words.append({"int": "a whole number", "float": "a number", "Path": "a path"}.get(part.__name__, "text"))
+    return " or ".join(words)

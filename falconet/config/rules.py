@@ -1,0 +1,156 @@
+"""What may not be combined, and what has no effect; one small function a rule."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from falconet.config.schema import MODELS, Augmentation, TrainOptions
+from falconet.config.settings import is_asked_for
+from falconet.errors import ConfigError, did_you_mean
+
+
+def check(options: object) -> None:
+    """Raise ConfigError for the first rule that the options break."""
+    for sections, rule in RULES:
+        problem = rule(options) if all(hasattr(options, section) for section in sections) else None
+        if problem:
+            raise ConfigError(problem)
+
+
+def notes(options: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    """One line for each option that was asked for and has no effect here."""
+    for name, condition, holds in EFFECTIVE_WHEN:
+        if is_asked_for(sources.get(name)) and not holds(options):
+            yield f"--{name} has no effect without {condition}"
+
+
+def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
+    """The smallest micro-batch that the mixing needs, and the options that ask for it."""
+    mixup, cutmix = augmentation.mixup_alpha > 0, uses_cutmix(augmentation)
+    return {
+        (False, False): (1, ""),
+        (True, False): (2, "--mixup-alpha"),
+        (False, True): (3, "--cutmix-lambda-low and -high"),
+        (True, True): (4, "--mixup-alpha with --cutmix-lambda-low and -high"),
+    }[mixup, cutmix]
+
+
+def uses_cutmix(augmentation: Augmentation) -> bool:
+    return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
+
+
+def _model_is_known(options: Any) -> str | None:
+    name = options.model.model
+    if name in MODELS or name.startswith("timm:"):
+        return None
+    meant = did_you_mean(name, MODELS) or "; `falconet models` lists them, timm:NAME takes any other"
+    return f"--model: '{name}' is not a model{meant}"
+
+
+def _efficientnet_shape_is_for_efficientnets(options: Any) -> str | None:
+    model = options.model
+    if model.model.startswith("efficientnet"):
+        return None
+    if model.efficientnet_expand_ratio != 6:
+        return f"--efficientnet-expand-ratio: '{model.model}' is not an EfficientNet"
+    if model.efficientnet_group_dim != 1:
+        return f"--efficientnet-group-dim: '{model.model}' is not an EfficientNet"
+    return None
+
+
+def _folder_needs_a_place(options: Any) -> str | None:
+    if options.data.data == "folder" and options.data.data_dir is None:
+        return "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    return None
+
+
+def _mixing_needs_partners(options: Any) -> str | None:
+    least, asked_by = minimum_micro_batch(options.augmentation)
+    if options.data.micro_batch_size < least:
+        return f"--micro-batch-size: got {options.data.micro_batch_size}, wanted at least {least} for {asked_by}"
+    return None
+
+
+def _cutmix_bounds_are_ordered(options: Any) -> str | None:
+    low, high = options.augmentation.cutmix_lambda_low, options.augmentation.cutmix_lambda_high
+    if low > high:
+        return f"--cutmix-lambda-low: got {low:g}, wanted at most --cutmix-lambda-high, which is {high:g}"
+    return None
+
+
+def _warmup_ends_before_training(options: Any) -> str | None:
+    warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
+    if warmup > epochs:
+        return f"--warmup-epoch: got {warmup:g}, wanted at most --epoch, which is {epochs}"
+    return None
+
+
+def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
+    kept, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
+    if options.averaging.weight_avg_strategy == "none" or not isinstance(kept, int):
+        return None
+    if last in ("all", -1):
+        return f"--checkpoints-kept: got {kept}, wanted all, because --weight-avg-N all averages every checkpoint"
+    if last > kept:
+        return f"--weight-avg-N: got {last}, wanted at most --checkpoints-kept, which is {kept}"
+    return None
+
+
+Rule = Callable[[Any], str | None]
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
+    (("model",), _model_is_known),
+    (("model",), _efficientnet_shape_is_for_efficientnets),
+    (("data",), _folder_needs_a_place),
+    (("augmentation",), _cutmix_bounds_are_ordered),
+    (("augmentation", "data"), _mixing_needs_partners),
+    (("learning_rate", "training"), _warmup_ends_before_training),
+    (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+)
+
+
+def _optimizer_in(*names: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.optimizer.optimizer in names
+
+
+def _schedule_in(*names: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.learning_rate.lr_schedule in names
+
+
+def _random_data(options: TrainOptions) -> bool:
+    return options.data.data in ("generated", "synthetic")
+
+
+def _averages(options: TrainOptions) -> bool:
+    return options.averaging.weight_avg_strategy != "none"
+
+
+_OWN_DATA = ("digits", "generated", "synthetic")
+
+EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
+    ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
+    ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
+    ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
+    ("lars-eeta", "--optimizer lars", _optimizer_in("lars")),
+    ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
+    ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
+    ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
+    ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
+    ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
+    ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
+    ("iterations", "--data generated or synthetic", _random_data),
+    ("classes", "--data generated or synthetic", _random_data),
+    ("data-dir", "--data folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    (
+        "validation-frequency",
+        "--validation-mode during",
+        lambda options: options.validation.validation_mode == "during",
+    ),
+    (
+        "weight-avg-exp-decay",
+        "--weight-avg-strategy exponential",
+        lambda o: o.averaging.weight_avg_strategy == "exponential",
+    ),
+    ("weight-avg-N", "--weight-avg-strategy", _averages),
+    ("wandb-project", "--wandb", lambda options: options.logging.wandb),
+)
