@@ -1,0 +1,67 @@
+"""An update rule and a model in, an optimizer out."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+import torch
+from timm.optim.rmsprop_tf import RMSpropTF
+from torch import Tensor, nn
+
+from falconet.optim.combined import CombinedSGD
+from falconet.optim.lars import Lars
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """Which optimizer, and its constants; a constant that the named optimizer lacks has no effect."""
+
+    name: Literal["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
+    momentum: float = 0.9  # all but adamw, which keeps the library's 0.9 and 0.999
+    weight_decay: float = 1e-4  # added to the gradient (L2); adamw: decoupled
+    eps: float = 1e-8  # all but sgd
+    rmsprop_decay: float = 0.99  # of the average of squared gradients
+    lars_trust: float = 0.001
+
+
+def build(model: nn.Module, rule: UpdateRule) -> torch.optim.Optimizer:
+    """The optimizer of `model`'s trainable parameters; `set_lr` gives it a rate before each update."""
+    decayed, plain = decay_groups(model)
+    assert decayed or plain, "the model has no trainable parameter"
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": rule.weight_decay, "adapts": True},
+        {"params": plain, "weight_decay": 0.0, "adapts": False},  # `adapts` is read by Lars alone
+    ]
+    groups = [group for group in groups if group["params"]]
+    # One pass over memory instead of three to ten. ResNet-18 on one core, ms an update, default -> fused:
+    # sgd 9.2 -> 4.1, adamw 43 -> 6.2.
+    fused = {p.device.type for p in decayed + plain} <= {"cpu", "cuda"}
+    match rule.name:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=rule.momentum, fused=fused)
+        case "sgd_combined":
+            return CombinedSGD(groups, lr=0.0, momentum=rule.momentum)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, eps=rule.eps, fused=fused)
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
+        case "rmsprop_tf":
+            return RMSpropTF(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
+        case "lars":
+            return Lars(groups, lr=0.0, momentum=rule.momentum, trust=rule.lars_trust, eps=rule.eps)
+        case _:
+            assert_never(rule.name)
+
+
+def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters that are decayed, and those that are not (biases, norm scales and shifts)."""
+    trainable = [p for p in model.parameters() if p.requires_grad]  # a tied parameter comes once
+    return [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the rate of the next update; a rate kept on the device is filled, not replaced."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

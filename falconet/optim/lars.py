@@ -1,0 +1,54 @@
+"""LARS: SGD with momentum whose step is scaled, layer by layer, to the size of the weights."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+
+class Lars(torch.optim.Optimizer):
+    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt.
+
+    timm's Lars keeps the rate outside the velocity, so a changing rate gives other weights than TensorFlow's, and
+    launches about ten kernels a parameter; here norms and sums are one kernel a group, and the host never waits.
+    """
+
+    def __init__(self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        for group in self.param_groups:
+            params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params if p.grad is not None]
+            if not params:
+                continue
+            if group["adapts"]:
+                decay = group["weight_decay"]
+                trust = trust_ratios(params, grads, coefficient=group["trust"], decay=decay, eps=group["eps"])
+                updates = torch._foreach_add(grads, params, alpha=decay)
+                torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
+            else:
+                updates = torch._foreach_mul(grads, group["lr"])
+            velocities = [self._velocity(p) for p in params]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, updates)
+            torch._foreach_sub_(params, velocities)
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        slots = self.state[p]
+        if "velocity" not in slots:
+            slots["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = slots["velocity"]
+        return velocity
+
+
+def trust_ratios(params: list[Tensor], grads: list[Tensor], *, coefficient: float, decay: float, eps: float) -> Tensor:
+    """One ratio a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
+    weights = torch.stack(torch._foreach_norm(params))
+    gradients = torch.stack(torch._foreach_norm(grads))
+    ratios = coefficient * weights / (gradients + decay * weights + eps)
+    return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)

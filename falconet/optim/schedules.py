@@ -1,0 +1,96 @@
+"""The learning rate of each update, as a closed form."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A learning rate that depends on the update alone, so that a restored run needs no scheduler state."""
+
+    kind: Literal["step", "cosine", "exponential", "polynomial"]
+    peak: float  # the highest learning rate
+    epochs: float
+    updates_per_epoch: int
+    warmup_epochs: float = 0.0
+    changes_per_epoch: float = 0.0  # how often the rate may change after warm-up; 0: every update
+    decay: float = 0.5  # step: factor of a drop; exponential: factor of a change
+    drops: tuple[float, ...] = ()  # step: epochs of the drops
+    power: float = 2.0  # polynomial
+    end_ratio: float = 1e-5  # polynomial: last rate / peak
+
+    def __post_init__(self) -> None:
+        assert self.updates_per_epoch > 0
+        assert self.changes_per_epoch >= 0
+
+    def lr(self, update: int) -> float:
+        """The learning rate of update `update`, counted from 0."""
+        progress = Fraction(update, self.updates_per_epoch)  # epochs
+        warmup = _exact(self.warmup_epochs)
+        # Warm-up is continuous whatever the frequency of changes, so the first update of all has rate 0.
+        ramp = float(progress / warmup) if progress < warmup else 1.0
+        return self.peak * ramp * self._factor(math.floor(progress * self._frequency))
+
+    def describe(self) -> str:
+        """One line for the plan."""
+        over = f"over {_epochs(self.epochs)}"
+        match self.kind:
+            case "step":
+                line = f"step from {self.peak:g}"
+                if self.drops:
+                    line += f", times {self.decay:g} at epoch {', '.join(f'{drop:g}' for drop in self.drops)}"
+            case "cosine":
+                line = f"cosine from {self.peak:g} to 0 {over}"
+            case "exponential":
+                line = f"exponential from {self.peak:g}, times {self.decay:g} {self._every()}"
+            case "polynomial":
+                line = f"polynomial of power {self.power:g} from {self.peak:g} to {self.peak * self.end_ratio:g} {over}"
+        if self.changes_per_epoch and self.kind != "exponential":
+            line += f", changing {self._every()}"
+        if self.warmup_epochs:
+            line += f", warm-up {_epochs(self.warmup_epochs)}"
+        return line
+
+    @property
+    def _frequency(self) -> Fraction:
+        """Changes per epoch; exact, because a floor of rounded products would move changes by one update."""
+        return _exact(self.changes_per_epoch) or Fraction(self.updates_per_epoch)
+
+    def _factor(self, changes: int) -> float:
+        """The share of the peak that is left after `changes` changes."""
+        match self.kind:
+            case "step":
+                return math.pow(self.decay, sum(changes >= _exact(drop) * self._frequency for drop in self.drops))
+            case "cosine":
+                return 0.5 * (1.0 + math.cos(math.pi * self._share(changes, after=0.0)))
+            case "exponential":
+                return math.pow(self.decay, changes)
+            case "polynomial":  # decays only when the warm-up is over, which so ends at the peak itself
+                left = math.pow(1.0 - self._share(changes, after=self.warmup_epochs), self.power)
+                return (1.0 - self.end_ratio) * left + self.end_ratio
+
+    def _share(self, changes: int, *, after: float) -> float:
+        """How much of the epochs beyond `after` had passed at the last change, 0 to 1."""
+        passed = changes / self._frequency - _exact(after)
+        whole = _exact(self.epochs) - _exact(after)
+        if passed <= 0:
+            return 0.0
+        return float(passed / whole) if passed < whole else 1.0
+
+    def _every(self) -> str:
+        if not self.changes_per_epoch:
+            return "every update"
+        if self.changes_per_epoch > 1:
+            return f"{self.changes_per_epoch:g} times an epoch"
+        return "every epoch" if self.changes_per_epoch == 1 else f"every {1 / self.changes_per_epoch:.3g} epochs"
+
+
+def _exact(number: float) -> Fraction:
+    """The decimal a person wrote: 0.424 is 53/125, not the double next to it."""
+    return Fraction(str(number))
+
+
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch" if number == 1 else f"{number:g} epochs"
