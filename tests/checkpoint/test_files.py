@@ -1,0 +1,392 @@
+"""A checkpoint is whole or refused, whatever happens to it or to the machine."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from falconet.checkpoint import files
+from falconet.errors import CheckpointError
+
+
+def content(epoch=1, **extra):
+    progress = {"epoch": epoch, "images": 100 * epoch, "update": 10 * epoch}
+    return {"model": "resnet8-cifar", "classes": 2, "progress": progress, **extra}
+
+
+def tensors(value=1.0):
+    return {"model": {"fc.weight": torch.full((2, 3), value), "fc.bias": torch.arange(2.0)}}
+
+
+def saved(folder, epoch=1, **extra):
+    files.write(folder, tensors(float(epoch)), content(epoch, **extra))
+    return folder
+
+
+def model_of(folder):
+    return files.read_tensors(folder, "model", verified=files.verify(folder))
+
+
+def leftovers(folder):
+    return [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
+    original = torch.tensor([0.0, 1.0, -2.5, 3e4]).to(dtype)
+    files.write(tmp_path / "a", {"model": {"x": original}}, content())
+    read = model_of(tmp_path / "a")["x"]
+    assert read.dtype == dtype
+    assert torch.equal(read, original)
+
+
+def test_odd_layouts_and_shared_storage_come_back_as_values(tmp_path):
+    base = torch.randn(2, 4, 3, 3)
+    odd = {
+        "channels-last": base.to(memory_format=torch.channels_last),
+        "transposed": base[0, 0].t(),
+        "itself": base,
+        "the same storage": base,
+        "a part of it": base[1:],
+        "expanded": torch.tensor(7.0).expand(3),
+        "one number": torch.tensor(5),
+        "empty": torch.empty(0, 3),
+        "also empty": torch.empty(0),
+        "a parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    files.write(tmp_path / "a", {"model": odd}, content())
+    read = model_of(tmp_path / "a")
+    assert read.keys() == odd.keys()
+    for name, tensor in odd.items():
+        np.testing.assert_array_equal(read[name].numpy(), tensor.detach().numpy(), strict=True)
+
+
+def test_reading_needs_no_falconet_but_a_json_reader_and_safetensors(tmp_path):
+    folder = saved(tmp_path / "a", epoch=3)
+    record = json.loads((folder / "manifest.json").read_text())["files"]["model.safetensors"]
+    data = (folder / "model.safetensors").read_bytes()
+    assert record == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    header = int.from_bytes(data[:8], "little")
+    where = json.loads(data[8 : 8 + header])["fc.weight"]["data_offsets"]
+    assert np.frombuffer(data[8 + header :][slice(*where)], "<f4").tolist() == [3.0] * 6
+
+
+def test_the_manifest_keeps_what_it_is_given(tmp_path):
+    given = content(
+        2, class_names=["cat", "dog"], metrics={"validation_accuracy": 0.5}, plan=[1, 2], novelty={"a": [1]}
+    )
+    files.write(tmp_path / "a", tensors(), given)
+    manifest = files.read_manifest(tmp_path / "a")
+    assert manifest.progress == files.Progress(epoch=2, images=200, update=20)
+    assert manifest.class_names == ("cat", "dog")
+    assert (manifest.model, manifest.classes, manifest.plan) == ("resnet8-cifar", 2, [1, 2])
+    assert (manifest.runtime, manifest.config, manifest.averaged) == ({}, None, False)
+    assert manifest.content["novelty"] == {"a": [1]}
+
+
+def test_a_manifest_of_tuples_integer_keys_and_not_a_number_is_whole(tmp_path):
+    files.write(tmp_path / "a", tensors(), content(metrics={"loss": float("nan")}, plan={1: (2, 3)}))
+    assert files.verify(tmp_path / "a").plan == {"1": [2, 3]}
+
+
+def test_several_files_are_read_one_by_one_and_a_wrong_name_is_answered(tmp_path):
+    files.write(tmp_path / "a", {"rank0": {"x": torch.zeros(1)}, "rank1": {"x": torch.ones(1)}}, content())
+    manifest = files.verify(tmp_path / "a")
+    assert files.read_tensors(tmp_path / "a", "rank1", verified=manifest)["x"].item() == 1
+    with pytest.raises(CheckpointError, match=r"holds no 'rank_1', only rank0, rank1; did you mean 'rank1'"):
+        files.read_tensors(tmp_path / "a", "rank_1", verified=manifest)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_file_cut_at_any_byte_is_named(tmp_path, name):
+    path = saved(tmp_path / "a") / name
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=name) as caught:
+            files.verify(tmp_path / "a")
+        assert "\n" not in str(caught.value)
+    path.write_bytes(data)
+    files.verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_flipped_bit_anywhere_is_named(tmp_path, name):
+    path = saved(tmp_path / "a", metrics={"validation_accuracy": 0.5}) / name
+    data = path.read_bytes()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=name):
+            files.verify(tmp_path / "a")
+
+
+def test_sizes_and_digests_are_told_in_words(tmp_path):
+    path = saved(tmp_path / "a") / "model.safetensors"
+    data = path.read_bytes()
+    cases = {
+        data[:-5]: f"{path}: 5 bytes short of {len(data):,} (torn)",
+        data + b"123": f"{path}: 3 bytes more than {len(data):,} (not as written)",
+        data[:-1] + b"\xff": f"{path}: contents changed since it was written (digest mismatch)",
+    }
+    for damaged, message in cases.items():
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError) as caught:
+            files.verify(tmp_path / "a")
+        assert str(caught.value) == message
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: missing$"):
+        files.verify(tmp_path / "a")
+
+
+NOT_MANIFESTS = {
+    b"": "not JSON",
+    b"epochs: 3\n": "not JSON",
+    b"\xff\xfe\x00": "not JSON",
+    b"[" * 100_000: "not JSON",
+    b"[1, 2]": "not the manifest of a Falconet checkpoint",
+    b'{"name": "web-app", "files": []}': "not the manifest of a Falconet checkpoint",
+    b'{"format": 2, "files": {}}': "written by format 2, this Falconet reads up to 1: upgrade",
+    b'{"format": "1", "files": {}}': "'format' is str, wanted int",
+    b'{"format": 1, "files": {}}': "digest mismatch",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_MANIFESTS.items(), ids=[str(i) for i in range(len(NOT_MANIFESTS))])
+def test_what_is_not_our_manifest_is_told_in_one_line(tmp_path, text, message):
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        files.read_manifest(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+WRONG_TYPES = {
+    "model": (7, "'model' is int, wanted str"),
+    "classes": (True, "'classes' is bool, wanted int"),
+    "progress": ({"epoch": 1.5, "images": 0, "update": 0}, "'epoch' is float, wanted int"),
+    "class_names": ([1, 2], "'class_names' holds other things than names"),
+    "metrics": ([], "'metrics' is list, wanted dict"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG_TYPES)
+def test_a_manifest_with_a_wrong_type_names_the_key(tmp_path, key):
+    wrong, message = WRONG_TYPES[key]
+    files.write(tmp_path / "a", tensors(), content() | {key: wrong})
+    with pytest.raises(CheckpointError, match=message):
+        files.read_manifest(tmp_path / "a")
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
+    (tmp_path / "a.tmp").mkdir()
+    files._write_manifest(
+        tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": files.FileRecord(0, "")}
+    )
+    with pytest.raises(CheckpointError, match="wanted plain names"):
+        files.read_manifest(tmp_path / "a.tmp")
+
+
+def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, message in {"none": "no such checkpoint", "file": "a file; wanted", "empty": "no manifest.json"}.items():
+        with pytest.raises(CheckpointError, match=message):
+            files.read_manifest(tmp_path / name)
+
+
+def test_saving_again_under_the_same_name_replaces(tmp_path):
+    saved(tmp_path / "a", epoch=1)
+    saved(tmp_path / "a", epoch=2)
+    assert model_of(tmp_path / "a")["fc.weight"][0, 0] == 2
+    assert leftovers(tmp_path) == []
+
+
+def test_saving_over_a_link_leaves_what_it_points_to(tmp_path):
+    saved(tmp_path / "a", epoch=1)
+    (tmp_path / "best").symlink_to("a")
+    saved(tmp_path / "best", epoch=2)
+    assert not (tmp_path / "best").is_symlink()
+    assert files.verify(tmp_path / "a").progress.epoch == 1
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"cannot save .*home: it holds other things \(thesis.tex\)"):
+        saved(tmp_path / "home")
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_file_in_the_way_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "a"):
+        with pytest.raises(CheckpointError) as caught:
+            saved(folder)
+        assert str(caught.value) in (f"cannot save {folder}: Not a directory", f"cannot save {folder}: File exists")
+
+
+def failing(real, call, error):
+    """`real` until the given call, which raises."""
+    calls = iter(range(1000))
+
+    def fails(*args, **kwargs):
+        if next(calls) == call:
+            raise OSError(error, os.strerror(error))
+        return real(*args, **kwargs)
+
+    return fails
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])  # the tensors, the manifest, the folder
+@pytest.mark.parametrize("there_already", [False, True])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call, there_already):
+    saved(tmp_path / "a", epoch=1)
+    target = tmp_path / ("a" if there_already else "b")
+    monkeypatch.setattr(os, "fsync", failing(os.fsync, call, errno.ENOSPC))
+    with pytest.raises(CheckpointError) as caught:
+        saved(target, epoch=2)
+    assert str(caught.value) == f"cannot save {target}: No space left on device"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert files.verify(tmp_path / "a").progress.epoch == 1
+
+
+@pytest.mark.parametrize("call", [0, 1])  # the old one aside, the new one in
+def test_a_failed_rename_leaves_what_was_there(tmp_path, monkeypatch, call):
+    saved(tmp_path / "a", epoch=1)
+    monkeypatch.setattr(Path, "rename", failing(Path.rename, call, errno.EROFS))
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        saved(tmp_path / "a", epoch=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert files.verify(tmp_path / "a").progress.epoch == 1
+
+
+def test_a_write_the_system_refuses_half_way_leaves_nothing_behind(tmp_path):
+    saved(tmp_path / "a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # bytes a file may have
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot save .*b: File too large$"):
+            files.write(tmp_path / "b", {"model": {"x": torch.zeros(10_000)}}, content())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_checkpoints_are_found_oldest_first_with_unreadable_ones_last(tmp_path):
+    home = tmp_path / "run" / "checkpoints"
+    for epoch in (10, 9, 2):
+        saved(home / f"epoch_{epoch}", epoch)
+    saved(home / "a_torn_one", 1)
+    (home / "a_torn_one" / "manifest.json").unlink()
+    shutil.copytree(home / "epoch_2", home / ".epoch_3.tmp-1-00ff")
+    (home / "notes").mkdir()
+    names = ["epoch_2", "epoch_9", "epoch_10", "a_torn_one"]
+    for path in (home, tmp_path / "run"):
+        assert [p.name for p in files.checkpoints_in(path)] == names
+    assert files.checkpoints_in(home / "epoch_9") == [home / "epoch_9"]
+    assert files.checkpoints_in(home / "a_torn_one") == [home / "a_torn_one"]
+    assert files.checkpoints_in(home / "notes") == []
+
+
+def test_a_mistyped_folder_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "digits-run").mkdir()
+    with pytest.raises(CheckpointError, match="no such folder; did you mean 'digits-run'"):
+        files.checkpoints_in(tmp_path / "digit-run")
+
+
+def test_the_newest_whole_one_is_found_and_each_torn_one_noted(tmp_path):
+    for epoch in (1, 2, 3, 4):
+        saved(tmp_path / f"epoch_{epoch}", epoch)
+    (tmp_path / "epoch_4" / "manifest.json").write_text("{")
+    (tmp_path / "epoch_3" / "model.safetensors").write_bytes(b"short")
+    notes = []
+    assert files.newest_whole(tmp_path, notes.append) == tmp_path / "epoch_2"
+    assert [("epoch_4" in n, "epoch_3" in n) for n in notes] == [(True, False), (False, True)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]
+
+
+def test_an_average_is_the_newest_only_for_want_of_others(tmp_path):
+    saved(tmp_path / "averaged", 9, averaged=["epoch_1"])
+    assert files.newest_whole(tmp_path, pytest.fail) == tmp_path / "averaged"
+    saved(tmp_path / "epoch_1", 1)
+    assert files.newest_whole(tmp_path, pytest.fail) == tmp_path / "epoch_1"
+
+
+def test_no_whole_checkpoint_at_all_is_told_with_what_was_found(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint in it"):
+        files.newest_whole(tmp_path, pytest.fail)
+    for name in "ab":
+        (saved(tmp_path / name) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*b/model\.safetensors: missing"):
+        files.newest_whole(tmp_path, lambda note: None)
+
+
+def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_an_older_one_offered(tmp_path):
+    for epoch in (1, 2, 3):
+        saved(tmp_path / f"epoch_{epoch}", epoch)
+    (tmp_path / "epoch_3" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        files.newest_whole(tmp_path / "epoch_3", pytest.fail)
+    whole = tmp_path / "epoch_2"
+    assert str(caught.value).endswith(f"epoch_3/model.safetensors: missing; the newest whole one is {whole}")
+
+
+def test_with_nothing_to_offer_the_refusal_stands_alone(tmp_path):
+    error = CheckpointError("torn")
+    assert files.refuse(tmp_path / "a", error) is error
+
+
+def accuracy(value):
+    return {"metrics": {"validation_accuracy": value}}
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    for epoch, value in enumerate([0.1, 0.9, 0.9, 0.4, float("nan"), 0.6], start=1):
+        saved(tmp_path / f"epoch_{epoch}", epoch, **accuracy(value))
+    removed = files.prune(tmp_path, keep=2)
+    assert [p.name for p in removed] == ["epoch_1", "epoch_3", "epoch_4"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_2", "epoch_5", "epoch_6"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, 3), (5, 3), (3, 3), (1, 1), (0, 0)])
+def test_pruning_without_a_metric_counts_alone(tmp_path, keep, left):
+    for epoch in (1, 2, 3):
+        saved(tmp_path / f"epoch_{epoch}", epoch)
+    files.prune(tmp_path, keep=keep)
+    assert [files.verify(p).progress.epoch for p in files.checkpoints_in(tmp_path)] == list(range(4 - left, 4))
+
+
+def test_pruning_never_touches_what_is_torn_foreign_averaged_or_linked(tmp_path):
+    for epoch in range(1, 5):
+        saved(tmp_path / f"epoch_{epoch}", epoch)
+    (tmp_path / "epoch_1" / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "release").symlink_to("epoch_2")
+    saved(tmp_path / "swa", 1, averaged=True)
+    saved(tmp_path / "epoch_1_averaged", 1)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "manifest.json").write_text('{"format": 9, "files": {}}')
+    (tmp_path / "notes").mkdir()
+    before = {p.name for p in tmp_path.iterdir()}
+    assert [p.name for p in files.prune(tmp_path, keep=1)] == ["epoch_3"]
+    assert {p.name for p in tmp_path.iterdir()} == before - {"epoch_3"}
+
+
+def test_pruning_sweeps_what_killed_runs_left_an_hour_ago(tmp_path):
+    saved(tmp_path / "epoch_1")
+    for name, age in {".a.tmp-12-0a1b": 7200, ".b.old-12-0a1b": 7200, ".c.tmp-12-0a1b": 60, ".mine": 7200}.items():
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    files.prune(tmp_path, keep=1)
+    assert sorted(leftovers(tmp_path)) == [".c.tmp-12-0a1b", ".mine"]

@@ -1,0 +1,212 @@
+"""Foreign weights load when they fit, and run nothing when they are hostile."""
+
+import io
+import os
+import pickle
+import random
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.errors import CheckpointError
+
+TORN = "torn, or neither safetensors nor a torch weights file"
+
+
+def weights():
+    return {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([1.0, 2.0]).half()}
+
+
+def prefixed(prefix):
+    return {f"{prefix}{name}": tensor for name, tensor in weights().items()}
+
+
+WRAPPED = {
+    "plain": weights(),
+    "state_dict": {"state_dict": weights(), "epoch": 3},
+    "model_state_dict": {"model_state_dict": weights(), "optimizer_state_dict": {"lr": 1}},
+    "model and its average": {"model": weights(), "model_ema": {"fc.weight": torch.zeros(1)}},
+    "the average alone": {"model_ema": weights(), "epoch": 3},
+    "two deep": {"model": {"state_dict": weights()}},
+    "replicas": prefixed("module."),
+    "compiled": prefixed("_orig_mod."),
+    "both": {"state_dict": prefixed("module._orig_mod.")},
+    "both, the other way": prefixed("_orig_mod.module."),
+    "compiled inside": {name.replace("fc.", "fc._orig_mod."): tensor for name, tensor in weights().items()},
+    "parameters": {name: nn.Parameter(tensor) for name, tensor in weights().items()},
+}
+
+
+def assert_same(read):
+    assert read.keys() == weights().keys()
+    for name, tensor in weights().items():
+        assert read[name].dtype == tensor.dtype
+        assert not read[name].requires_grad
+        assert torch.equal(read[name], tensor)
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".pth.tar"])
+def test_weights_come_out_of_what_trainers_put_around_them(tmp_path, case, suffix):
+    path = tmp_path / f"w{suffix}"
+    torch.save(WRAPPED[case], path)
+    assert_same(read_weights(path))
+
+
+def test_the_oldest_torch_files_are_read(tmp_path):
+    torch.save(weights(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    assert_same(read_weights(tmp_path / "w.pth"))
+
+
+def test_safetensors_are_read(tmp_path):
+    safetensors.torch.save_file(prefixed("module."), tmp_path / "w.safetensors")
+    assert_same(read_weights(tmp_path / "w.safetensors"))
+
+
+class Hostile:
+    """Unpickled the careless way, creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Greedy:
+    def __reduce__(self):
+        return bytearray, (1 << 60,)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path, protocol):
+    path, trap = tmp_path / "w.pt", tmp_path / "trap"
+    path.write_bytes(pickle.dumps({"state_dict": Hostile(trap)}, protocol=protocol))
+    with pytest.raises(CheckpointError, match=rf"w\.pt: (refused, it asks for posix\.mkdir|{TORN})"):
+        read_weights(path)
+    assert not trap.exists()
+    pickle.loads(path.read_bytes())
+    assert trap.exists(), "the trap does not work, so the test shows nothing"
+
+
+def test_a_hostile_object_inside_a_torch_file_is_refused(tmp_path):
+    torch.save({"fc.weight": torch.ones(1), "x": Hostile(tmp_path / "trap")}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"refused, it asks for posix\.mkdir"):
+        read_weights(tmp_path / "w.pt")
+    assert not (tmp_path / "trap").exists()
+
+
+def as_torch_file(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+NONSENSE = {
+    "empty": (b"", TORN),
+    "text": (b"<!DOCTYPE html><title>404</title>" * 100, TORN),
+    "noise": (random.Random(0).randbytes(5000), TORN),
+    "a broken zip": (b"PK\x03\x04" + bytes(4000), TORN),
+    "a greedy pickle": (as_torch_file({"w": Greedy()}), TORN),
+    "a list": (as_torch_file([torch.ones(1)]), "holds list; wanted names and tensors"),
+    "a tensor": (as_torch_file(torch.ones(1)), "holds Tensor; wanted names and tensors"),
+    "numbers": (as_torch_file({"epoch": 3}), "'epoch' is int; wanted names and tensors alone"),
+    "nothing": (as_torch_file({"state_dict": {}}), "no tensor in it"),
+    "a name twice": (as_torch_file({"w": torch.ones(1), "module.w": torch.ones(1)}), "two tensors are called 'w'"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_nonsense_is_told_in_one_line(tmp_path, case):
+    data, message = NONSENSE[case]
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_weights(tmp_path / "w.pt")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_missing_file_and_a_folder_are_told(tmp_path, suffix):
+    with pytest.raises(CheckpointError, match=f"none{suffix}: No such file or directory"):
+        read_weights(tmp_path / f"none{suffix}")
+    (tmp_path / f"folder{suffix}").mkdir()
+    with pytest.raises(CheckpointError, match=f"folder{suffix}: Is a directory"):
+        read_weights(tmp_path / f"folder{suffix}")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_torch_file_cut_anywhere_is_refused(tmp_path, new):
+    path = tmp_path / "w.pt"
+    torch.save(weights(), path, _use_new_zipfile_serialization=new)
+    data = path.read_bytes()
+    for length in range(0, len(data) - 1, 7):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=f"{TORN}|refused"):  # a name cut short is a name unknown
+            read_weights(path)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_damaged_torch_file_is_read_or_refused_but_never_crashes(tmp_path, new):
+    path = tmp_path / "w.pt"
+    torch.save(weights(), path, _use_new_zipfile_serialization=new)
+    data, dice = path.read_bytes(), random.Random(0)
+    refused = []
+    for _ in range(500):
+        damaged = bytearray(data)
+        damaged[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_weights(path)  # torch keeps no digest: a flipped weight passes
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 50
+    assert not any("\n" in message for message in refused)
+
+
+def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path):
+    data = safetensors.torch.save(weights())
+    for length in range(len(data)):
+        (tmp_path / "w.safetensors").write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match="not safetensors, or torn"):
+            read_weights(tmp_path / "w.safetensors")
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+
+
+def test_weights_that_fit_are_copied_and_strides_kept():
+    source = {name: torch.ones_like(tensor).contiguous() for name, tensor in small_model().state_dict().items()}
+    model = small_model()
+    load_weights(model, source, where="x.pth")
+    assert all(torch.equal(tensor, source[name]) for name, tensor in model.state_dict().items())
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def without(*names):
+    return {name: tensor for name, tensor in small_model().state_dict().items() if name not in names}
+
+
+MISFITS = {
+    "missing": (without("0.bias", "1.weight", "1.bias"), "3 missing (0.bias, ...)"),
+    "too many": (without() | {"fc.bias": torch.ones(1)}, "1 too many (fc.bias)"),
+    "another shape": (without() | {"0.weight": torch.ones(9, 3)}, "1 of another shape (0.weight 9x3, wanted 4x3x3x3)"),
+    "all": (
+        without("0.bias") | {"fc.bias": torch.ones(1), "1.bias": torch.tensor(1.0)},
+        "1 missing (0.bias), 1 too many (fc.bias), 1 of another shape (1.bias one number, wanted 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_weights_that_do_not_fit_are_counted_and_change_nothing(case):
+    given, message = MISFITS[case]
+    model, before = small_model(), small_model().state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, {name: tensor + 1 for name, tensor in given.items()}, where="x.pth", name="resnet50")
+    assert str(caught.value) == f"x.pth does not fit resnet50: {message}"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

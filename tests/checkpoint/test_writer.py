@@ -1,0 +1,181 @@
+"""Saving in the background writes what the state was when it was asked to, and survives being killed."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from falconet.checkpoint import files
+from falconet.checkpoint.writer import Writer
+from falconet.errors import CheckpointError
+
+
+def content(epoch=1):
+    return {"model": "m", "classes": 2, "progress": {"epoch": epoch, "images": 0, "update": 0}}
+
+
+def weights(value=1.0):
+    return {"model": {"w": torch.full((3,), value)}}
+
+
+def read(folder):
+    return files.read_tensors(folder, "model", verified=files.verify(folder))["w"]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing waits until this event is set."""
+    released = threading.Event()
+    write = files.write
+
+    def slow(*args):
+        assert released.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(files, "write", slow)
+    return released
+
+
+def test_training_may_go_on_while_the_state_is_written(tmp_path, held):
+    state, told = weights(1.0), content(1)
+    with Writer() as writer:
+        writer.save(tmp_path / "a", state, told)
+        state["model"]["w"].add_(5)
+        told["progress"]["epoch"] = 99
+        held.set()
+    assert read(tmp_path / "a").tolist() == [1, 1, 1]
+    assert files.read_manifest(tmp_path / "a").progress.epoch == 1
+
+
+def test_saving_returns_before_anything_is_written(tmp_path, held):
+    with Writer() as writer:
+        writer.save(tmp_path / "a", weights(), content())
+        assert list(tmp_path.iterdir()) == []
+        held.set()
+        writer.wait()
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, held):
+    with Writer() as writer:
+        writer.save(tmp_path / "a", weights(), content())
+        threading.Timer(0.05, held.set).start()
+        writer.save(tmp_path / "b", weights(), content())
+        assert (tmp_path / "a").exists()
+
+
+def test_what_comes_after_comes_after_the_checkpoint_is_whole(tmp_path):
+    seen = []
+    with Writer() as writer:
+        writer.save(tmp_path / "a", weights(), content(), after=lambda: seen.append(files.verify(tmp_path / "a")))
+    assert seen[0].progress.epoch == 1
+
+
+def test_a_failed_save_is_told_once_by_the_next_call_and_saving_goes_on(tmp_path):
+    (tmp_path / "file").touch()
+    with Writer() as writer:
+        writer.save(tmp_path / "file", weights(), content())
+        with pytest.raises(CheckpointError, match="cannot save"):
+            writer.save(tmp_path / "b", weights(), content())
+        writer.save(tmp_path / "b", weights(), content())
+        writer.wait()
+        writer.save(tmp_path / "file", weights(), content())
+        with pytest.raises(CheckpointError, match="cannot save"):
+            writer.wait()
+    assert read(tmp_path / "b").tolist() == [1, 1, 1]
+
+
+def test_closing_tells_of_a_failed_save(tmp_path):
+    (tmp_path / "file").touch()
+    writer = Writer()
+    writer.save(tmp_path / "file", weights(), content())
+    with pytest.raises(CheckpointError, match="cannot save"):
+        writer.close()
+
+
+def run_that_stops(folder, error):
+    with Writer() as writer:
+        writer.save(folder, weights(), content())
+        raise error
+
+
+def test_what_stopped_the_run_is_not_hidden_by_a_failed_save(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_that_stops(tmp_path / "file", KeyboardInterrupt())
+    assert caught.value.__notes__ == [f"cannot save {tmp_path / 'file'}: Not a directory"]
+
+
+def test_a_run_that_stops_still_finishes_its_save(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_that_stops(tmp_path / "a", KeyboardInterrupt())
+    assert read(tmp_path / "a").tolist() == [1, 1, 1]
+
+
+def test_content_that_json_cannot_hold_fails_where_it_was_given(tmp_path):
+    with Writer() as writer, pytest.raises(TypeError, match="not JSON serializable"):
+        writer.save(tmp_path / "a", weights(), content() | {"plan": torch.zeros(1)})
+
+
+def test_the_loop_waits_for_a_copy_not_for_the_disk(tmp_path, held):
+    state = {"model": {str(i): torch.zeros(1 << 18) for i in range(32)}}  # 32 MiB
+    with Writer() as writer:
+        began = time.perf_counter()
+        writer.save(tmp_path / "a", state, content())
+        blocked = time.perf_counter() - began
+        held.set()
+    assert blocked < 1  # seconds; a copy takes some hundredths, and the disk is held until now
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from falconet.checkpoint import files
+from falconet.checkpoint.writer import Writer
+
+home = Path(sys.argv[1])
+
+def save(writer, epoch):
+    group = {"x": torch.full((20_000,), float(epoch))}
+    progress = dict.fromkeys(("epoch", "images", "update"), epoch)
+    content = {"model": "m", "classes": 2, "progress": progress}
+    writer.save(home / f"epoch_{epoch}", {"model": group, "optimizer": group}, content)
+
+with Writer() as writer:
+    save(writer, 0)
+    writer.wait()
+    began = time.perf_counter()
+    save(writer, 1)
+usual = time.perf_counter() - began
+random.seed(0)
+newest = 1
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        with Writer() as writer:
+            for epoch in range(newest + 1, newest + 100):
+                save(writer, epoch)
+    time.sleep(random.uniform(0, 4 * usual))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = files.checkpoints_in(home)
+    assert [p.name for p in found] == [f"epoch_{i}" for i in range(len(found))]
+    newest = len(found) - 1
+for epoch, folder in enumerate(found):
+    manifest = files.verify(folder)
+    for stem in ("model", "optimizer"):
+        assert torch.all(files.read_tensors(folder, stem, verified=manifest)["x"] == epoch)
+print(len(found), sum(p.name.startswith(".") for p in home.iterdir()))
+"""
+
+
+def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
+    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    whole, half_written = map(int, run.stdout.split())
+    assert whole > 2, "every kill came before the first save"
+    assert half_written > 2, "no kill fell within a save"
