@@ -1,0 +1,114 @@
+"""Image files to RGB pixels, and the count of those that cannot be read."""
+
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from falconet.errors import DataError
+
+# Pillow warns of odd metadata, which changes no pixel, and of sizes that are refused below.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+# What Pillow's plugins raise on damaged bytes, besides OSError.
+DAMAGE = (
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+)
+
+
+class UnreadableImageError(Exception):
+    """An image that cannot be decoded; its text is the reason, in a few words."""
+
+
+def open_rgb(file: Path | BinaryIO) -> Image.Image:
+    """The decoded image in mode RGB, or UnreadableImageError.
+
+    As torchvision's and timm's loaders do: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
+    orientation ignored. Unlike theirs, 16-bit grey keeps its range (divided by 256) instead of being clipped.
+    """
+    try:
+        with Image.open(file) as image:
+            _check_size(image)
+            return _rgb(image)
+    except BOMBS:
+        raise UnreadableImageError(f"more than {Image.MAX_IMAGE_PIXELS} pixels") from None
+    except UnidentifiedImageError:
+        raise UnreadableImageError(_why_unidentified(file)) from None
+    except OSError as error:
+        raise UnreadableImageError(_os_reason(error)) from None
+    except DAMAGE as error:
+        raise UnreadableImageError(f"damaged: {_one_line(error)}") from None
+
+
+def _check_size(image: Image.Image) -> None:
+    """Pillow refuses what is twice as large as its limit and only warns of what is beyond it."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise Image.DecompressionBombError
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        image.load()
+        return image
+    if image.mode.startswith("I"):
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB gives the same colours and a warning
+    return image.convert("RGB")
+
+
+def _why_unidentified(file: Path | BinaryIO) -> str:
+    empty = file.stat().st_size == 0 if isinstance(file, Path) else file.seek(0, 2) == 0
+    return "empty file" if empty else "not an image"
+
+
+def _os_reason(error: OSError) -> str:
+    if error.strerror:  # of the system, not of the decoder
+        return error.strerror
+    return "truncated" if "truncated" in str(error).lower() else f"damaged: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class BadImages:
+    """The images that could not be read: each is noted once, and one too many ends the run."""
+
+    def __init__(self, allowed: int, *, note: Callable[[str], None]) -> None:
+        self.allowed = allowed
+        self._note = note
+        self._seen: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, path: Path, reason: str) -> None:
+        with self._lock:
+            if path in self._seen:
+                return
+            self._seen.add(path)
+            count = len(self._seen)
+            what = f"{path}: cannot be decoded ({reason})"
+            if count > self.allowed:
+                images = "1 bad image" if count == 1 else f"{count} bad images"
+                raise DataError(f"{what}; {images}, --bad-images-allowed {self.allowed}")
+            self._note(f"{what}; skipped, bad image {count} of {self.allowed} allowed")

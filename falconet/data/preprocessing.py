@@ -1,0 +1,95 @@
+"""What turns an image into model input: one value, kept in every checkpoint."""
+
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from falconet.errors import CheckpointError, ConfigError, did_you_mean
+
+Channels = tuple[float, float, float]  # red, green, blue, of pixels in 0..1
+
+IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
+IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """How evaluation, prediction, export and serving prepare an image."""
+
+    image_size: int  # side of the model's square input, pixels
+    resize: int  # short side before the centre crop, pixels
+    mean: Channels
+    std: Channels
+    interpolation: str = "bilinear"  # antialiased
+
+    def __post_init__(self) -> None:
+        if self.resize < self.image_size:
+            raise ConfigError(f"preprocessing: resize {self.resize} is less than the image size {self.image_size}")
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
+
+    @classmethod
+    def from_json(cls, stored: dict[str, object]) -> "Preprocessing":
+        known = [field.name for field in fields(cls)]
+        for name in stored:
+            if name not in known:
+                raise CheckpointError(f"preprocessing: unknown entry '{name}'{did_you_mean(name, known)}")
+        for name in known:
+            if name not in stored:
+                raise CheckpointError(f"preprocessing: no entry '{name}'")
+        return cls(
+            image_size=_whole(stored, "image_size"),
+            resize=_whole(stored, "resize"),
+            mean=_channels(stored, "mean"),
+            std=_channels(stored, "std"),
+            interpolation=_interpolation(stored),
+        )
+
+
+def short_side(image_size: int) -> int:
+    """Short side before the centre crop for photographs: 256 for 224, as the originals scale it."""
+    return int(image_size * 256 / 224)
+
+
+class Normalise(nn.Module):
+    """Pixels 0..255 to (pixel / 255 - mean) / std, as one multiply and add in float32."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        mean = torch.tensor(preprocessing.mean, dtype=torch.float64).view(1, 3, 1, 1)
+        std = torch.tensor(preprocessing.std, dtype=torch.float64).view(1, 3, 1, 1)
+        # Not persistent: the checkpoint keeps the Preprocessing itself.
+        self.register_buffer("scale", (1 / (255 * std)).float(), persistent=False)
+        self.register_buffer("shift", (-mean / std).float(), persistent=False)
+        self.dtype = dtype
+
+    def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W, uint8 -> dtype, memory format kept
+        # A fused multiply-add in float32 and one rounding to dtype: half precision cannot hold 1 / (255 std) well.
+        return torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype)
+
+
+def _whole(stored: dict[str, object], name: str) -> int:
+    value = stored[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted a whole number above 0")
+    return value
+
+
+def _channels(stored: dict[str, object], name: str) -> Channels:
+    value = stored[name]
+    if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(x, int | float) for x in value):
+        raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted three numbers")
+    red, green, blue = value
+    return (float(red), float(green), float(blue))
+
+
+def _interpolation(stored: dict[str, object]) -> str:
+    value = stored["interpolation"]
+    if value != "bilinear":
+        raise CheckpointError(f"preprocessing: interpolation: got {value!r}, wanted 'bilinear'")
+    return "bilinear"

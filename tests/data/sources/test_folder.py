@@ -1,0 +1,101 @@
+"""Class folders: what is found, in which order, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from falconet.data.sources import folder
+from falconet.errors import DataError
+
+
+def image(root, name):
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4)).save(path)
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("train/dog/2.png", "train/dog/1.JPEG", "train/cat/b/1.webp", "train/cat/a.gif", "val/dog/9.bmp"):
+        image(tmp_path, name)
+    (tmp_path / "train/dog/notes.txt").write_text("not an image")
+    (tmp_path / "train/dog/.hidden.png").write_text("")
+    (tmp_path / "train/.cache").mkdir()
+    return tmp_path
+
+
+def paths(source):
+    return [source.path(index).relative_to(source.root).as_posix() for index in range(len(source))]
+
+
+def test_images_are_listed_by_class_and_name(root):
+    splits = folder.load(root)
+    assert splits.class_names == ("cat", "dog")
+    assert paths(splits.train) == ["cat/a.gif", "cat/b/1.webp", "dog/1.JPEG", "dog/2.png"]
+    assert splits.train.labels.tolist() == [0, 0, 1, 1]
+    assert splits.native_size is None
+
+
+def test_validation_has_the_numbers_of_the_training_classes(root):
+    validation = folder.load(root).validation
+    assert paths(validation) == ["dog/9.bmp"]
+    assert validation.labels.tolist() == [1]
+    assert validation.class_names == ("cat", "dog")
+
+
+def test_validation_may_be_the_folders_full_name(root):
+    (root / "val").rename(root / "validation")
+    assert len(folder.load(root).validation) == 1
+
+
+def test_a_link_to_a_folder_above_does_not_go_round_in_circles(root):
+    (root / "train/cat/again").symlink_to(root / "train/cat")
+    assert len(folder.load(root).train) == 4
+
+
+def empty(path):
+    for child in sorted(path.rglob("*"), reverse=True):
+        child.rmdir() if child.is_dir() else child.unlink()
+
+
+MISTAKES = {
+    "no such folder, wanted one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
+    "no folder train/ in it": (".", lambda root: (root / "train").rename(root / "training")),
+    "no folder val/ or validation/ in it": (".", lambda root: (root / "val").rename(root / "test")),
+    "empty, wanted one folder a class": ("train", lambda root: empty(root / "train")),
+    "no image in this class folder": ("train/rat", lambda root: (root / "train/rat").mkdir()),
+}
+
+
+@pytest.mark.parametrize(("message", "place", "change"), [(m, *rest) for m, rest in MISTAKES.items()])
+def test_a_mistake_names_its_folder(root, message, place, change):
+    change(root)
+    with pytest.raises(DataError) as caught:
+        folder.load(root)
+    assert str(caught.value) == f"{root / place}: {message}"
+
+
+def test_an_empty_validation_folder_is_named(root):
+    empty(root / "val")
+    with pytest.raises(DataError, match="val: empty, wanted one folder a class"):
+        folder.load(root)
+
+
+def test_a_class_without_an_image_in_validation_is_named(root):
+    (root / "val/cat").mkdir()
+    with pytest.raises(DataError, match="val/cat: no image in this class folder"):
+        folder.load(root)
+
+
+def test_a_validation_class_that_training_lacks_is_named(root):
+    image(root, "val/dogs/1.png")
+    with pytest.raises(DataError) as caught:
+        folder.load(root)
+    assert str(caught.value) == f"{root}/val/dogs: no such class in {root}/train; did you mean 'dog'?"
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="no such folder"):
+        folder.load(Path(tmp_path / "file"))

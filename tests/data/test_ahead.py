@@ -1,0 +1,71 @@
+"""Work on threads: in order, bounded, and gone when it is no longer wanted."""
+
+import threading
+import time
+
+import pytest
+
+from falconet.data.ahead import in_order
+
+
+class Square:
+    """A job of two parts; notes when it is begun."""
+
+    def __init__(self, number, begun=None, fails=False):
+        if begun is not None:
+            begun.append(number)
+        self.number, self.done, self.fails = number, [], fails
+
+    def parts(self):
+        return [(0, 1), (1, 2)]
+
+    def do(self, part):
+        if self.fails:
+            raise FileNotFoundError("a job's own error")
+        time.sleep(0.002 * (self.number % 3))  # later jobs finish first
+        self.done.append(part)
+
+    def result(self):
+        assert len(self.done) == 2
+        return self.number**2
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("falconet-data")]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_order(workers):
+    assert list(in_order(map(Square, range(20)), workers=workers, ahead=4)) == [number**2 for number in range(20)]
+    assert data_threads() == []
+
+
+@pytest.mark.parametrize(("workers", "most"), [(0, 1), (1, 4), (3, 4)])
+def test_no_more_jobs_are_begun_than_asked(workers, most):
+    begun = []
+    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=3)
+    next(results)
+    assert len(begun) == most
+    next(results)
+    assert len(begun) == most + 1
+    results.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
+    results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=4)
+    given = [next(results) for _ in range(3)]
+    with pytest.raises(FileNotFoundError, match="a job's own error"):
+        next(results)
+    assert given == [0, 1, 4]
+    assert data_threads() == []
+
+
+def test_leaving_early_ends_the_threads():
+    for result in in_order(map(Square, range(1000)), workers=3, ahead=6):
+        if result == 4:
+            break
+    deadline = time.monotonic() + 5
+    while data_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert data_threads() == []

@@ -1,0 +1,169 @@
+"""Decoding: every kind of file Pillow reads becomes RGB, every broken one gets its reason."""
+
+import contextlib
+import io
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
+from falconet.errors import DataError
+
+
+def gradient(width=40, height=30):
+    rows, columns = np.mgrid[0:height, 0:width]
+    return np.stack((rows * 8, columns * 6, rows * 0 + 90), axis=2).astype(np.uint8)
+
+
+def written(path, image, **options):
+    image.save(path, **options)
+    return path
+
+
+def test_rgb_is_read_as_it_is(tmp_path):
+    path = written(tmp_path / "a.png", Image.fromarray(gradient()))
+    np.testing.assert_array_equal(np.asarray(open_rgb(path)), gradient())
+
+
+def test_bytes_are_read_like_a_file():
+    buffer = io.BytesIO()
+    Image.fromarray(gradient()).save(buffer, "PNG")
+    np.testing.assert_array_equal(np.asarray(open_rgb(io.BytesIO(buffer.getvalue()))), gradient())
+
+
+def test_alpha_is_dropped_not_blended(tmp_path):
+    alpha = np.full((30, 40, 1), 7, np.uint8)
+    path = written(tmp_path / "a.png", Image.fromarray(np.concatenate((gradient(), alpha), axis=2)))
+    np.testing.assert_array_equal(np.asarray(open_rgb(path)), gradient())
+
+
+def test_grey_is_repeated(tmp_path):
+    grey = gradient()[..., 0]
+    path = written(tmp_path / "a.png", Image.fromarray(grey))
+    np.testing.assert_array_equal(np.asarray(open_rgb(path)), np.repeat(grey[..., None], 3, axis=2))
+
+
+def test_sixteen_bit_grey_keeps_its_range(tmp_path):
+    wide = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    path = written(tmp_path / "a.png", Image.fromarray(wide))
+    np.testing.assert_array_equal(np.asarray(open_rgb(path))[..., 1], wide // 256)
+
+
+def test_a_palette_with_transparency_gives_its_colours(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    path = written(tmp_path / "a.png", image, transparency=b"\x00\x80")
+    assert np.asarray(open_rgb(path)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+
+
+def test_cmyk_is_converted(tmp_path):
+    path = written(tmp_path / "a.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0)), quality=100)
+    red, green, blue = np.asarray(open_rgb(path))[4, 4].tolist()
+    assert red > 240
+    assert green < 15 > blue
+
+
+def test_exif_orientation_is_ignored_as_the_peers_do(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    path = written(tmp_path / "a.png", Image.fromarray(gradient()), exif=exif)
+    np.testing.assert_array_equal(np.asarray(open_rgb(path)), gradient())
+
+
+def test_the_first_frame_of_an_animation_is_read(tmp_path):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    path = written(tmp_path / "a.gif", frames[0], save_all=True, append_images=frames[1:])
+    assert np.asarray(open_rgb(path))[0, 0].tolist() == [255, 0, 0]
+
+
+def jpeg_bytes():
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
+BROKEN = {
+    "empty.jpg": (b"", "empty file"),
+    "page.jpg": (b"<html>404</html>", "not an image"),
+    "half.jpg": (jpeg_bytes()[:3000], "truncated"),
+    "header.jpg": (jpeg_bytes()[:20], None),
+    "cut.png": (b"\x89PNG\r\n\x1a\n\x00\x00", None),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), [(name, *rest) for name, rest in BROKEN.items()])
+def test_a_broken_file_gets_its_reason(tmp_path, name, content, reason):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UnreadableImageError) as caught:
+        open_rgb(path)
+    assert reason in (None, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata; the package silences them
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"])
+def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
+    buffer = io.BytesIO()
+    Image.fromarray(gradient()).save(buffer, kind)
+    generator = np.random.default_rng(0)
+    path = tmp_path / "damaged"
+    for _ in range(40):
+        content = np.frombuffer(buffer.getvalue(), np.uint8).copy()
+        content[generator.integers(0, min(200, len(content)), 4)] = generator.integers(0, 256, 4)
+        path.write_bytes(content[: generator.integers(1, len(content) + 1)].tobytes())
+        with contextlib.suppress(UnreadableImageError):
+            assert open_rgb(path).mode == "RGB"
+
+
+def test_a_missing_file_gets_the_systems_reason(tmp_path):
+    with pytest.raises(UnreadableImageError, match="No such file"):
+        open_rgb(tmp_path / "gone.jpg")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_decompression_bomb_is_refused_at_the_first_limit(tmp_path, monkeypatch):
+    path = written(tmp_path / "a.png", Image.fromarray(gradient()))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # the image has 1200: Pillow would only warn
+    with pytest.raises(UnreadableImageError, match="more than 1000 pixels"):
+        open_rgb(path)
+
+
+def test_bad_images_are_noted_once_and_counted_up_to_the_limit():
+    notes = []
+    bad = BadImages(2, note=notes.append)
+    for name in ("1.jpg", "2.jpg", "1.jpg"):
+        bad.add(Path("data/train/cat") / name, "truncated")
+    assert len(bad) == 2
+    assert notes == [
+        "data/train/cat/1.jpg: cannot be decoded (truncated); skipped, bad image 1 of 2 allowed",
+        "data/train/cat/2.jpg: cannot be decoded (truncated); skipped, bad image 2 of 2 allowed",
+    ]
+    with pytest.raises(DataError) as caught:
+        bad.add(Path("data/train/cat/7.jpg"), "truncated")
+    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, --bad-images-allowed 2"
+    assert str(caught.value) == wanted
+
+
+def test_with_none_allowed_the_first_bad_image_ends_the_run():
+    with pytest.raises(DataError, match="1 bad image, --bad-images-allowed 0"):
+        BadImages(0, note=lambda message: None).add(Path("a.jpg"), "empty file")
+
+
+def test_threads_may_report_bad_images_together():
+    notes = []
+    bad = BadImages(1000, note=notes.append)
+    work = [
+        threading.Thread(target=lambda: [bad.add(Path(str(number)), "empty file") for number in range(200)])
+        for _ in range(4)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert len(bad) == len(notes) == 200

@@ -1,0 +1,242 @@
+"""Batches: the same for any workers, replicas and restarts; every validation image once."""
+
+import hashlib
+import threading
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from falconet.data import keyed
+from falconet.data.decode import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
+from falconet.data.mixing import Mixing, draw
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.readers import reader_for
+from falconet.data.source import ArraySource, FileSource
+from falconet.errors import ConfigError, DataError
+
+MIXING = Mixing(mixup_alpha=0.2, cutmix_lambda_low=0.3, cutmix_lambda_high=0.9, cutmix_disable_prob=0.2)
+COUNT = 70
+
+
+def array_source():
+    images = np.random.default_rng(0).integers(0, 256, (COUNT, 8, 8, 3), dtype=np.uint8)
+    images[:, 4, 4, 0] = np.arange(COUNT)  # each image says its number, wherever no augmentation moves it
+    return ArraySource(images, np.arange(COUNT) % 10, tuple("0123456789"))
+
+
+@pytest.fixture(scope="module")
+def file_source(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    (root / "cat").mkdir()
+    for number, image in enumerate(array_source().images):
+        Image.fromarray(image).resize((20 + number % 7, 30)).save(root / "cat" / f"{number:03}.png")
+    names = [f"{number:03}.png" for number in range(COUNT)]
+    return FileSource.of(root, names=names, labels=[0] * COUNT, class_names=("cat",))
+
+
+def reader(source, augment):
+    bad = BadImages(100, note=lambda message: None)
+    preprocessing = Preprocessing(image_size=8, resize=8, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    return reader_for(source, preprocessing=preprocessing, augment=augment, seed=6, bad=bad)
+
+
+def loader(source=None, *, augment="shift-flip", workers=0, mixing=MIXING, **shape):
+    source = array_source() if source is None else source
+    shape = BatchShape(**({"micro_batch": 6, "accumulation": 2} | shape))
+    return Loader(reader(source, augment), source.labels, shape=shape, seed=6, workers=workers, mixing=mixing)
+
+
+def digest(batch):
+    tensors = (batch.images, batch.labels, *(batch.mix or ()))
+    content = b"".join(np.ascontiguousarray(tensor.numpy()).tobytes() for tensor in tensors)
+    return hashlib.sha256(content).hexdigest()
+
+
+def digests(updates):
+    return [[digest(batch) for batch in update] for update in updates]
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("falconet-data")]
+
+
+@pytest.mark.parametrize("augment", ["none", "shift", "shift-flip", "crop-flip"])
+def test_the_batches_are_the_same_for_0_1_and_3_workers(augment):
+    alone, *others = (digests(loader(augment=augment, workers=workers).updates(2)) for workers in (0, 1, 3))
+    assert len(alone) == 5
+    for other in others:
+        assert other == alone
+
+
+def test_batches_of_files_are_the_same_for_0_1_and_3_workers(file_source):
+    alone, *others = (
+        digests(loader(file_source, augment="crop-flip", workers=workers).updates(2)) for workers in (0, 1, 3)
+    )
+    for other in others:
+        assert other == alone
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("skip", [0, 1, 4, 5])
+def test_skipping_updates_equals_dropping_them(skip, workers):
+    assert digests(loader(workers=workers).updates(1, skip=skip)) == digests(loader().updates(1))[skip:]
+
+
+@pytest.mark.parametrize(("replicas", "accumulation"), [(2, 1), (2, 2), (4, 1)])
+def test_replicas_together_have_the_micro_batches_of_one(replicas, accumulation):
+    one = digests(loader(accumulation=replicas * accumulation).updates(3))
+    parts = [
+        digests(loader(accumulation=accumulation, replicas=replicas, replica=replica).updates(3))
+        for replica in range(replicas)
+    ]
+    assert [list(chain(*update)) for update in zip(*parts, strict=True)] == one
+
+
+def test_epochs_differ():
+    batches = loader(mixing=None)
+    assert digests(batches.updates(0))[0] != digests(batches.updates(1))[0]
+
+
+def test_an_update_takes_its_stretch_of_the_epochs_order():
+    order = keyed.permutation(COUNT, seed=6, epoch=7)
+    for number, update in enumerate(loader(augment="none", mixing=None).updates(7)):
+        numbers = torch.cat([batch.images[:, 0, 4, 4] for batch in update])
+        labels = torch.cat([batch.labels for batch in update])
+        wanted = order[number * 12 : (number + 1) * 12]
+        assert numbers.tolist() == wanted.tolist()
+        assert labels.tolist() == (wanted % 10).tolist()
+
+
+def test_the_ragged_tail_is_dropped():
+    batches = loader()
+    assert batches.updates_per_epoch == COUNT // 12
+    assert len(list(batches.updates(0))) == COUNT // 12
+
+
+def test_images_are_uint8_in_channels_last_memory():
+    batch = next(loader().updates(0))[0]
+    assert batch.images.shape == (6, 3, 8, 8)
+    assert batch.images.dtype == torch.uint8
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.labels.dtype == torch.int64
+    assert batch.mix.mixup.shape == (6,)
+    assert batch.mix.box.shape == (4,)
+
+
+def test_mixes_are_keyed_by_the_images_and_the_global_number_of_the_micro_batch():
+    order = keyed.permutation(COUNT, seed=6, epoch=1)
+    given = [batch.mix for update in loader(accumulation=1, replicas=2, replica=1).updates(1) for batch in update]
+    for mix, number in zip(given, (1, 3, 5, 7, 9), strict=True):
+        indices = order[number * 6 : (number + 1) * 6]
+        wanted = draw(MIXING, indices=indices, micro_batch=number, side=8, seed=6, epoch=1)
+        assert torch.equal(mix.mixup, wanted.mixup)
+        assert torch.equal(mix.box, wanted.box)
+    assert len({tuple(mix.box.tolist()) for mix in given}) > 1
+
+
+def test_without_mixing_there_is_no_mix():
+    assert next(loader(mixing=None).updates(0))[0].mix is None
+
+
+def test_a_bad_image_is_labelled_minus_one(file_source, tmp_path):
+    (tmp_path / "cat").symlink_to(file_source.root / "cat")
+    gone = FileSource.of(tmp_path, names=["000.png", "gone.png"] * 3, labels=[0] * 6, class_names=("cat",))
+    batch = next(loader(gone, augment="crop-flip", accumulation=1).updates(0))[0]
+    order = keyed.permutation(6, seed=6, epoch=0)
+    assert batch.labels.tolist() == [-1 if index % 2 else 0 for index in order]
+
+
+def test_too_few_images_for_one_update_are_refused():
+    with pytest.raises(DataError) as caught:
+        loader(micro_batch=36, accumulation=2)
+    wanted = "70 training images are fewer than the 72 of one update: micro-batch 36 x accumulation 2 x replicas 1"
+    assert str(caught.value) == wanted
+
+
+def test_a_micro_batch_too_small_to_mix_is_refused():
+    with pytest.raises(ConfigError, match="--micro-batch-size: got 3, wanted at least 4 for mixup and cutmix"):
+        loader(micro_batch=3)
+
+
+def test_leaving_early_and_closing_end_the_threads():
+    batches = loader(workers=3)
+    updates = batches.updates(0)
+    next(updates)
+    assert data_threads()
+    batches.close()
+    assert data_threads() == []
+    assert list(updates) == []
+
+
+def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):
+    preprocessing = Preprocessing(image_size=8, resize=8, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    names = [f"gone-{number}.png" for number in range(12)]
+    gone = FileSource.of(file_source.root, names=names, labels=[0] * 12, class_names=("cat",))
+    bad = BadImages(3, note=lambda message: None)
+    strict = reader_for(gone, preprocessing=preprocessing, augment="none", seed=1, bad=bad)
+    batches = Loader(strict, gone.labels, shape=BatchShape(micro_batch=12), seed=1, workers=2)
+    with pytest.raises(DataError, match=r"gone-\d+.png: cannot be decoded .* bad images, --bad-images-allowed 3"):
+        next(batches.updates(0))
+    assert data_threads() == []
+
+
+def evaluation(*, batch, replicas=1, replica=0, workers=0):
+    source = array_source()
+    shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
+    return EvaluationLoader(reader(source, "none"), source.labels, shape=shape, workers=workers)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 16, 70, 128])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_shows_every_image_once_in_order(replicas, batch, workers):
+    seen, counts = [], set()
+    for replica in range(replicas):
+        given = list(evaluation(batch=batch, replicas=replicas, replica=replica, workers=workers).batches())
+        counts.add(len(given))
+        for images, labels, mix in given:
+            assert images.shape == (batch, 3, 8, 8)
+            assert mix is None
+            assert not images[labels < 0].any()
+            seen += images[labels >= 0][:, 0, 4, 4].tolist()
+            assert (labels[labels >= 0] == images[labels >= 0][:, 0, 4, 4].long() % 10).all()
+    assert seen == list(range(COUNT))
+    assert len(counts) == 1  # so that replicas can agree after each batch
+
+
+def test_more_replicas_than_images_still_agree_on_the_batches():
+    given = [list(evaluation(batch=4, replicas=80, replica=replica).batches()) for replica in (0, 79)]
+    assert [len(batches) for batches in given] == [1, 1]
+    assert given[1][0].labels.tolist() == [-1, -1, -1, -1]
+
+
+def synthetic(seed=1, replica=0):
+    shape = BatchShape(micro_batch=8, accumulation=3, replicas=2, replica=replica)
+    options = {"image_size": 10, "classes": 5, "images": 480, "seed": seed, "device": torch.device("cpu")}
+    return SyntheticLoader(shape, **options)
+
+
+def test_synthetic_batches_are_one_random_batch():
+    updates = list(synthetic().updates(0, skip=4))
+    assert len(updates) == 480 // 48 - 4
+    batches = [batch for update in updates for batch in update]
+    assert len({batch.images.data_ptr() for batch in batches}) == 1
+    images, labels, mix = batches[0]
+    assert images.shape == (8, 3, 10, 10)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.float().mean() == pytest.approx(127.5, abs=5 * 73.9 / 2400**0.5)
+    assert labels.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert mix is None
+
+
+def test_synthetic_batches_differ_by_seed_and_replica():
+    first, again, seed, replica = (
+        next(made.updates(0))[0].images for made in (synthetic(), synthetic(), synthetic(seed=2), synthetic(replica=1))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, seed)
+    assert not torch.equal(first, replica)

@@ -1,0 +1,72 @@
+"""Preprocessing as a stored value, and normalisation against torchvision's."""
+
+import json
+
+import pytest
+import torch
+from torchvision.transforms.functional import normalize
+
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing, short_side
+from falconet.errors import CheckpointError, ConfigError
+
+PHOTOS = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def every_pixel_value():
+    values = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 3, 16, 16)
+    return values.to(memory_format=torch.channels_last)
+
+
+def test_it_comes_back_from_json_as_it_was():
+    assert Preprocessing.from_json(json.loads(json.dumps(PHOTOS.to_json()))) == PHOTOS
+
+
+MISTAKES = {
+    "preprocessing: unknown entry 'image_sise'; did you mean 'image_size'?": {"image_sise": 1},
+    "preprocessing: image_size: got '224', wanted a whole number above 0": {"image_size": "224"},
+    "preprocessing: resize: got 0, wanted a whole number above 0": {"resize": 0},
+    "preprocessing: mean: got [0.5], wanted three numbers": {"mean": [0.5]},
+    "preprocessing: interpolation: got 'cubic', wanted 'bilinear'": {"interpolation": "cubic"},
+}
+
+
+@pytest.mark.parametrize(("message", "change"), MISTAKES.items())
+def test_a_wrong_entry_is_named(message, change):
+    with pytest.raises(CheckpointError) as caught:
+        Preprocessing.from_json(PHOTOS.to_json() | change)
+    assert str(caught.value) == message
+
+
+def test_a_missing_entry_is_named():
+    stored = PHOTOS.to_json()
+    del stored["std"]
+    with pytest.raises(CheckpointError, match="no entry 'std'"):
+        Preprocessing.from_json(stored)
+
+
+def test_a_crop_larger_than_the_resized_image_is_refused():
+    with pytest.raises(ConfigError, match="resize 200 is less than the image size 224"):
+        Preprocessing(image_size=224, resize=200, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+@pytest.mark.parametrize(("size", "side"), [(224, 256), (160, 182), (380, 434), (32, 36)])
+def test_the_short_side_scales_as_256_to_224(size, side):
+    assert short_side(size) == side
+
+
+def test_normalising_equals_torchvision_for_every_pixel_value():
+    images = every_pixel_value()
+    wanted = normalize(images.double() / 255, IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(Normalise(PHOTOS)(images).double(), wanted, rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(dtype):
+    images = every_pixel_value()
+    assert torch.equal(Normalise(PHOTOS, dtype=dtype)(images), Normalise(PHOTOS)(images).to(dtype))
+
+
+def test_normalising_keeps_channels_last_and_adds_nothing_to_the_state():
+    normalise = Normalise(PHOTOS)
+    assert normalise(every_pixel_value()).is_contiguous(memory_format=torch.channels_last)
+    assert normalise.state_dict() == {}

@@ -1,0 +1,184 @@
+"""Readers against torchvision: gather or decode, crop, resize, flip."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import functional as reference
+
+from falconet.data import augment
+from falconet.data.decode import BadImages
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.readers import ArrayReader, FileReader, reader_for, shifted
+from falconet.data.source import ArraySource, FileSource
+from falconet.errors import ConfigError, DataError
+
+INDICES = np.array([3, 0, 11, 7, 5, 2], dtype=np.int64)
+
+
+def preprocessing(image_size, resize):
+    return Preprocessing(image_size=image_size, resize=resize, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def array_source(side=16):
+    images = np.random.default_rng(0).integers(0, 256, (12, side, side, 3), dtype=np.uint8)
+    return ArraySource(images, np.arange(12) % 3, ("a", "b", "c"))
+
+
+def read(reader, indices=INDICES, *, epoch=4):
+    out = np.full((len(indices), reader.size, reader.size, 3), 77, np.uint8)
+    return out, reader.read(indices, epoch=epoch, out=out)
+
+
+def array_reader(augment, *, side=16, image_size=16, seed=5):
+    return ArrayReader(
+        array_source(side), preprocessing=preprocessing(image_size, image_size), augment=augment, seed=seed
+    )
+
+
+def channels_first(image):
+    return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+
+
+def test_none_gives_the_images_themselves():
+    images, ok = read(array_reader("none"))
+    np.testing.assert_array_equal(images, array_source().images[INDICES])
+    assert ok.all()
+
+
+@pytest.mark.parametrize("kind", ["shift", "shift-flip"])
+def test_a_shift_is_torchvisions_pad_crop_and_flip(kind):
+    images, _ = read(array_reader(kind))
+    shifts = augment.shifts(INDICES, side=16, seed=5, epoch=4)
+    flips = augment.flips(kind, INDICES, seed=5, epoch=4)
+    assert kind == "shift" or 0 < flips.sum() < len(flips)
+    for image, index, (down, right), flip in zip(images, INDICES, shifts.tolist(), flips, strict=True):
+        wanted = reference.pad(channels_first(array_source().images[index]), [2, 2, 2, 2])
+        wanted = reference.crop(wanted, 2 - down, 2 - right, 16, 16)
+        wanted = reference.hflip(wanted) if flip else wanted
+        assert torch.equal(channels_first(image), wanted)
+
+
+def test_shifting_by_nothing_changes_nothing():
+    images = array_source().images
+    np.testing.assert_array_equal(shifted(images, np.zeros((12, 2), np.int64)), images)
+
+
+@pytest.mark.parametrize("image_size", [8, 24, 33])
+def test_another_size_is_pillows_antialiased_resize(image_size):
+    images, _ = read(array_reader("none", image_size=image_size))
+    for image, index in zip(images, INDICES, strict=True):
+        original = Image.fromarray(array_source().images[index])
+        wanted = reference.resize(original, [image_size, image_size], reference.InterpolationMode.BILINEAR)
+        np.testing.assert_array_equal(image, np.asarray(wanted))
+
+
+def test_a_random_crop_of_an_array_resizes_its_box():
+    images, _ = read(array_reader("crop-flip", side=32, image_size=24))
+    draws = augment.crop_draws(INDICES, seed=5, epoch=4)
+    boxes = augment.random_resized_crop(np.full(6, 32), np.full(6, 32), draws)
+    flips = augment.flips("crop-flip", INDICES, seed=5, epoch=4)
+    for image, index, (x0, y0, x1, y1), flip in zip(images, INDICES, boxes.tolist(), flips, strict=True):
+        original = Image.fromarray(array_source(32).images[index])
+        wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [24, 24])
+        wanted = reference.hflip(wanted) if flip else wanted
+        # Enlarging takes no pixel from outside the box beyond the outermost half pixel's neighbours.
+        scale = 24 / (x1 - x0), 24 / (y1 - y0)
+        edge = int(np.ceil(max(scale))) + 1
+        inside = (slice(edge, -edge), slice(edge, -edge))
+        difference = image[inside].astype(int) - np.asarray(wanted)[inside].astype(int)
+        assert difference.size == 0 or np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("kind", augment.AUGMENTS)
+def test_an_image_is_read_the_same_in_any_company(kind):
+    together, _ = read(array_reader(kind))
+    for row, index in enumerate(INDICES):
+        alone, _ = read(array_reader(kind), np.array([index]))
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+def photo(path, *, width, height, number):
+    rows, columns = np.mgrid[0:height, 0:width]
+    waves = [np.sin((rows * (channel + 1) + columns * number) / 9) for channel in range(3)]
+    pixels = (127 + 120 * np.stack(waves, axis=2)).astype(np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path):
+    (tmp_path / "cat").mkdir()
+    sizes = [(60, 40), (40, 60), (50, 50), (33, 91)]
+    for number, (width, height) in enumerate(sizes):
+        photo(tmp_path / "cat" / f"{number}.png", width=width, height=height, number=number)
+    names = [f"{number}.png" for number in range(len(sizes))]
+    return FileSource.of(tmp_path, names=names, labels=[0] * len(sizes), class_names=("cat",))
+
+
+def file_reader(source, augment="none", *, allowed=0, note=lambda message: None, size=28):
+    bad = BadImages(allowed, note=note)
+    return reader_for(source, preprocessing=preprocessing(size, size * 8 // 7), augment=augment, seed=5, bad=bad)
+
+
+@pytest.mark.parametrize("size", [28, 56])
+def test_evaluation_is_torchvisions_resize_and_centre_crop(photos, size):
+    images, ok = read(file_reader(photos, size=size), np.arange(4))
+    assert ok.all()
+    for index, image in enumerate(images):
+        resized = reference.resize(Image.open(photos.path(index)), size * 8 // 7)
+        wanted = np.asarray(reference.center_crop(resized, [size, size]))
+        # The same filter; Pillow may begin with the other direction, which rounds differently between the two.
+        assert np.abs(image.astype(int) - wanted.astype(int)).max() <= 1
+
+
+def test_a_random_crop_of_a_file_is_torchvisions_but_for_its_rim(photos):
+    images, _ = read(file_reader(photos, "crop-flip"), np.arange(4))
+    draws = augment.crop_draws(np.arange(4), seed=5, epoch=4)
+    flips = augment.flips("crop-flip", np.arange(4), seed=5, epoch=4)
+    for index, image in enumerate(images):
+        original = Image.open(photos.path(index))
+        size = np.array([original.width]), np.array([original.height])
+        x0, y0, x1, y1 = augment.random_resized_crop(*size, draws[index : index + 1])[0].tolist()
+        wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [28, 28])
+        wanted = np.asarray(reference.hflip(wanted) if flips[index] else wanted).astype(int)
+        assert np.abs(image[3:-3, 3:-3] - wanted[3:-3, 3:-3]).max() <= 1
+
+
+def test_a_bad_file_is_black_marked_and_noted(photos):
+    photos.path(1).write_bytes(b"")
+    notes = []
+    images, ok = read(file_reader(photos, "crop-flip", allowed=1, note=notes.append), np.arange(4))
+    assert ok.tolist() == [True, False, True, True]
+    assert not images[1].any()
+    assert images[0].any()
+    wanted = f"{photos.path(1)}: cannot be decoded (empty file); skipped, bad image 1 of 1 allowed"
+    assert notes == [wanted]
+
+
+def test_a_bad_file_over_the_limit_ends_the_run(photos):
+    photos.path(2).write_text("not an image")
+    with pytest.raises(DataError, match=r"cat/2.png: cannot be decoded \(not an image\); 1 bad image"):
+        read(file_reader(photos), np.arange(4))
+
+
+def test_a_one_pixel_image_is_read(tmp_path):
+    (tmp_path / "cat").mkdir()
+    Image.new("RGB", (1, 1), (9, 8, 7)).save(tmp_path / "cat" / "dot.png")
+    source = FileSource.of(tmp_path, names=["dot.png"], labels=[0], class_names=("cat",))
+    for kind in ("none", "crop-flip"):
+        images, ok = read(file_reader(source, kind), np.array([0]))
+        assert ok.all()
+        assert (images == [9, 8, 7]).all()
+
+
+def test_files_cannot_be_shifted(photos):
+    with pytest.raises(ConfigError, match="augment: got 'shift', wanted 'crop-flip' or 'none'"):
+        file_reader(photos, "shift")
+
+
+def test_each_kind_of_source_has_its_reader(photos):
+    bad = BadImages(0, note=lambda message: None)
+    options = {"preprocessing": preprocessing(16, 16), "augment": "none", "seed": 1, "bad": bad}
+    assert isinstance(reader_for(array_source(), **options), ArrayReader)
+    assert isinstance(reader_for(photos, **options), FileReader)
