@@ -1,0 +1,78 @@
+"""TrainState: everything a run needs to go on exactly where it stood."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from falconet.checkpoint import files, foreign
+from falconet.optim.ema import Ema
+from falconet.optim.state_names import load_state_tensors, state_tensors
+
+
+@dataclass
+class Totals:
+    """Sums over the updates of a stretch of training."""
+
+    updates: int = 0
+    loss: float = 0.0  # of the updates' mean losses
+    correct: int = 0
+    images: int = 0
+
+    def add(self, loss: float, correct: int, images: int) -> None:
+        self.updates += 1
+        self.loss += loss
+        self.correct += correct
+        self.images += images
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.updates
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100.0 * self.correct / max(1, self.images)
+
+
+@dataclass
+class Progress:
+    """Where training stands."""
+
+    update: int = 0
+    interval: Totals = field(default_factory=Totals)  # since the last log point
+    epoch: Totals = field(default_factory=Totals)  # since the epoch began
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Progress":
+        return cls(content["update"], Totals(**content["interval"]), Totals(**content["epoch"]))
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer, moving average and progress; round-trips exactly."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    progress: Progress = field(default_factory=Progress)
+    ema: Ema | None = None
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Every tensor, by file and name."""
+        content = {"model": dict(self.model.state_dict()), "optimizer": state_tensors(self.optimizer, self.model)}
+        return content | ({"ema": self.ema.state_tensors()} if self.ema else {})
+
+    def load(self, folder: Path, *, name: str) -> None:
+        """Take over the tensors of a checkpoint; its place in the plan is the caller's to find."""
+        manifest = files.verify(folder)
+        weights = files.read_tensors(folder, "model", verified=manifest)
+        foreign.load_weights(self.model, weights, where=str(folder), name=name)
+        load_state_tensors(self.optimizer, self.model, files.read_tensors(folder, "optimizer", verified=manifest))
+        if self.ema:
+            self.ema.load_state_tensors(files.read_tensors(folder, "ema", verified=manifest))

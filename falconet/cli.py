@@ -1,0 +1,105 @@
+"""The commands and their help; a user's mistake becomes one line and exit code 2."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from falconet import __version__
+from falconet.commands.reading import read_line
+from falconet.config import schema
+from falconet.config.load import parse, print_help
+from falconet.errors import Interrupted, UserError, did_you_mean
+
+DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
+
+
+class Command(NamedTuple):
+    """A command: its options, one line about it, and one example that works."""
+
+    options: type[object]
+    about: str
+    example: str
+
+
+COMMANDS = {
+    "train": Command(
+        schema.TrainOptions,
+        "train from scratch; with no option at all, the built-in digits",
+        "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128",
+    ),
+    "restore": Command(
+        schema.RestoreOptions,
+        "continue a run exactly where a checkpoint left it",
+        "falconet restore --checkpoint-input-path runs/my-run",
+    ),
+    "validate": Command(
+        schema.ValidateOptions,
+        "accuracy of a checkpoint, or of each one in a folder",
+        "falconet validate --checkpoint-input-path runs/my-run",
+    ),
+    "average": Command(
+        schema.AverageOptions,
+        "average the checkpoints of a run into one",
+        "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
+    ),
+    "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
+    "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    name = words[0] if words else "--help"
+    try:
+        return _run(name, words[1:])
+    except UserError as error:
+        prefix = f"falconet {name}" if name in COMMANDS else "falconet"
+        print(f"{prefix}: {error}", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+    except (Interrupted, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`falconet models | head`): not an error, and nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def _run(name: str, rest: list[str]) -> int:
+    if name in ("-h", "--help", "help"):
+        print(_overview())  # noqa: T201
+        return DONE
+    if name == "--version":
+        print(f"falconet {__version__}")  # noqa: T201
+        return DONE
+    if name not in COMMANDS:
+        raise UserError(f"'{name}' is not a command{did_you_mean(name, COMMANDS) or '; wanted ' + ', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    if {"-h", "--help"} & set(rest):
+        print_help(command.options, prog=f"falconet {name}", example=command.example)
+        return DONE
+    line = read_line(command.options, rest)
+    parse(command.options, line)
+    # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
+    code: int = import_module(f"falconet.commands.{name}").run(line)
+    return code
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = (f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items())
+    return "\n".join(
+        [
+            "usage: falconet COMMAND [options]",
+            "",
+            "Convolutional image classifiers with PyTorch, from a laptop to a cluster.",
+            "",
+            *rows,
+            "",
+            "`falconet COMMAND --help` lists its options.",
+        ]
+    )

@@ -1,0 +1,89 @@
+"""`falconet average`: the mean, or exponential average, of a run's checkpoints."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from torch import Tensor
+
+from falconet.checkpoint import files
+from falconet.checkpoint.average import average, select
+from falconet.commands import averaging, opening, parts
+from falconet.commands.reading import input_path, load_options
+from falconet.config.options import options_of
+from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
+from falconet.config.settings import Setting
+from falconet.data.feed import Feed
+from falconet.data.loader import BatchShape
+from falconet.data.preprocessing import Normalise
+from falconet.errors import CheckpointError
+from falconet.numerics.precision import REGIMES
+from falconet.report.screen import Screen
+from falconet.train.batchnorm import reestimate
+
+
+def run(line: Sequence[Setting]) -> int:
+    path, screen = input_path(line), Screen()
+    whole = _whole(path, screen.line)
+    # What the newest was trained with says how to read its data, not how to average.
+    stored = files.read_manifest(whole[-1]).config
+    data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
+    options = load_options(AverageOptions, line, data).options
+    how = averaging.rule_of(options.average)
+    folders = select(whole, how.last)
+    to = options.average.checkpoint_output_path or averaging.averaged_name(folders[-1])
+    averaging.write_average(folders, how, weights=average(folders, how), to=to)
+    screen.line(f"averaged {len(folders)} checkpoints ({how.strategy}): {', '.join(folder.name for folder in folders)}")
+    if options.average.batchnorm_images:
+        weights = _with_new_statistics(to, line, images=options.average.batchnorm_images, note=screen.line)
+        averaging.write_average(folders, how, weights=weights, to=to)
+    screen.line(f"written to {to}")
+    if options.average.validate:
+        found = opening.measure(_opened(to, line), screen.line)
+        screen.line(f"Accuracy on test set: {found.accuracy:.2f}%")
+    return 0
+
+
+def _whole(path: Path, say: parts.Note) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    whole = []
+    for folder in files.checkpoints_in(path):
+        try:
+            files.verify(folder)
+        except CheckpointError as error:
+            say(f"passed over {error}")
+        else:
+            whole.append(folder)
+    if not whole:
+        raise CheckpointError(f"{path}: no whole checkpoint in it; wanted a run folder or a folder of checkpoints")
+    return whole
+
+
+def _opened(folder: Path, line: Sequence[Setting]) -> opening.Opened:
+    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ValidateOptions)]
+    return next(opening.open_checkpoint(folder, shared))
+
+
+def _with_new_statistics(folder: Path, line: Sequence[Setting], *, images: int, note: parts.Note) -> dict[str, Tensor]:
+    """The averaged weights with batch norm measured anew on training images, prepared as in training."""
+    opened = _opened(folder, line)
+    world = opening.open_machine(opened.options)
+    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(TrainOptions)]
+    own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
+    training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
+    shape = BatchShape(micro_batch=training.data.micro_batch_size)
+    data = parts.open_images(
+        training.data, model=training.model.model, global_batch=shape.global_batch, seed=training.run.seed
+    )
+    loader = parts.training_loader(data, training, shape=shape, world=world, note=note)
+    updates = islice(Feed(loader.updates(0), device=world.device), -(-images // shape.micro_batch))
+    model = opened.model.to(world.device)
+    normalise = Normalise(data.preprocessing).to(world.device)
+    reestimate(
+        model,
+        (batch for update in updates for batch in update),
+        normalise=normalise,
+        regime=REGIMES[training.machine.precision],
+    )
+    loader.close()
+    return dict(model.state_dict())

@@ -1,0 +1,59 @@
+"""Averaged checkpoints: after training, and by `falconet average`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from falconet.checkpoint import files
+from falconet.checkpoint.average import Averaging, average, select
+from falconet.checkpoint.foreign import load_weights
+from falconet.config import schema
+from falconet.train.record import Record
+
+Say = Callable[[str], None]
+
+
+def rule_of(options: schema.Averaging | schema.Average) -> Averaging:
+    assert options.weight_avg_strategy != "none"
+    last = options.weight_avg_N
+    return Averaging(
+        strategy=options.weight_avg_strategy,
+        decay=options.weight_avg_exp_decay,
+        last=None if last in ("all", -1) else int(last),
+    )
+
+
+def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str, Tensor], to: Path) -> None:
+    """Save averaged weights with the newest checkpoint's optimizer state, so that the result restores too."""
+    newest = folders[-1]
+    manifest = files.verify(newest)
+    tensors = {"model": weights, "optimizer": files.read_tensors(newest, "optimizer", verified=manifest)}
+    if "ema.safetensors" in manifest.files:
+        tensors["ema"] = files.read_tensors(newest, "ema", verified=manifest)
+    averaged = {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
+    content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
+    files.write(to, tensors, content | {"averaged": averaged, "metrics": {}})
+
+
+def averaged_name(newest: Path) -> Path:
+    """`<model>_<data>_<epoch>_averaged`, beside the others."""
+    return newest.with_name(newest.name.partition("+")[0] + "_averaged")
+
+
+def after_training(record: Record, options: schema.TrainOptions, say: Say) -> None:
+    """Average the run's checkpoints and measure the result."""
+    how = rule_of(options.averaging)
+    folders = select(files.checkpoints_in(record.checkpoints), how.last)
+    weights = average(folders, how)
+    to = averaged_name(folders[-1])
+    write_average(folders, how, weights=weights, to=to)
+    say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
+    if record.plan.validation_mode != "none":
+        record.validate_average(_with(record.state.model, weights, where=str(to)))
+
+
+def _with(model: nn.Module, weights: dict[str, Tensor], *, where: str) -> nn.Module:
+    """The trained model, which is saved by now, with other weights."""
+    load_weights(model, weights, where=where)
+    return model

@@ -1,0 +1,23 @@
+"""`falconet models`: what there is to train."""
+
+from collections.abc import Sequence
+
+import torch
+
+from falconet.config.settings import Setting
+from falconet.models import zoo
+from falconet.report.screen import Screen
+
+
+def run(line: Sequence[Setting]) -> int:
+    del line
+    screen = Screen()
+    screen.line(f"{'model':22}{'parameters':>12}{'input':>12}")
+    for name in zoo.names():
+        classes = 10 if name.endswith("-cifar") else 1000
+        with torch.device("meta"):
+            parameters = zoo.count_parameters(zoo.build(name, classes=classes, seed=0))
+        size = zoo.image_size(name)
+        screen.line(f"{name:22}{parameters:>12,}{f'{size} x {size}':>12}")
+    screen.line("parameters with 1000 classes, 10 for the CIFAR networks; timm:NAME takes any other model of timm")
+    return 0

@@ -1,0 +1,80 @@
+"""A checkpoint, or foreign weights, opened as a model to measure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from falconet.checkpoint import files
+from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.commands import parts
+from falconet.commands.reading import load_options
+from falconet.config.schema import ValidateOptions
+from falconet.config.settings import Setting
+from falconet.errors import ConfigError
+from falconet.numerics.precision import REGIMES
+from falconet.parallel.world import World, open_world
+from falconet.train.evaluate import Evaluation
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with weights, the options it was trained with, and where it comes from."""
+
+    name: str
+    epoch: str
+    model: nn.Module
+    options: ValidateOptions
+    class_names: tuple[str, ...]
+
+
+def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
+    """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
+    manifest = files.verify(folder)
+    options = load_options(ValidateOptions, line, manifest.config).options
+    for stem, suffix in (("model", ""), ("ema", " (moving average)")):
+        if f"{stem}.safetensors" not in manifest.files:
+            continue
+        weights = files.read_tensors(folder, stem, verified=manifest)
+        model = parts.build_model(options.model, classes=manifest.classes, seed=0)
+        own = {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
+        load_weights(model, own, where=str(folder), name=options.model.model)
+        epoch = f"{manifest.progress.epoch}" + (
+            f" + {manifest.progress.images:,} images" if manifest.progress.images else ""
+        )
+        yield Opened(folder.name + suffix, epoch, model, options, manifest.class_names)
+
+
+def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
+    """Somebody else's weights in the model that the line names."""
+    given = {setting.option for setting in line}
+    if not {"model", "data"} <= given:
+        raise ConfigError(f"{path}: holds weights alone; wanted --model and --data beside it")
+    options = load_options(ValidateOptions, line).options
+    images = parts.open_images(
+        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
+    )
+    model = parts.build_model(options.model, classes=images.classes, seed=0)
+    load_weights(model, read_weights(path), where=str(path), name=options.model.model)
+    return Opened(path.name, "", model, options, images.splits.class_names)
+
+
+def open_machine(options: ValidateOptions) -> World:
+    machine = options.machine
+    threads = parts.value_or(machine.threads, parts.cores())
+    return open_world(machine.device, threads=threads, deterministic=machine.deterministic)
+
+
+def measure(opened: Opened, note: parts.Note) -> Evaluation:
+    """The accuracy of an opened model on its validation images."""
+    options = opened.options
+    world = open_machine(options)
+    images = parts.open_images(
+        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
+    )
+    if options.data.data == "synthetic":
+        raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
+    parts.check_classes(images, opened.class_names, where=opened.name)
+    evaluator = parts.evaluator(images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note)
+    return evaluator(opened.model.to(world.device))

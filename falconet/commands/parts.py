@@ -1,0 +1,175 @@
+"""Options in, parts out: what the commands are wired from."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from falconet.config import schema
+from falconet.data.augment import Augment
+from falconet.data.decode import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
+from falconet.data.mixing import Mixing
+from falconet.data.open import open_source
+from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.readers import reader_for
+from falconet.data.source import Splits
+from falconet.errors import CheckpointError
+from falconet.models import zoo
+from falconet.models.norms import Norm
+from falconet.numerics.precision import Regime
+from falconet.parallel.world import World
+from falconet.train.evaluate import Evaluation, evaluate
+
+DIGITS_SIZE = 16  # pixels; the 8 x 8 digits, doubled, leave the smallest network a 4 x 4 map to pool
+Note = Callable[[str], None]
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def value_or(value: int | Literal["auto"], automatic: int) -> int:
+    return automatic if value == "auto" else value
+
+
+def workers(data: schema.Data) -> int:
+    return value_or(data.dataloader_workers, min(8, cores()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """The data of a run, and how it becomes model input."""
+
+    kind: str
+    splits: Splits
+    preprocessing: Preprocessing
+    native: bool  # read at its own size
+
+    @property
+    def classes(self) -> int:
+        return len(self.splits.class_names)
+
+    def augment(self, asked: str) -> Augment:
+        """What `--augment auto` means for this data."""
+        automatic: dict[str, Augment] = {"digits": "shift", "generated": "none", "synthetic": "none"}
+        if asked == "auto":
+            return automatic.get(self.kind, "shift-flip" if self.native else "crop-flip")
+        return asked  # type: ignore[return-value]  # the schema's choices are Augment's
+
+    def describe(self) -> str:
+        size = self.preprocessing.image_size
+        return (
+            f"{len(self.splits.train):,} training and {len(self.splits.validation):,} validation images of"
+            f" {self.classes} classes, {size} x {size}"
+        )
+
+
+def open_images(data: schema.Data, *, model: str, global_batch: int, seed: int) -> Images:
+    """The data that the options name, at the model's size."""
+    size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
+    splits = open_source(
+        data.data,
+        data_dir=data.data_dir,
+        image_size=size,
+        classes=value_or(data.classes, 10 if model.endswith("-cifar") else 1000),
+        images=data.iterations * global_batch,
+        seed=seed,
+    )
+    preprocessing = splits.preprocessing(size)
+    return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)
+
+
+def build_model(model: schema.Model, *, classes: int, seed: int) -> nn.Module:
+    norm = Norm(
+        kind=model.norm_type,
+        eps=None if model.norm_eps == "auto" else model.norm_eps,
+        groups=model.norm_num_groups,
+        momentum=None if model.batchnorm_momentum == "auto" else model.batchnorm_momentum,
+    )
+    shape = zoo.EfficientNetShape(expand_ratio=model.efficientnet_expand_ratio, group_dim=model.efficientnet_group_dim)
+    return zoo.build(
+        model.model,
+        classes=classes,
+        seed=seed,
+        norm=norm,
+        efficientnet=shape,
+        padded_input=model.input_image_padding,
+    )
+
+
+def training_loader(
+    images: Images, options: schema.TrainOptions, *, shape: BatchShape, world: World, note: Note
+) -> Loader | SyntheticLoader:
+    """The batches to train on."""
+    data, seed = options.data, options.run.seed
+    if data.data == "synthetic":
+        return SyntheticLoader(
+            shape,
+            image_size=images.preprocessing.image_size,
+            classes=images.classes,
+            images=len(images.splits.train),
+            seed=seed,
+            device=world.device,
+        )
+    source = images.splits.train
+    bad = BadImages(value_or(data.bad_images_allowed, len(source) // 1000), note=note)
+    reader = reader_for(
+        source,
+        preprocessing=images.preprocessing,
+        augment=images.augment(options.augmentation.augment),
+        seed=seed,
+        bad=bad,
+    )
+    return Loader(
+        reader,
+        source.labels,
+        shape=shape,
+        seed=seed,
+        workers=workers(data),
+        mixing=mixing_of(options.augmentation),
+        pin=world.device.type == "cuda",
+    )
+
+
+def mixing_of(augmentation: schema.Augmentation) -> Mixing | None:
+    mixing = Mixing(
+        mixup_alpha=augmentation.mixup_alpha,
+        cutmix_lambda_low=augmentation.cutmix_lambda_low,
+        cutmix_lambda_high=augmentation.cutmix_lambda_high,
+        cutmix_disable_prob=augmentation.cutmix_disable_prob,
+    )
+    return mixing if mixing.mixes or mixing.cuts else None
+
+
+def evaluator(
+    images: Images, data: schema.Data, *, regime: Regime, world: World, note: Note
+) -> Callable[[nn.Module], Evaluation]:
+    """Measures a model on the validation images."""
+    source = images.splits.validation
+    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
+    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
+    loader = EvaluationLoader(
+        reader,
+        source.labels,
+        shape=BatchShape(micro_batch=data.micro_batch_size),
+        workers=workers(data),
+        pin=world.device.type == "cuda",
+    )
+    normalise = Normalise(images.preprocessing).to(world.device)
+
+    def measure(model: nn.Module) -> Evaluation:
+        return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world)
+
+    return measure
+
+
+def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -> None:
+    """The data must have the classes that a checkpoint was trained on."""
+    own = images.splits.class_names
+    if own != class_names:
+        example = next((pair for pair in zip(own, class_names, strict=False) if pair[0] != pair[1]), None)
+        differs = f"'{example[0]}' where it has '{example[1]}'" if example else "other classes"
+        raise CheckpointError(f"{where}: was trained on {len(class_names)} classes, the data has {len(own)}, {differs}")

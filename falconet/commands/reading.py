@@ -1,0 +1,39 @@
+"""From a command line to loaded options, for every command alike."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from falconet.config.load import Loaded, load
+from falconet.config.named import from_config
+from falconet.config.options import options_of
+from falconet.config.settings import Setting, from_checkpoint, from_environment, from_line
+from falconet.errors import ConfigError
+
+Options = TypeVar("Options")
+
+
+def read_line(command: type[Options], argv: Sequence[str]) -> list[Setting]:
+    """The settings of a command line, with those of its --config before them."""
+    options = options_of(command)
+    line = from_line(argv, options)
+    named = [setting.values[0] for setting in line if setting.option == "config"]
+    return (from_config(named[-1], options) if named else []) + line
+
+
+def load_options(
+    command: type[Options], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
+) -> Loaded[Options]:
+    """Checked options: environment, then the checkpoint's, then the line's."""
+    options = options_of(command)
+    stored = from_checkpoint(checkpoint, options) if checkpoint else []
+    return load(command, [*from_environment(os.environ, options), *stored, *line])
+
+
+def input_path(line: Sequence[Setting]) -> Path:
+    """--checkpoint-input-path, which is needed before the rest can be read."""
+    paths = [setting.values[0] for setting in line if setting.option == "checkpoint-input-path"]
+    if not paths:
+        raise ConfigError("--checkpoint-input-path: is needed: a checkpoint, a folder of them, or a run folder")
+    return Path(paths[-1])

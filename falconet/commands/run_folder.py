@@ -1,0 +1,115 @@
+"""The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, checkpoints/ and summary.json."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from falconet.checkpoint.files import Manifest
+from falconet.config import schema
+from falconet.config.load import Loaded
+from falconet.errors import ConfigError
+from falconet.report.sinks import JsonLines, Several, Sink, TensorBoard, WeightsAndBiases
+from falconet.train.record import Record
+
+CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
+KEPT = 3  # newest checkpoints, when nobody says otherwise
+
+
+def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None) -> Path:
+    """The folder of this run, there and writable: a restored run goes on in its own."""
+    asked = options.run.run_dir
+    if asked == "auto":
+        folder = _home(*restored) if restored else _fresh(Path("runs"), options)
+    else:
+        folder = asked
+        if (folder / CONFIG).exists() and not (restored and folder == _home(*restored)):
+            raise ConfigError(
+                f"--run-dir: {folder} already holds a run; `falconet restore --checkpoint-input-path {folder}` goes on"
+                " with it, another folder starts a new one"
+            )
+    _require_writable(folder, "--run-dir")
+    _require_writable(checkpoints(folder, options), "--checkpoint-output-path")
+    return folder
+
+
+def checkpoints(folder: Path, options: schema.TrainOptions) -> Path:
+    return options.checkpoints.checkpoint_output_path or folder / "checkpoints"
+
+
+def kept(options: schema.TrainOptions) -> int | None:
+    """Newest checkpoints to keep; None: all."""
+    asked, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
+    if asked == "all":
+        return None
+    if asked != "auto":
+        return asked
+    if options.averaging.weight_avg_strategy == "none":
+        return KEPT
+    return None if last in ("all", -1) else max(KEPT, int(last))
+
+
+def write_config(folder: Path, loaded: Loaded[schema.TrainOptions], plan: str) -> None:
+    (folder / CONFIG).write_text(loaded.to_yaml(), encoding="utf-8")
+    (folder / PLAN).write_text(plan, encoding="utf-8")
+
+
+def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions]) -> Sink:
+    """metrics.jsonl always, the others when asked for."""
+    logging = loaded.options.logging
+    sinks: list[Sink] = [JsonLines(folder / METRICS)]
+    if logging.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if logging.wandb:
+        table = {name: entry["value"] for name, entry in loaded.table().items()}
+        sinks.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+    return Several(sinks)
+
+
+def write_summary(folder: Path, record: Record, say: Callable[[str], None]) -> None:
+    """summary.json, and the same in words."""
+    rate = record.whole_run()
+    summary = {
+        "updates": record.state.progress.update,
+        "epochs": record.plan.epochs,
+        "images_per_second": round(rate.images_per_second, 1),
+        "training_seconds": round(rate.seconds, 1),
+        "waiting_percent": round(rate.waiting_percent, 1),
+        "metrics": record.metrics,
+        "best": {"validation_accuracy": record.best[0], "update": record.best[1]} if record.best else None,
+        "checkpoints": str(record.checkpoints),
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    say("")
+    if "validation/accuracy" in record.metrics:
+        best = f" (best {record.best[0]:.2f} %)" if record.best else ""
+        say(f"validation accuracy  {record.metrics['validation/accuracy']:.2f} %{best}")
+    say(
+        f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
+    )
+    say(f"run folder           {folder}")
+
+
+def _home(folder: Path, manifest: Manifest) -> Path:
+    """Where the restored run lives: around the checkpoint if it was moved along with it, else where it was."""
+    around = folder.parent.parent
+    stored = manifest.runtime.get("run_dir")
+    return around if (around / CONFIG).exists() or not stored else Path(stored)
+
+
+def _fresh(home: Path, options: schema.TrainOptions) -> Path:
+    safe = re.sub(r"[^A-Za-z0-9.-]", "-", options.model.model)
+    name = f"{safe}_{options.data.data}_{time.strftime('%Y%m%d-%H%M%S')}"
+    taken = [home / name, *(home / f"{name}-{number}" for number in range(2, 1000))]
+    return next(folder for folder in taken if not folder.exists())
+
+
+def _require_writable(folder: Path, option: str) -> None:
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write to {folder}: {error.strerror or error}") from error

@@ -1,0 +1,248 @@
+"""A run from its options to its end: shared by train and restore."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from falconet.checkpoint.files import Manifest
+from falconet.checkpoint.state import Progress, TrainState
+from falconet.checkpoint.writer import Writer
+from falconet.commands import averaging, parts, run_folder
+from falconet.config import rules, schema
+from falconet.config.load import Loaded
+from falconet.data.feed import Feed
+from falconet.data.loader import Batch, BatchShape
+from falconet.data.preprocessing import Normalise
+from falconet.errors import ConfigError, DivergedError, Interrupted
+from falconet.models import zoo
+from falconet.numerics.precision import REGIMES
+from falconet.optim import ema
+from falconet.optim.build import UpdateRule, build
+from falconet.optim.schedules import Schedule
+from falconet.parallel.world import open_world
+from falconet.report.screen import Screen
+from falconet.report.throughput import Stopwatch
+from falconet.train.loop import train
+from falconet.train.loss import Loss
+from falconet.train.plan import Plan, updates_in_epoch
+from falconet.train.record import Identity, Record
+from falconet.train.step import LocalStep
+from falconet.train.stop import StopRequest
+
+
+class Run:
+    """One training run; `restored` is the checkpoint it goes on from."""
+
+    def __init__(self, loaded: Loaded[schema.TrainOptions], *, restored: tuple[Path, Manifest] | None = None) -> None:
+        self.loaded, self.options, self.restored = loaded, loaded.options, restored
+        self.screen = Screen()
+        stored_threads = restored[1].runtime.get("threads") if restored else None
+        self.threads = parts.value_or(self.options.machine.threads, stored_threads or parts.cores())
+        machine = self.options.machine
+        self.world = open_world(machine.device, threads=self.threads, deterministic=machine.deterministic)
+        self.regime = REGIMES[self.options.machine.precision]
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            micro_batch=self.options.data.micro_batch_size, accumulation=self.options.training.gradient_accumulation
+        )
+
+    @cached_property
+    def images(self) -> parts.Images:
+        return parts.open_images(
+            self.options.data,
+            model=self.options.model.model,
+            global_batch=self.shape.global_batch,
+            seed=self.options.run.seed,
+        )
+
+    @cached_property
+    def model(self) -> nn.Module:
+        model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+        return model.to(self.world.device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        options, rate = self.options, self.options.learning_rate
+        images = len(self.images.splits.train)
+        schedule = Schedule(
+            kind=rate.lr_schedule,
+            peak=rate.lr,
+            epochs=options.training.epoch,
+            updates_per_epoch=updates_in_epoch(images, self.shape.global_batch),
+            warmup_epochs=rate.warmup_epoch,
+            changes_per_epoch=rate.lr_scheduler_freq,
+            decay=rate.lr_decay,
+            drops=rate.lr_epoch_decay,
+            power=rate.lr_power,
+            end_ratio=rate.lr_end_ratio,
+        )
+        synthetic = options.data.data == "synthetic"
+        return Plan(
+            epochs=options.training.epoch,
+            images=images,
+            micro_batch=self.shape.micro_batch,
+            accumulation=self.shape.accumulation,
+            replicas=self.shape.replicas,
+            schedule=schedule,
+            logs_per_epoch=options.logging.logs_per_epoch,
+            validation_mode="none" if synthetic else options.validation.validation_mode,
+            validation_frequency=options.validation.validation_frequency,
+            epochs_per_save=options.checkpoints.checkpoint_save_freq,
+        )
+
+    def go(self) -> int:
+        """Print the plan, and carry it out unless only the plan was asked for."""
+        notes = list(rules.notes(self.options, self.loaded.sources))
+        for line in [*self.plan_lines(), *(f"note: {note}" for note in notes)]:
+            self.screen.line(line)
+        if self.options.run.plan:
+            self.screen.line("")
+            self.screen.line(self.loaded.to_yaml().rstrip())
+            return 0
+        state = self._state()
+        if state.progress.update >= self.plan.updates:
+            self.screen.line(f"nothing left to train: all {self.plan.epochs} epochs are done; a larger --epoch goes on")
+            return 0
+        self._train(state)
+        return 0
+
+    def plan_lines(self) -> list[str]:
+        """Everything that was decided, in words."""
+        options, world = self.options, self.world
+        augment = self.images.augment(options.augmentation.augment)
+        lines = [
+            f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
+            f"data {options.data.data}: {self.images.describe()}, augment {augment}",
+            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads,"
+            f" precision {self.regime.name}",
+            *self.plan.lines(),
+            f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
+        ]
+        if options.data.data == "synthetic" and options.validation.validation_mode != "none":
+            lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
+        return lines
+
+    def _state(self) -> TrainState:
+        """New, or as the restored checkpoint has it."""
+        options = self.options.optimizer
+        rule = UpdateRule(
+            name=options.optimizer,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            eps=options.optimizer_eps,
+            rmsprop_decay=options.rmsprop_decay,
+            lars_trust=options.lars_eeta,
+        )
+        state = TrainState(self.model, build(self.model, rule))
+        if options.ema_half_life is not None:
+            state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, self.plan.updates_per_epoch))
+        if self.restored:
+            folder, manifest = self.restored
+            parts.check_classes(self.images, manifest.class_names, where=str(folder))
+            self._require_same_optimizer(manifest, folder)
+            state.load(folder, name=self.options.model.model)
+            state.progress = self._progress(manifest)
+            self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
+        return state
+
+    def _require_same_optimizer(self, manifest: Manifest, folder: Path) -> None:
+        """State of one update rule means nothing to another, even where the tensors would fit."""
+        trained, asked = manifest.config["optimizer"]["value"], self.options.optimizer.optimizer
+        if trained != asked:
+            raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
+
+    def _progress(self, manifest: Manifest) -> Progress:
+        """The checkpoint's place in this plan, whose global batch may be another one."""
+        progress = Progress.from_json(manifest.meter)
+        updates, rest = divmod(manifest.progress.images, self.plan.global_batch)
+        if rest:
+            raise ConfigError(
+                f"--micro-batch-size: the checkpoint stands {manifest.progress.images:,} images into an epoch, which a"
+                f" global batch of {self.plan.global_batch} does not divide; wanted the one it was trained with"
+            )
+        return replace(progress, update=manifest.progress.epoch * self.plan.updates_per_epoch + updates)
+
+    def _train(self, state: TrainState) -> None:
+        options, world = self.options, self.world
+        folder = run_folder.open_folder(options, restored=self.restored)
+        run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
+        loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.screen.line)
+        step = LocalStep(
+            state.model,
+            state.optimizer,
+            normalise=Normalise(self.images.preprocessing).to(world.device),
+            loss=Loss(self.images.classes, options.augmentation.label_smoothing),
+            regime=self.regime,
+            seed=options.run.seed,
+            averages=[state.ema] if state.ema else [],
+        )
+        stopwatch = Stopwatch()
+
+        def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
+            batches = Feed(loader.updates(epoch, skip=skip), device=world.device)
+            return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
+
+        with Writer() as writer, StopRequest(self.screen.line) as stop, self.screen:
+            record = Record(
+                plan=self.plan,
+                state=state,
+                identity=self._identity(folder),
+                checkpoints=run_folder.checkpoints(folder, options),
+                kept=run_folder.kept(options),
+                evaluate=parts.evaluator(
+                    self.images, options.data, regime=self.regime, world=world, note=self.screen.line
+                ),
+                screen=self.screen,
+                sink=run_folder.open_sinks(folder, self.loaded),
+                writer=writer,
+                stop=stop,
+                stopwatch=stopwatch,
+                best=self._best(),
+                last_saved=self.restored[0] if self.restored else None,
+            )
+            self.screen.begin(total=self.plan.updates, done=state.progress.update)
+            try:
+                train(self.plan, state.progress, step, updates_of=updates_of, watch=record)
+            except DivergedError as error:
+                raise record.diverged(error) from None
+            except Interrupted:
+                saved = record.finish()
+                self.screen.line(f"saved {saved}")
+                self.screen.line(f"to continue: falconet restore --checkpoint-input-path {folder}")
+                raise
+            finally:
+                loader.close()
+                record.sink.close()
+            record.finish()
+        if options.averaging.weight_avg_strategy != "none":
+            averaging.after_training(record, options, self.screen.line)
+        run_folder.write_summary(folder, record, self.screen.line)
+
+    def _best(self) -> tuple[float, int] | None:
+        stored = self.restored[1].content.get("best") if self.restored else None
+        return (stored[0], stored[1]) if stored else None
+
+    def _identity(self, folder: Path) -> Identity:
+        return Identity(
+            model=self.options.model.model,
+            data=self.options.data.data,
+            classes=self.images.classes,
+            content={
+                "class_names": list(self.images.splits.class_names),
+                "preprocessing": self.images.preprocessing.to_json(),
+                "config": self.loaded.table(),
+                "plan": self.plan.lines(),
+                "runtime": {
+                    "threads": self.threads,
+                    "device": str(self.world.device),
+                    "run_dir": str(folder),
+                    "cuda": torch.version.cuda,
+                },
+            },
+        )

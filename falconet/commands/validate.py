@@ -1,0 +1,91 @@
+"""`falconet validate`: the accuracy of a checkpoint, or of each one in a folder."""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from falconet.checkpoint import files
+from falconet.commands import opening
+from falconet.commands.reading import input_path
+from falconet.config.load import parse
+from falconet.config.schema import ValidateOptions
+from falconet.config.settings import Setting
+from falconet.errors import CheckpointError, ConfigError
+from falconet.report.screen import Screen
+from falconet.train.evaluate import Evaluation
+
+FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
+COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
+Row = dict[str, str]
+Say = Callable[[str], None]
+
+
+def run(line: Sequence[Setting]) -> int:
+    path, screen = input_path(line), Screen()
+    rows = _mark_best(list(_rows(path, line, screen.line)))
+    _show(rows, screen.line)
+    output = parse(ValidateOptions, line).options.table.output
+    output = output or (path if path.is_dir() else path.parent) / "validation.csv"
+    _write_csv(rows, output)
+    screen.line(f"written to {output}")
+    return 0
+
+
+def _rows(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Row]:
+    """One row a model; torn checkpoints in a folder are said and passed over."""
+    if path.is_file() and path.suffix in FOREIGN:
+        opened = opening.open_foreign(path, line)
+        yield _row(opened, opening.measure(opened, say))
+        return
+    folders = files.checkpoints_in(path)
+    if not folders:
+        raise CheckpointError(f"{path}: no checkpoint in it; wanted a checkpoint, a folder of them or a run folder")
+    refused = []
+    for folder in folders:
+        try:
+            files.verify(folder)
+        except CheckpointError as error:
+            refused.append(error)
+            if len(folders) > 1:
+                say(f"passed over {error}")
+            continue
+        for opened in opening.open_checkpoint(folder, line):
+            yield _row(opened, opening.measure(opened, say))
+    if len(refused) == len(folders):
+        raise files.refuse(folders[0], refused[0])
+
+
+def _row(opened: opening.Opened, found: Evaluation) -> Row:
+    return {
+        "checkpoint": opened.name,
+        "epoch": opened.epoch,
+        "top1": f"{found.accuracy:.2f}",
+        "top5": f"{found.top5_accuracy:.2f}",
+        "loss": f"{found.loss:.4f}",
+        "images": str(found.images),
+        "best": "",
+    }
+
+
+def _mark_best(rows: list[Row]) -> list[Row]:
+    best = max(rows, key=lambda row: (float(row["top1"]), float(row["top5"])))
+    return [row | {"best": "best" if row is best else ""} for row in rows]
+
+
+def _show(rows: Sequence[Row], say: Say) -> None:
+    """A table in plain text, and the line that tools of the originals read."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in COLUMNS}
+    for cells in ({name: name for name in COLUMNS}, *rows):
+        say("  ".join(cells[name].ljust(widths[name]) for name in COLUMNS).rstrip())
+    for row in rows:
+        say(f"Accuracy on test set: {row['top1']}%")
+
+
+def _write_csv(rows: Sequence[Row], path: Path) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error

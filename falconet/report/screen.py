@@ -1,0 +1,57 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+
+
+class Screen:
+    """Lines, with a bar of the whole run below them where there is a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, note="", visible=False)
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def begin(self, *, total: int, done: int) -> None:
+        """Show the bar of a run of `total` updates."""
+        self._bar.update(self._task, total=total, completed=done, visible=True)
+        self._bar.start()
+
+    def counts(self, updates: Iterable[T], *, epoch: str) -> Iterator[T]:
+        """The same updates; the bar moves on when each is done."""
+        self._bar.update(self._task, description=epoch)
+        for update in updates:
+            yield update
+            self._bar.advance(self._task)
+
+    def note(self, text: str) -> None:
+        """A few words beside the bar."""
+        self._bar.update(self._task, note=text)
+
+    def end(self) -> None:
+        self._bar.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()

@@ -1,0 +1,82 @@
+"""Sinks: where metrics go."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from falconet.errors import ConfigError
+
+Metrics = Mapping[str, float]
+
+
+class Sink(Protocol):
+    """Takes the metrics of a moment; names are like `train/loss` and `validation/accuracy`."""
+
+    def write(self, update: int, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a line. A restored run appends; of two lines for one update the later counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        self._file.write(json.dumps({"update": update, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard's event files."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "--tensorboard: needs the package tensorboard: pip install falconet[tensorboard]"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Weights & Biases; WANDB_MODE=offline keeps everything in the run folder."""
+
+    def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, object]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("--wandb: needs the package wandb: pip install falconet[wandb]") from error
+        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=update)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Several:
+    """Each metric to each of several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.write(update, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

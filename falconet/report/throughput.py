@@ -1,0 +1,80 @@
+"""Images per second, and how much of the time went to waiting for them."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rate:
+    """Images and seconds of a stretch of training."""
+
+    images: int
+    seconds: float
+    waiting: float  # seconds of it in which the loop waited for data
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / max(self.seconds, 1e-9)
+
+    @property
+    def waiting_percent(self) -> float:
+        return 100.0 * self.waiting / max(self.seconds, 1e-9)
+
+
+@dataclass
+class Stopwatch:
+    """Training time: runs while updates are made, stands while the run validates or saves."""
+
+    clock: Callable[[], float] = time.perf_counter
+    _seconds: float = 0.0
+    _waiting: float = 0.0
+    _since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    def waits(self, updates: Iterable[T]) -> Iterator[T]:
+        """The same updates; the time until each is there counts as waiting."""
+        iterator = iter(updates)
+        while True:
+            asked = self.clock()
+            try:
+                update = next(iterator)
+            except StopIteration:
+                return
+            self._waiting += self.clock() - asked
+            yield update
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Time in here is not training time."""
+        self._seconds += self.clock() - self._since
+        try:
+            yield
+        finally:
+            self._since = self.clock()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds of training and of waiting so far."""
+        now = self.clock()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        return self._seconds, self._waiting
+
+
+class Laps:
+    """Rates of the stretches between calls."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._last = watch.lap()
+
+    def end(self, images: int) -> Rate:
+        """The rate since the last call, in which `images` were trained on."""
+        seconds, waiting = self._watch.lap()
+        before, self._last = self._last, (seconds, waiting)
+        return Rate(images, seconds - before[0], waiting - before[1])

@@ -1,0 +1,57 @@
+"""Exact evaluation: every image once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from falconet.data.loader import Batch
+from falconet.data.preprocessing import Normalise
+from falconet.numerics.precision import Regime
+from falconet.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model did on a set of images."""
+
+    images: int
+    top1: int
+    top5: int
+    loss: float  # mean over the images
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100.0 * self.top1 / self.images
+
+    @property
+    def top5_accuracy(self) -> float:
+        """In percent."""
+        return 100.0 * self.top5 / self.images
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], *, normalise: Normalise, regime: Regime, world: World
+) -> Evaluation:
+    """The model's accuracy over all batches of all processes; labels of -1 count for nothing."""
+    model.eval()
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    for batch in batches:
+        images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
+        with regime.computing(world.device):
+            logits = model(normalise(images))
+        totals += _count(logits.float(), labels)
+    images_seen, top1, top5, loss = world.sum(totals).tolist()
+    return Evaluation(int(images_seen), int(top1), int(top5), loss / max(1.0, images_seen))
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    """Images, right at the first place, right among five, and the sum of losses; N x classes, N -> 4."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    hits = best == labels[:, None]
+    losses = F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="sum")
+    return torch.stack(((labels >= 0).sum().double(), hits[:, 0].sum().double(), hits.sum().double(), losses))

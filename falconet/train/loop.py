@@ -1,0 +1,51 @@
+"""The training loop."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from falconet.checkpoint.state import Progress
+from falconet.data.loader import Batch
+from falconet.errors import Interrupted
+from falconet.train.metrics import Meter
+from falconet.train.plan import Plan
+from falconet.train.step import Step
+
+
+class Watch(Protocol):
+    """What goes on around the updates: logging, validating, saving."""
+
+    def log(self, meter: Meter) -> None: ...
+    def end_epoch(self, meter: Meter) -> None: ...
+    def validate(self) -> None: ...
+    def save(self) -> None: ...
+    def stop_requested(self) -> bool: ...
+
+
+def train(
+    plan: Plan,
+    progress: Progress,
+    step: Step,
+    *,
+    updates_of: Callable[[int, int], Iterable[Sequence[Batch]]],
+    watch: Watch,
+) -> None:
+    """Train from `progress` to the end of the plan; `updates_of(epoch, skip)` gives an epoch's micro-batches."""
+    meter = Meter(progress)
+    first_epoch, done = divmod(progress.update, plan.updates_per_epoch)
+    for epoch in range(first_epoch, plan.epochs):
+        for micro_batches in updates_of(epoch, done):
+            meter.add(step(micro_batches, update=progress.update, lr=plan.lr(progress.update)))
+            progress.update += 1
+            stopping = watch.stop_requested()
+            if plan.logs_at(progress.update):
+                watch.log(meter)
+            if plan.ends_epoch(progress.update):
+                watch.end_epoch(meter)
+            if plan.validates_at(progress.update):
+                watch.validate()
+            if plan.saves_at(progress.update) or stopping:
+                meter.read()
+                watch.save()
+            if stopping:
+                raise Interrupted
+        done = 0

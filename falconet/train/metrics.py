@@ -1,0 +1,49 @@
+"""Metrics on their way from the device to a log line; reading them is the loop's only wait for the device."""
+
+import math
+
+import torch
+
+from falconet.checkpoint.state import Progress, Totals
+from falconet.errors import DivergedError
+from falconet.train.step import Update
+
+
+class Meter:
+    """Collects updates on the device until somebody wants numbers."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._unread: list[Update] = []
+
+    def add(self, update: Update) -> None:
+        self._unread.append(update)
+
+    def read(self) -> None:
+        """Wait for the device and add what it did to the totals, one update after the other.
+
+        Added in order, because a sum of floats depends on it: a restored run then logs the very same numbers.
+        """
+        if not self._unread:
+            return
+        first = self.progress.update - len(self._unread) + 1
+        losses = torch.stack([update.loss for update in self._unread]).double().tolist()
+        counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread]).tolist()
+        self._unread.clear()
+        for number, (loss, (correct, images)) in enumerate(zip(losses, counts, strict=True), start=first):
+            if not math.isfinite(loss):
+                raise DivergedError(f"update {number}: the loss is {loss}")
+            for totals in (self.progress.interval, self.progress.epoch):
+                totals.add(loss, correct, images)
+
+    def end_interval(self) -> Totals:
+        """The totals since the last call, which start again from nothing."""
+        self.read()
+        totals, self.progress.interval = self.progress.interval, Totals()
+        return totals
+
+    def end_epoch(self) -> Totals:
+        """The totals of the epoch so far, which start again from nothing."""
+        self.read()
+        totals, self.progress.epoch = self.progress.epoch, Totals()
+        return totals

@@ -1,0 +1,86 @@
+"""What is decided before the first update: pure arithmetic, printed once, tested without a device."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from falconet.errors import ConfigError
+from falconet.optim.schedules import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many updates, of how many images, at which learning rate; when to log, validate and save."""
+
+    epochs: int
+    images: int  # training images in the source
+    micro_batch: int
+    accumulation: int
+    replicas: int
+    schedule: Schedule
+    logs_per_epoch: int
+    validation_mode: Literal["none", "during", "after"]
+    validation_frequency: int  # epochs
+    epochs_per_save: float
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.replicas
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.schedule.updates_per_epoch
+
+    @property
+    def updates(self) -> int:
+        return self.updates_per_epoch * self.epochs
+
+    def lr(self, update: int) -> float:
+        """The learning rate of the update after `update` updates."""
+        return self.schedule.lr(update)
+
+    def ends_epoch(self, update: int) -> bool:
+        return update % self.updates_per_epoch == 0
+
+    def logs_at(self, update: int) -> bool:
+        """Log points are spread evenly over an epoch, the last one at its end."""
+        done = (update - 1) % self.updates_per_epoch + 1
+        points = min(self.logs_per_epoch, self.updates_per_epoch)
+        return done * points // self.updates_per_epoch > (done - 1) * points // self.updates_per_epoch
+
+    def validates_at(self, update: int) -> bool:
+        if self.validation_mode == "none" or not self.ends_epoch(update):
+            return False
+        epoch = update // self.updates_per_epoch
+        in_turn = self.validation_mode == "during" and epoch % self.validation_frequency == 0
+        return in_turn or epoch == self.epochs
+
+    def saves_at(self, update: int) -> bool:
+        interval = max(1, round(self.epochs_per_save * self.updates_per_epoch))
+        return update % interval == 0 or update == self.updates
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        tail = self.images - self.updates_per_epoch * self.global_batch
+        left = f"; {tail} images sit out each epoch, others each time" if tail else ""
+        return [
+            f"global batch {self.global_batch} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+            f" x replicas {self.replicas}",
+            f"{self.updates:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,} updates of {self.images:,}"
+            f" images{left}",
+            f"learning rate {self.schedule.describe()}",
+            f"validates {self._validation()}; saves every {self.epochs_per_save:g} epochs and at the end",
+        ]
+
+    def _validation(self) -> str:
+        words = {"none": "never", "after": "at the end", "during": f"every {self.validation_frequency} epochs"}
+        return words[self.validation_mode].replace("every 1 epochs", "every epoch")
+
+
+def updates_in_epoch(images: int, global_batch: int) -> int:
+    """Whole updates in one pass over the images; the ragged tail is left out."""
+    if images < global_batch:
+        raise ConfigError(
+            f"--micro-batch-size: a global batch of {global_batch:,} is more than the {images:,} training images;"
+            f" wanted a smaller --micro-batch-size or --gradient-accumulation"
+        )
+    return images // global_batch

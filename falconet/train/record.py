@@ -1,0 +1,175 @@
+"""What a run leaves behind: log lines, metrics, validations, checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import falconet
+from falconet.checkpoint import files
+from falconet.checkpoint.state import TrainState
+from falconet.checkpoint.writer import Writer
+from falconet.errors import CheckpointError, DivergedError
+from falconet.report.screen import Screen
+from falconet.report.sinks import Sink
+from falconet.report.throughput import Laps, Rate, Stopwatch
+from falconet.train.evaluate import Evaluation
+from falconet.train.metrics import Meter
+from falconet.train.plan import Plan
+from falconet.train.stop import StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What every checkpoint of a run says about itself."""
+
+    model: str
+    data: str
+    classes: int
+    content: Mapping[str, object]  # class names, preprocessing, config, plan, runtime
+
+    def checkpoint_name(self, epoch: int, updates: int) -> str:
+        """`model_data_epoch`, and `+updates` for one saved within an epoch."""
+        safe = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in self.model)
+        within = f"+{updates:05d}" if updates else ""
+        return f"{safe}_{self.data}_{epoch}{within}"
+
+
+@dataclass(kw_only=True)
+class Record:
+    """Logs, validates and saves when the loop says so."""
+
+    plan: Plan
+    state: TrainState
+    identity: Identity
+    checkpoints: Path
+    kept: int | None  # newest checkpoints to keep; None: all
+    evaluate: Callable[[torch.nn.Module], Evaluation]
+    screen: Screen
+    sink: Sink
+    writer: Writer
+    stop: StopRequest
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
+    best: tuple[float, int] | None = None  # validation accuracy in percent, update
+    last_saved: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._log_laps, self._epoch_laps, self._run_laps = (Laps(self.stopwatch) for _ in range(3))
+        self._images = 0  # trained on by this process
+        self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
+
+    def log(self, meter: Meter) -> None:
+        """A log point: the only place where training waits for the device."""
+        totals = meter.end_interval()
+        rate = self._log_laps.end(totals.images)
+        update = self.state.progress.update
+        self._write(
+            {
+                "epoch": update / self.plan.updates_per_epoch,
+                "train/loss": totals.mean_loss,
+                "train/accuracy": totals.accuracy,
+                "train/lr": self.plan.lr(update - 1),
+                "train/images_per_second": rate.images_per_second,
+                "train/waiting_percent": rate.waiting_percent,
+            }
+        )
+        self.screen.note(f"loss {totals.mean_loss:.4f}  {rate.images_per_second:,.0f} images/s")
+
+    def end_epoch(self, meter: Meter) -> None:
+        """The lines that tools of the originals read."""
+        totals = meter.end_epoch()
+        rate = self._epoch_laps.end(totals.images)
+        epoch = self.state.progress.update // self.plan.updates_per_epoch
+        self._images += rate.images
+        self.screen.line(f"Epoch {epoch}/{self.plan.epochs}")
+        self.screen.line(f"loss: {totals.mean_loss:.4f},")
+        self.screen.line(f"accuracy: {totals.accuracy:.2f} %")
+        self.screen.line(f"throughput: {rate.images_per_second:.1f} samples/sec")
+
+    def validate(self) -> None:
+        with self.stopwatch.standing():
+            found = self.evaluate(self.state.model)
+            averaged = self.evaluate(self.state.ema.model) if self.state.ema else None
+        accuracy = max(found.accuracy, averaged.accuracy if averaged else 0.0)
+        self._write(_named("validation", found) | (_named("validation_ema", averaged) if averaged else {}))
+        self.screen.line(f"Accuracy on test set: {found.accuracy:.2f}%")
+        if averaged:
+            self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
+        self._newest[1]["score"] = accuracy
+        if self.best is None or accuracy > self.best[0]:
+            self.best = (accuracy, self.state.progress.update)
+
+    def validate_average(self, model: torch.nn.Module) -> None:
+        """Measure the average of the run's checkpoints."""
+        found = self.evaluate(model)
+        self._write(_named("validation_averaged", found))
+        self.screen.line(f"Accuracy on test set of the averaged checkpoints: {found.accuracy:.2f}%")
+
+    def whole_run(self) -> Rate:
+        """The rate of everything this process trained."""
+        return self._run_laps.end(self._images)
+
+    def save(self) -> None:
+        """Hand the state to the writer; a failed periodic save is said and the run goes on."""
+        with self.stopwatch.standing():
+            self._wait_for_writer()
+            epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
+            folder = self.checkpoints / self.identity.checkpoint_name(epoch, updates)
+            self.writer.save(folder, self.state.tensors(), self._content(epoch, updates), after=self._prune)
+            self.last_saved = folder
+
+    def finish(self) -> Path:
+        """Wait for the last checkpoint; here a failed save is an error."""
+        self.writer.wait()
+        assert self.last_saved is not None
+        return self.last_saved
+
+    def stop_requested(self) -> bool:
+        return self.stop.requested
+
+    def diverged(self, error: DivergedError) -> DivergedError:
+        """The same error with the last good checkpoint named."""
+        good = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "no checkpoint was saved before"
+        return DivergedError(f"{error}; {good}; a smaller --lr or a longer --warmup-epoch usually helps")
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        update = self.state.progress.update
+        self.metrics.update(metrics)
+        if self._newest[0] != update:
+            self._newest = (update, {})
+        self._newest[1].update({name.replace("/", "_"): value for name, value in metrics.items()})
+        self.sink.write(update, metrics)
+
+    def _wait_for_writer(self) -> None:
+        try:
+            self.writer.wait()
+        except CheckpointError as error:
+            self.screen.line(f"warning: {error}; the run goes on and will save again")
+
+    def _prune(self) -> None:
+        files.prune(self.checkpoints, keep=self.kept, best="score")
+
+    def _content(self, epoch: int, updates: int) -> dict[str, Any]:
+        update = self.state.progress.update
+        return {
+            "model": self.identity.model,
+            "classes": self.identity.classes,
+            "progress": {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update},
+            "meter": self.state.progress.to_json(),
+            "metrics": self._newest[1] if self._newest[0] == update else {},
+            "best": self.best,
+            "versions": {"falconet": falconet.__version__, "torch": torch.__version__},
+            **self.identity.content,
+        }
+
+
+def _named(group: str, found: Evaluation) -> dict[str, float]:
+    return {
+        f"{group}/accuracy": found.accuracy,
+        f"{group}/top5_accuracy": found.top5_accuracy,
+        f"{group}/loss": found.loss,
+        f"{group}/images": found.images,
+    }

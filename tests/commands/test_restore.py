@@ -1,0 +1,184 @@
+"""`falconet restore`: a run that was killed goes on bit for bit, and what cannot be continued is refused."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY
+
+from falconet.checkpoint import files
+
+RUNS = {
+    "momentum, mixing, moving average": (
+        "--mixup-alpha 0.3 --cutmix-lambda-low 0.2 --cutmix-lambda-high 0.8 --cutmix-disable-prob 0.3"
+        " --ema-half-life 0.5 --augment shift-flip --label-smoothing 0.1"
+    ),
+    "dropout, rmsprop, accumulation": "--model mobilenet-v3-small --image-size 32 --optimizer rmsprop_tf --lr 0.001"
+    " --gradient-accumulation 2 --optimizer-eps 0.001",
+    "combined velocity, workers": "--optimizer sgd_combined --dataloader-workers 3",
+    "adamw, bf16": "--optimizer adamw --lr 0.001 --precision bf16.32",
+    "lars, group norm": "--optimizer lars --norm-type group --norm-num-groups 4",
+}
+
+
+def losses(run):
+    """The last loss logged for each update."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = ("train/loss", "train/accuracy", "validation/accuracy", "validation/loss")
+    return {(line["update"], key): line[key] for line in lines for key in keys if key in line}
+
+
+def state(run):
+    """Every tensor of the newest checkpoint."""
+    folder = files.checkpoints_in(run)[-1]
+    manifest = files.verify(folder)
+    return {
+        f"{name}:{key}": tensor
+        for name in manifest.files
+        for key, tensor in files.read_tensors(folder, name.removesuffix(".safetensors"), verified=manifest).items()
+    }
+
+
+def assert_equal_runs(straight, other):
+    left, right = state(straight), state(other)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    assert losses(straight) == losses(other)
+
+
+@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
+def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, extra):
+    line = f"train {TINY} {extra} --logs-per-epoch 3"
+    assert falconet(f"{line} --run-dir straight").code == 0
+
+    from falconet.train.record import Record
+
+    target = random.randrange(1, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == target)
+        assert falconet(f"{line} --run-dir other").code == 130
+    again = falconet("restore --checkpoint-input-path other")
+    assert again.code == 0, again.err
+    assert_equal_runs(Path("straight"), Path("other"))
+
+
+def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet):
+    line = ["train", *TINY.split(), "--epoch", "6", "--iterations", "8", "--logs-per-epoch", "8"]
+    line += ["--checkpoint-save-freq", "0.25", "--ema-half-life", "1"]
+    assert falconet(" ".join([*line, "--run-dir", "straight"])).code == 0
+    command = [sys.executable, "-m", "falconet", *line, "--run-dir", "killed"]
+    kill_after = random.randrange(3, 40)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "killed/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("train/loss") >= kill_after) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    answer = falconet("restore --checkpoint-input-path killed")
+    assert answer.code == 0, answer.err
+    assert_equal_runs(tmp_path / "straight", tmp_path / "killed")
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_is_named(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 3")
+    newest = Path("r/checkpoints/resnet8-cifar_generated_3")
+    (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-5])
+    answer = falconet("restore --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+    assert "passed over r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
+    assert "restored r/checkpoints/resnet8-cifar_generated_2, update 8 of 12" in answer.out
+    assert files.verify(newest).progress.update == 12
+
+
+def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_whole_one_offered(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 2")
+    newest = Path("r/checkpoints/resnet8-cifar_generated_2")
+    flipped = bytearray((newest / "optimizer.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (newest / "optimizer.safetensors").write_bytes(flipped)
+    answer = falconet(f"restore --checkpoint-input-path {newest}")
+    assert answer.code == 2
+    assert "optimizer.safetensors: contents changed since it was written (digest mismatch)" in answer.err
+    assert "the newest whole one is r/checkpoints/resnet8-cifar_generated_1" in answer.err
+    assert newest.exists()
+
+
+def test_a_complete_run_says_so_and_more_epochs_go_on(falconet):
+    falconet(f"train {TINY} --run-dir r")
+    assert "nothing left to train: all 2 epochs are done" in falconet("restore --checkpoint-input-path r").out
+    answer = falconet("restore --checkpoint-input-path r --epoch 3")
+    assert answer.code == 0, answer.err
+    assert "Epoch 3/3" in answer.out
+
+
+def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 1 --checkpoint-save-freq 0.25 --checkpoints-kept all")
+    within = "r/checkpoints/resnet8-cifar_generated_0+00001"
+    answer = falconet(f"restore --checkpoint-input-path {within} --micro-batch-size 16")
+    assert answer.code == 2
+    assert "the checkpoint stands 8 images into an epoch, which a global batch of 16 does not divide" in answer.err
+    assert falconet("restore --checkpoint-input-path r --epoch 2 --micro-batch-size 16").code == 0
+
+
+MISTAKES = {
+    "restore": "falconet restore: --checkpoint-input-path: is needed",
+    "restore --checkpoint-input-path nowhere": "nowhere: no such folder",
+    "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
+    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",
+    "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_what_cannot_be_continued_is_refused_in_one_line(falconet, line, message):
+    falconet(f"train {TINY} --run-dir r --epoch 1 --classes 3")
+    before = {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")}
+    answer = falconet(line)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
+
+
+def test_a_full_disk_is_said_the_run_goes_on_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
+    import errno
+    import os
+
+    real, failures = os.fsync, iter([False] * 6 + [True] + [False] * 100)
+
+    def fsync(descriptor):
+        if next(failures):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    answer = falconet(f"train {TINY} --run-dir r --epoch 3")
+    assert answer.code == 0, answer.err
+    assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run goes on" in answer.out
+    assert [folder.name[-1] for folder in files.checkpoints_in(Path("r")) if files.verify(folder)] == ["1", "3"]
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
+    import errno
+    import os
+
+    real, allowed = os.fsync, iter(range(5))
+
+    def fsync(descriptor):
+        if next(allowed, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    answer = falconet(f"train {TINY} --run-dir r --epoch 2")
+    assert answer.code == 2
+    assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device" in answer.err
+    assert files.verify(files.newest_whole(Path("r"), note=print)).progress.epoch == 1

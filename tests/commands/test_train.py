@@ -1,0 +1,200 @@
+"""`falconet train`: what a run prints, leaves behind and refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import TINY
+
+from falconet.checkpoint import files
+
+
+def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
+    answer = falconet(f"train {TINY} --run-dir r --logs-per-epoch 2")
+    assert answer.code == 0, answer.err
+    assert {p.name for p in Path("r").iterdir()} == {
+        "config.yaml",
+        "plan.txt",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
+    assert [p.name for p in files.checkpoints_in(Path("r"))] == [
+        "resnet8-cifar_generated_1",
+        "resnet8-cifar_generated_2",
+    ]
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "train/loss" in line] == [2, 4, 6, 8]
+    assert [line["update"] for line in lines if "validation/accuracy" in line] == [4, 8]
+    summary = json.loads(Path("r/summary.json").read_text())
+    assert summary["updates"] == 8
+    assert summary["images_per_second"] > 0
+
+
+def test_the_lines_that_tools_of_the_originals_read_are_printed(falconet):
+    out = falconet(f"train {TINY}").out
+    assert len(re.findall(r"^Epoch \d+/2$", out, re.M)) == 2
+    assert len(re.findall(r"throughput: *(.*?) samples/sec", out)) == 2
+    assert len(re.findall(r"accuracy: *(.*?) %", out)) >= 2
+    assert len(re.findall(r"loss: *(\d*\.\d*)", out)) == 2
+    assert len(re.findall(r"Accuracy on test set: \d+\.\d\d%", out)) == 2
+
+
+def test_the_plan_comes_first_and_plan_alone_trains_nothing(falconet):
+    answer = falconet(f"train {TINY} --gradient-accumulation 2 --plan")
+    assert answer.code == 0
+    assert "global batch 16 = micro-batch 8 x accumulation 2 x replicas 1" in answer.out
+    assert "8 updates = 2 epochs x 4 updates of 64 images" in answer.out
+    assert re.search(r"^gradient-accumulation: 2  # command line$", answer.out, re.M)
+    assert re.search(r"^optimizer: sgd  # default$", answer.out, re.M)
+    assert not Path("runs").exists()
+
+
+def test_options_without_effect_are_said(falconet):
+    assert (
+        "note: --lr-decay has no effect without --lr-schedule step or exponential"
+        in falconet(f"train {TINY} --lr-decay 0.1 --plan").out
+    )
+
+
+def test_synthetic_data_trains_without_validation(falconet):
+    answer = falconet(f"train {TINY} --data synthetic --classes 3")
+    assert answer.code == 0, answer.err
+    assert "nothing to validate on" in answer.out
+    assert "throughput:" in answer.out
+
+
+def test_folders_of_photos_train(falconet, image_folder):
+    answer = falconet(
+        f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 3 --threads 1"
+    )
+    assert answer.code == 0, answer.err
+    manifest = files.read_manifest(files.checkpoints_in(next(Path("runs").iterdir()))[-1])
+    assert manifest.class_names == ("dark", "light")
+    assert manifest.preprocessing["resize"] == 36
+
+
+def test_the_best_checkpoint_outlives_the_newest_three(falconet):
+    falconet(f"train {TINY} --epoch 6 --run-dir r --checkpoints-kept 2 --lr 0.05")
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    accuracies = {line["update"]: line["validation/accuracy"] for line in lines if "validation/accuracy" in line}
+    best = max(accuracies, key=lambda update: (accuracies[update], -update))
+    left = {files.read_manifest(folder).progress.update for folder in files.checkpoints_in(Path("r"))}
+    assert left == {best, 20, 24}
+
+
+MISTAKES = {
+    "": (0, "usage: falconet COMMAND"),
+    "trian": (2, "falconet: 'trian' is not a command; did you mean 'train'?"),
+    "train --data folder --data-dir nowhere": (2, "nowhere"),
+    f"train {TINY} --micro-batch-size 8 --iterations 1 --gradient-accumulation 1 --run-dir taken/x": (
+        2,
+        "falconet train: --run-dir: cannot write to taken/x: Not a directory",
+    ),
+    f"train {TINY} --checkpoint-output-path taken": (
+        2,
+        "falconet train: --checkpoint-output-path: cannot write to taken: File exists",
+    ),
+    "train --micro-batch-size 5000": (2, "a global batch of 5,000 is more than the 1,437 training images"),
+    "train --model timm:resnet5O": (2, "--model: "),
+    "train --norm-type group": (
+        2,
+        "--norm-num-groups 32: layer 'bn1' has 16 channels, which 32 does not divide; 16 divides every layer",
+    ),
+    "train --device cuda": (2, "falconet train: --device cuda: PyTorch sees no CUDA device here"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), MISTAKES.items())
+def test_a_mistake_is_one_line_and_exit_code_2(falconet, line, expected):
+    import torch
+
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    Path("taken").write_text("a file")
+    answer = falconet(line)
+    assert answer.code == expected[0]
+    assert expected[1] in answer.out + answer.err
+    assert answer.code == 0 or answer.err.count("\n") == 1
+
+
+def test_a_second_run_in_the_same_folder_is_refused(falconet):
+    falconet(f"train {TINY} --run-dir r")
+    before = sorted(Path("r").rglob("*"))
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert answer.code == 2
+    assert "--run-dir: r already holds a run; `falconet restore --checkpoint-input-path r`" in answer.err
+    assert sorted(Path("r").rglob("*")) == before
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 1")
+    answer = falconet("restore --checkpoint-input-path r --epoch 3 --lr 1e30 --lr-schedule step")
+    assert answer.code == 2
+    assert re.search(r"falconet restore: update \d+: the loss is (nan|inf); the last good checkpoint is r/", answer.err)
+    files.verify(files.checkpoints_in(Path("r"))[-1])
+
+
+def test_a_corrupt_photo_is_named_and_stops_the_run_only_beyond_what_is_allowed(falconet, image_folder):
+    (image_folder / "train/dark/3.png").write_bytes(b"not a photo")
+    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    refused = falconet(line)
+    assert refused.code == 2
+    assert "train/dark/3.png" in refused.err
+    assert "--bad-images-allowed 0" in refused.err
+    allowed = falconet(f"{line} --bad-images-allowed 1")
+    assert allowed.code == 0, allowed.err
+    assert allowed.out.count("train/dark/3.png") == 1
+
+
+def test_a_corrupt_photo_in_validation_stops_the_run(falconet, image_folder):
+    (image_folder / "val/light/0.png").write_bytes(b"")
+    answer = falconet(
+        f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    )
+    assert answer.code == 2
+    assert "val/light/0.png" in answer.err
+
+
+def test_tensorboard_and_wandb_are_written_when_asked_for(falconet, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    answer = falconet(f"train {TINY} --run-dir r --tensorboard --epoch 1")
+    assert answer.code == 0, answer.err
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    events.Reload()
+    assert {"train/loss", "validation/accuracy"} <= set(events.Tags()["scalars"])
+
+
+def test_wandb_works_offline(tmp_path):
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]
+    subprocess.run(line, cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert list((tmp_path / "r/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, number, falconet):
+    line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "5000", "--run-dir", "r"]
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "r/metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "to continue: falconet restore --checkpoint-input-path r" in out
+    saved = Path(re.search(r"^saved (.*)$", out, re.M).group(1))
+    update = files.verify(tmp_path / saved).progress.update
+    answer = falconet(f"restore --checkpoint-input-path r --epoch {update // 4 + 1}")
+    assert answer.code == 0, answer.err
+    assert f"update {update:,} of" in answer.out

@@ -1,0 +1,63 @@
+"""The schema: declared once, complete, and in step with what it names."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from falconet.cli import COMMANDS
+from falconet.config import named, schema
+from falconet.config.load import load
+from falconet.config.options import options_of
+from falconet.config.rules import EFFECTIVE_WHEN
+from falconet.config.settings import from_line
+from falconet.models import zoo
+
+ALL = sorted({option for command in COMMANDS.values() for option in options_of(command.options).items()}, key=str)
+
+
+def test_the_names_of_the_models_are_those_of_the_zoo():
+    assert zoo.names() == schema.MODELS
+
+
+@pytest.mark.parametrize(("name", "option"), ALL, ids=[f"{o.path[0]}-{n}" for n, o in ALL])
+def test_every_option_has_help_of_a_sentence(name, option):
+    assert option.help.endswith(".")
+    assert option.help[0].isupper() or option.help.split(":")[0].split(",")[0] in (*option.choices(), "timm")
+    assert len(option.help) <= 120
+
+
+def test_every_default_is_within_its_own_range():
+    for command in COMMANDS.values():
+        for option in options_of(command.options).values():
+            assert option.out_of_range(option.default) is None, option.name
+
+
+def test_rules_about_effects_name_real_options():
+    assert {name for name, _, _ in EFFECTIVE_WHEN} <= options_of(schema.TrainOptions).keys()
+
+
+@pytest.mark.parametrize("name", named.all_configs())
+def test_every_named_config_is_a_legal_command_line_and_says_what_it_reaches(name):
+    load(schema.TrainOptions, named.from_config(name, options_of(schema.TrainOptions)))
+    assert len(named.about(name)) > 20
+
+
+NUMBERS = {
+    name: option
+    for name, option in options_of(schema.TrainOptions).items()
+    if isinstance(option.default, float) and not option.choices()
+}
+
+
+@given(st.sampled_from(sorted(NUMBERS)), st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_taken_exactly_or_refused_by_its_range(name, value):
+    from falconet.config.load import parse, value_of
+    from falconet.errors import ConfigError
+
+    option = options_of(schema.TrainOptions)[name]
+    try:
+        options = parse(schema.TrainOptions, from_line([f"--{name}", repr(value)], options_of(schema.TrainOptions)))
+    except ConfigError:
+        assert option.out_of_range(value)
+    else:
+        assert value_of(options.options, option) == value

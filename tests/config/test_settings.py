@@ -1,0 +1,170 @@
+"""A typo or a wrong value, anywhere, is answered with one line that says where, what and what was meant."""
+
+import subprocess
+import sys
+
+import pytest
+
+from falconet.config.load import load
+from falconet.config.named import from_config
+from falconet.config.options import options_of
+from falconet.config.schema import TrainOptions
+from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line
+from falconet.errors import ConfigError
+
+OPTIONS = options_of(TrainOptions)
+
+
+def loaded(line):
+    return load(TrainOptions, from_line(line.split(), OPTIONS))
+
+
+MISTAKES = {
+    "--epoch 2.5": "--epoch: got '2.5', wanted a whole number, at least 1",
+    "--epoch=0": "--epoch: got '0', wanted a whole number, at least 1",
+    "--epoch": "--epoch: needs a value, a whole number, at least 1",
+    "--epochs 3": "unknown option --epochs; did you mean '--epoch'?",
+    "--lr-end-rate 3": "unknown option --lr-end-rate; did you mean '--lr-end-ratio'?",
+    "--replicas 4": "unknown option --replicas",
+    "--lr nan": "--lr: got 'nan', wanted a number, at least 0",
+    "--lr inf": "--lr: got 'inf', wanted a number, at least 0",
+    "--lr 0.1 0.2": "--lr: takes one value, got '0.1 0.2'",
+    "--momentum 1.5": "--momentum: got '1.5', wanted a number, from 0 to 1",
+    "--norm-type batc": "--norm-type: got 'batc', wanted batch, group, none; did you mean 'batch'?",
+    "--norm-eps small": "--norm-eps: got 'small', wanted a number, more than 0 or auto",
+    "--model resnet5O": "--model: 'resnet5O' is not a model; did you mean 'resnet50'?",
+    "--plan yes": "--plan: is a switch and takes no value, got 'yes'",
+    "resnet50": "'resnet50': an option was wanted, such as --config",
+    "--lr-epoch-decay 10 x": "--lr-epoch-decay: got '10 x', wanted a list: a number, more than 0",
+    "--weight-avg-N 0": "--weight-avg-N: got '0', wanted a whole number, at least 1 or all, -1",
+    "--data folder": "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with",
+    "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, wanted at least 2 for --mixup-alpha",
+    "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
+        "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"
+    ),
+    "--micro-batch-size 3 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
+        "--micro-batch-size: got 3, wanted at least 4 for --mixup-alpha with --cutmix-lambda-low and -high"
+    ),
+    "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
+        "--cutmix-lambda-low: got 0.9, wanted at most --cutmix-lambda-high, which is 0.8"
+    ),
+    "--warmup-epoch 5 --epoch 3": "--warmup-epoch: got 5, wanted at most --epoch, which is 3",
+    "--efficientnet-group-dim 16": "--efficientnet-group-dim: 'resnet8-cifar' is not an EfficientNet",
+    "--weight-avg-strategy mean --checkpoints-kept 2": (
+        "--checkpoints-kept: got 2, wanted all, because --weight-avg-N all averages every checkpoint"
+    ),
+    "--weight-avg-strategy mean --checkpoints-kept 2 --weight-avg-N 5": (
+        "--weight-avg-N: got 5, wanted at most --checkpoints-kept, which is 2"
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_a_mistake_on_the_line_is_named(line, message):
+    with pytest.raises(ConfigError) as mistake:
+        loaded(line)
+    assert str(mistake.value).startswith(message)
+    assert "\n" not in str(mistake.value)
+
+
+FILES = {
+    "epoch: 2.5": "c.yaml: epoch: got '2.5', wanted a whole number, at least 1",
+    "epoch: 0": "c.yaml: epoch: got '0', wanted a whole number, at least 1",
+    "epochs: 3": "c.yaml: unknown option epochs; did you mean 'epoch'?",
+    "- epoch": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not a list",
+    "epoch": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not 'epoch'",
+    "": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not nothing",
+    "wandb: maybe": "c.yaml: wandb: got 'maybe', wanted true or false",
+    "lr: [0.1, 0.2]": "c.yaml: lr: takes one value, got '0.1 0.2'",
+    "lr: {peak: 1}": "c.yaml: lr: got a mapping, wanted a number, at least 0",
+    "lr: 'x": "c.yaml, line 1: is not YAML",
+    "lr_epoch_decay: [[1]]": "c.yaml: lr-epoch-decay: got a list within a list",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.items())
+def test_the_same_mistake_in_a_file_is_named_with_the_file(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as mistake:
+        load(TrainOptions, from_config("c.yaml", OPTIONS))
+    assert str(mistake.value).startswith(message)
+    assert "\n" not in str(mistake.value)
+
+
+def test_a_missing_or_binary_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.yaml: cannot be read: No such file"):
+        from_file(tmp_path / "none.yaml", OPTIONS)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"b.yaml: is not a text file"):
+        from_file(tmp_path / "b.yaml", OPTIONS)
+
+
+def test_an_unknown_config_is_answered_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"--config: no config is named 'digit'; did you mean 'digits'\?"):
+        from_config("digit", OPTIONS)
+
+
+def test_the_command_line_overrides_the_checkpoint_which_overrides_the_environment(tmp_path):
+    settings = [
+        *from_environment({"DATA_DIR": "/data"}, OPTIONS),
+        *from_checkpoint({"lr": {"value": "0.5"}, "epoch": {"value": "7"}, "gone": {"value": "1"}}, OPTIONS),
+        *from_line(["--epoch", "9"], OPTIONS),
+    ]
+    result = load(TrainOptions, settings)
+    assert (result.options.learning_rate.lr, result.options.training.epoch) == (0.5, 9)
+    assert str(result.options.data.data_dir) == "/data"
+    assert result.sources == {
+        "data-dir": "environment variable DATA_DIR",
+        "lr": "checkpoint",
+        "epoch": "command line",
+    }
+
+
+def test_a_later_option_overrides_an_earlier_one_and_a_switch_can_be_switched_off():
+    assert loaded("--epoch 3 --epoch 4").options.training.epoch == 4
+    assert not loaded("--wandb --no-wandb").options.logging.wandb
+    assert loaded("--no-wandb --wandb").options.logging.wandb
+
+
+def test_spellings_with_underscores_equals_and_negative_numbers_are_read():
+    result = loaded("--micro_batch_size=3 --weight-avg-N -1").options
+    assert (result.data.micro_batch_size, result.averaging.weight_avg_N) == (3, -1)
+
+
+def test_a_number_in_yaml_keeps_its_spelling(tmp_path):
+    (tmp_path / "c.yaml").write_text("precision: 32.32\nweight_decay: 1e-05\nlr_epoch_decay: [30, 60]\nwandb: true\n")
+    result = load(TrainOptions, from_file(tmp_path / "c.yaml", OPTIONS)).options
+    assert result.machine.precision == "32.32"
+    assert result.optimizer.weight_decay == 1e-5
+    assert result.learning_rate.lr_epoch_decay == (30.0, 60.0)
+    assert result.logging.wandb
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path):
+    first = loaded("--lr 0.30000000000000004 --lr-epoch-decay 1 2.5 --lr-schedule step --wandb --data-dir /a:b/c#d")
+    (tmp_path / "config.yaml").write_text(first.to_yaml())
+    again = load(TrainOptions, from_file(tmp_path / "config.yaml", OPTIONS))
+    assert again.options == first.options
+    stored = load(TrainOptions, from_checkpoint(first.table(), OPTIONS))
+    assert stored.options == first.options
+
+
+def test_options_without_effect_are_said_once_and_only_when_asked_for():
+    from falconet.config.rules import notes
+
+    result = loaded("--rmsprop-decay 0.9 --lr-decay 0.1")
+    assert list(notes(result.options, result.sources)) == [
+        "--rmsprop-decay has no effect without --optimizer rmsprop",
+        "--lr-decay has no effect without --lr-schedule step or exponential",
+    ]
+    restored = load(TrainOptions, from_checkpoint(result.table(), OPTIONS))
+    assert list(notes(restored.options, restored.sources)) == []
+
+
+def test_help_and_mistakes_never_import_torch():
+    code = (
+        "import sys; from falconet.cli import main; main(['train', '--help']); main(['train', '--epochs', '3']);"
+        " main(['validate', '--model', 'x', '--lr', '3']); assert not {'torch', 'timm', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
