@@ -22,7 +22,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/lint-imports
 
 docs: .venv/installed-for-tests
-	$(BIN)/python -m docs.generate
+	$(BIN)/python -m falconet.config.document > docs/options.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis

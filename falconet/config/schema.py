@@ -62,7 +62,7 @@ class Data:
     data_dir: Path | None = None
     """Where the data lies; without it, the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: what the model was made for, 16 for the digits."""
+    """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
     """Classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks. Other data has its own."""
     iterations: Annotated[int, AtLeast(1)] = 100

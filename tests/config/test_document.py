@@ -1,0 +1,11 @@
+"""The page of options is the schema's, never a copy that went stale."""
+
+from pathlib import Path
+
+from falconet.config.document import page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_options_is_not_stale():
+    assert (ROOT / "docs/options.md").read_text() == page(), "run `make docs`"
