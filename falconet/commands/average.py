@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from torch import Tensor
-
 from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
+from falconet.checkpoint.foreign import load_weights
 from falconet.commands import averaging, opening, parts
 from falconet.commands.reading import input_path, load_options
 from falconet.config.options import options_of
@@ -16,7 +15,7 @@ from falconet.config.settings import Setting
 from falconet.data.feed import Feed
 from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.report.screen import Screen
 from falconet.train.batchnorm import reestimate
@@ -31,12 +30,19 @@ def run(line: Sequence[Setting]) -> int:
     options = load_options(AverageOptions, line, data).options
     how = averaging.rule_of(options.average)
     folders = select(whole, how.last)
+    if not folders:
+        raise CheckpointError(f"{path}: holds averages alone; wanted checkpoints of training")
     to = options.average.checkpoint_output_path or averaging.averaged_name(folders[-1])
-    averaging.write_average(folders, how, weights=average(folders, how), to=to)
+    if any(to.resolve() == folder.resolve() for folder in whole if not files.read_manifest(folder).averaged):
+        raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; wanted another name")
+    weights = average(folders, how)
     screen.line(f"averaged {len(folders)} checkpoints ({how.strategy}): {', '.join(folder.name for folder in folders)}")
     if options.average.batchnorm_images:
-        weights = _with_new_statistics(to, line, images=options.average.batchnorm_images, note=screen.line)
-        averaging.write_average(folders, how, weights=weights, to=to)
+        opened = _opened(folders[-1], line)
+        load_weights(opened.model, weights, where=str(path))
+        _measure_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
+        weights = dict(opened.model.state_dict())
+    averaging.write_average(folders, how, weights=weights, to=to)
     screen.line(f"written to {to}")
     if options.average.validate:
         found = opening.measure(_opened(to, line), screen.line)
@@ -64,19 +70,22 @@ def _opened(folder: Path, line: Sequence[Setting]) -> opening.Opened:
     return next(opening.open_checkpoint(folder, shared))
 
 
-def _with_new_statistics(folder: Path, line: Sequence[Setting], *, images: int, note: parts.Note) -> dict[str, Tensor]:
-    """The averaged weights with batch norm measured anew on training images, prepared as in training."""
-    opened = _opened(folder, line)
+def _measure_batchnorm(
+    opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: parts.Note
+) -> None:
+    """Measure batch norm anew on `images` training images, or one epoch of them, prepared as in training."""
     world = opening.open_machine(opened.options)
     shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(TrainOptions)]
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
+    global_batch = shape.global_batch * training.training.gradient_accumulation
     data = parts.open_images(
-        training.data, model=training.model.model, global_batch=shape.global_batch, seed=training.run.seed
+        training.data, model=training.model.model, global_batch=global_batch, seed=training.run.seed
     )
     loader = parts.training_loader(data, training, shape=shape, world=world, note=note)
-    updates = islice(Feed(loader.updates(0), device=world.device), -(-images // shape.micro_batch))
+    batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)
+    updates = islice(Feed(loader.updates(0), device=world.device), batches)
     model = opened.model.to(world.device)
     normalise = Normalise(data.preprocessing).to(world.device)
     reestimate(
@@ -86,4 +95,4 @@ def _with_new_statistics(folder: Path, line: Sequence[Setting], *, images: int, 
         regime=REGIMES[training.machine.precision],
     )
     loader.close()
-    return dict(model.state_dict())
+    note(f"batch norm measured anew on {batches * shape.micro_batch:,} training images")

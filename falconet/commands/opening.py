@@ -10,7 +10,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.commands import parts
 from falconet.commands.reading import load_options
-from falconet.config.schema import ValidateOptions
+from falconet.config.schema import TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
@@ -20,12 +20,13 @@ from falconet.train.evaluate import Evaluation
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with weights, the options it was trained with, and where it comes from."""
+    """A model with weights, the options and images it was trained with, and where it comes from."""
 
     name: str
     epoch: str
     model: nn.Module
     options: ValidateOptions
+    images: parts.Images
     class_names: tuple[str, ...]
 
 
@@ -33,6 +34,12 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = files.verify(folder)
     options = load_options(ValidateOptions, line, manifest.config).options
+    # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
+    trained = load_options(TrainOptions, [], manifest.config).options
+    global_batch = trained.data.micro_batch_size * trained.training.gradient_accumulation
+    images = parts.open_images(
+        options.data, model=options.model.model, global_batch=global_batch, seed=trained.run.seed
+    )
     for stem, suffix in (("model", ""), ("ema", " (moving average)")):
         if f"{stem}.safetensors" not in manifest.files:
             continue
@@ -43,7 +50,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         epoch = f"{manifest.progress.epoch}" + (
             f" + {manifest.progress.images:,} images" if manifest.progress.images else ""
         )
-        yield Opened(folder.name + suffix, epoch, model, options, manifest.class_names)
+        yield Opened(folder.name + suffix, epoch, model, options, images, manifest.class_names)
 
 
 def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
@@ -57,7 +64,7 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     )
     model = parts.build_model(options.model, classes=images.classes, seed=0)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
-    return Opened(path.name, "", model, options, images.splits.class_names)
+    return Opened(path.name, "", model, options, images, images.splits.class_names)
 
 
 def open_machine(options: ValidateOptions) -> World:
@@ -68,11 +75,8 @@ def open_machine(options: ValidateOptions) -> World:
 
 def measure(opened: Opened, note: parts.Note) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
-    options = opened.options
+    options, images = opened.options, opened.images
     world = open_machine(options)
-    images = parts.open_images(
-        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
-    )
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     parts.check_classes(images, opened.class_names, where=opened.name)

@@ -1,5 +1,6 @@
 """A run from its options to its end: shared by train and restore."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from falconet.config.load import Loaded
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError, DivergedError, Interrupted
+from falconet.errors import ConfigError, Interrupted
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.optim import ema
@@ -28,6 +29,7 @@ from falconet.report.screen import Screen
 from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
 from falconet.train.loss import Loss
+from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan, updates_in_epoch
 from falconet.train.record import Identity, Record
 from falconet.train.step import LocalStep
@@ -188,7 +190,8 @@ class Run:
             batches = Feed(loader.updates(epoch, skip=skip), device=world.device)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
 
-        with Writer() as writer, StopRequest(self.screen.line) as stop, self.screen:
+        sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded))
+        with sinks as sink, Writer() as writer, StopRequest(self.screen.line) as stop, self.screen:
             record = Record(
                 plan=self.plan,
                 state=state,
@@ -199,7 +202,7 @@ class Run:
                     self.images, options.data, regime=self.regime, world=world, note=self.screen.line
                 ),
                 screen=self.screen,
-                sink=run_folder.open_sinks(folder, self.loaded),
+                sink=sink,
                 writer=writer,
                 stop=stop,
                 stopwatch=stopwatch,
@@ -209,7 +212,7 @@ class Run:
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             try:
                 train(self.plan, state.progress, step, updates_of=updates_of, watch=record)
-            except DivergedError as error:
+            except NotFiniteError as error:
                 raise record.diverged(error) from None
             except Interrupted:
                 saved = record.finish()
@@ -218,10 +221,10 @@ class Run:
                 raise
             finally:
                 loader.close()
-                record.sink.close()
-            record.finish()
-        if options.averaging.weight_avg_strategy != "none":
-            averaging.after_training(record, options, self.screen.line)
+            with stopwatch.standing():
+                record.finish()
+                if options.averaging.weight_avg_strategy != "none":
+                    averaging.after_training(record, options, self.screen.line)
         run_folder.write_summary(folder, record, self.screen.line)
 
     def _best(self) -> tuple[float, int] | None:

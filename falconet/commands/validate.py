@@ -22,20 +22,19 @@ Say = Callable[[str], None]
 
 def run(line: Sequence[Setting]) -> int:
     path, screen = input_path(line), Screen()
-    rows = _mark_best(list(_rows(path, line, screen.line)))
+    rows = _table(list(_measured(path, line, screen.line)))
     _show(rows, screen.line)
-    output = parse(ValidateOptions, line).options.table.output
-    output = output or (path if path.is_dir() else path.parent) / "validation.csv"
+    output = parse(ValidateOptions, line).options.table.output or _beside(path)
     _write_csv(rows, output)
     screen.line(f"written to {output}")
     return 0
 
 
-def _rows(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Row]:
-    """One row a model; torn checkpoints in a folder are said and passed over."""
+def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[tuple[opening.Opened, Evaluation]]:
+    """Each model and its accuracy; torn checkpoints in a folder are said and passed over."""
     if path.is_file() and path.suffix in FOREIGN:
         opened = opening.open_foreign(path, line)
-        yield _row(opened, opening.measure(opened, say))
+        yield opened, opening.measure(opened, say)
         return
     folders = files.checkpoints_in(path)
     if not folders:
@@ -50,26 +49,26 @@ def _rows(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Row]:
                 say(f"passed over {error}")
             continue
         for opened in opening.open_checkpoint(folder, line):
-            yield _row(opened, opening.measure(opened, say))
+            yield opened, opening.measure(opened, say)
     if len(refused) == len(folders):
         raise files.refuse(folders[0], refused[0])
 
 
-def _row(opened: opening.Opened, found: Evaluation) -> Row:
-    return {
-        "checkpoint": opened.name,
-        "epoch": opened.epoch,
-        "top1": f"{found.accuracy:.2f}",
-        "top5": f"{found.top5_accuracy:.2f}",
-        "loss": f"{found.loss:.4f}",
-        "images": str(found.images),
-        "best": "",
-    }
-
-
-def _mark_best(rows: list[Row]) -> list[Row]:
-    best = max(rows, key=lambda row: (float(row["top1"]), float(row["top5"])))
-    return [row | {"best": "best" if row is best else ""} for row in rows]
+def _table(measured: Sequence[tuple[opening.Opened, Evaluation]]) -> list[Row]:
+    """One row a model, the best one marked; by its exact accuracy, not by the two places shown."""
+    best = max((found for _, found in measured), key=lambda found: (found.accuracy, found.top5_accuracy))
+    return [
+        {
+            "checkpoint": opened.name,
+            "epoch": opened.epoch,
+            "top1": f"{found.accuracy:.2f}",
+            "top5": f"{found.top5_accuracy:.2f}",
+            "loss": f"{found.loss:.4f}",
+            "images": str(found.images),
+            "best": "best" if found is best else "",
+        }
+        for opened, found in measured
+    ]
 
 
 def _show(rows: Sequence[Row], say: Say) -> None:
@@ -79,6 +78,12 @@ def _show(rows: Sequence[Row], say: Say) -> None:
         say("  ".join(cells[name].ljust(widths[name]) for name in COLUMNS).rstrip())
     for row in rows:
         say(f"Accuracy on test set: {row['top1']}%")
+
+
+def _beside(path: Path) -> Path:
+    """Where the CSV goes: beside what was measured, never into a checkpoint, which holds its own files alone."""
+    one = path.is_file() or files.checkpoints_in(path) == [path]
+    return (path.parent if one else path) / "validation.csv"
 
 
 def _write_csv(rows: Sequence[Row], path: Path) -> None:

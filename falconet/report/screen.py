@@ -29,7 +29,7 @@ class Screen:
         self._task = self._bar.add_task("", total=None, note="", visible=False)
 
     def line(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, emoji=False)  # paths are shown as they are
 
     def begin(self, *, total: int, done: int) -> None:
         """Show the bar of a run of `total` updates."""

@@ -1,6 +1,7 @@
 """Sinks: where metrics go."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,8 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, update: int, metrics: Metrics) -> None:
-        self._file.write(json.dumps({"update": update, **metrics}) + "\n")
+        plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"update": update, **plain}) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -69,12 +69,14 @@ class Stopwatch:
 class Laps:
     """Rates of the stretches between calls."""
 
-    def __init__(self, watch: Stopwatch) -> None:
+    def __init__(self, watch: Stopwatch, *, already: int = 0) -> None:
+        """`already`: images in the first stretch that somebody else trained on, before this run was restored."""
         self._watch = watch
-        self._last = watch.lap()
+        self._last, self._already = watch.lap(), already
 
     def end(self, images: int) -> Rate:
         """The rate since the last call, in which `images` were trained on."""
         seconds, waiting = self._watch.lap()
         before, self._last = self._last, (seconds, waiting)
-        return Rate(images, seconds - before[0], waiting - before[1])
+        own, self._already = images - self._already, 0
+        return Rate(own, seconds - before[0], waiting - before[1])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from falconet.data.loader import Batch
 from falconet.data.preprocessing import Normalise
+from falconet.errors import DataError
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 
@@ -46,7 +47,9 @@ def evaluate(
             logits = model(normalise(images))
         totals += _count(logits.float(), labels)
     images_seen, top1, top5, loss = world.sum(totals).tolist()
-    return Evaluation(int(images_seen), int(top1), int(top5), loss / max(1.0, images_seen))
+    if not images_seen:
+        raise DataError("validation: not one image could be read, so there is no accuracy to tell")
+    return Evaluation(int(images_seen), int(top1), int(top5), loss / images_seen)
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:

@@ -9,6 +9,14 @@ from falconet.errors import DivergedError
 from falconet.train.step import Update
 
 
+class NotFiniteError(DivergedError):
+    """The loss of one update is no number: the weights that the update before it left are to blame."""
+
+    def __init__(self, update: int, loss: float) -> None:
+        super().__init__(f"update {update}: the loss is {loss}")
+        self.update = update  # counted from 1
+
+
 class Meter:
     """Collects updates on the device until somebody wants numbers."""
 
@@ -32,7 +40,7 @@ class Meter:
         self._unread.clear()
         for number, (loss, (correct, images)) in enumerate(zip(losses, counts, strict=True), start=first):
             if not math.isfinite(loss):
-                raise DivergedError(f"update {number}: the loss is {loss}")
+                raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):
                 totals.add(loss, correct, images)
 

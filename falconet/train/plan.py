@@ -1,6 +1,7 @@
 """What is decided before the first update: pure arithmetic, printed once, tested without a device."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from falconet.errors import ConfigError
@@ -55,8 +56,9 @@ class Plan:
         return in_turn or epoch == self.epochs
 
     def saves_at(self, update: int) -> bool:
-        interval = max(1, round(self.epochs_per_save * self.updates_per_epoch))
-        return update % interval == 0 or update == self.updates
+        """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end."""
+        interval = Fraction(str(self.epochs_per_save)) * self.updates_per_epoch  # updates, maybe not a whole number
+        return update // interval > (update - 1) // interval or update == self.updates
 
     def lines(self) -> list[str]:
         """The plan in words."""

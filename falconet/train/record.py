@@ -16,7 +16,7 @@ from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
 from falconet.report.throughput import Laps, Rate, Stopwatch
 from falconet.train.evaluate import Evaluation
-from falconet.train.metrics import Meter
+from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.stop import StopRequest
 
@@ -57,8 +57,12 @@ class Record:
     last_saved: Path | None = None
 
     def __post_init__(self) -> None:
-        self._log_laps, self._epoch_laps, self._run_laps = (Laps(self.stopwatch) for _ in range(3))
+        progress = self.state.progress
+        self._log_laps = Laps(self.stopwatch, already=progress.interval.images)
+        self._epoch_laps = Laps(self.stopwatch, already=progress.epoch.images)
+        self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
+        self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
 
     def log(self, meter: Meter) -> None:
@@ -119,7 +123,7 @@ class Record:
             epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
             folder = self.checkpoints / self.identity.checkpoint_name(epoch, updates)
             self.writer.save(folder, self.state.tensors(), self._content(epoch, updates), after=self._prune)
-            self.last_saved = folder
+            self.last_saved = self._saved[self.state.progress.update] = folder
 
     def finish(self) -> Path:
         """Wait for the last checkpoint; here a failed save is an error."""
@@ -130,10 +134,12 @@ class Record:
     def stop_requested(self) -> bool:
         return self.stop.requested
 
-    def diverged(self, error: DivergedError) -> DivergedError:
-        """The same error with the last good checkpoint named."""
-        good = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "no checkpoint was saved before"
-        return DivergedError(f"{error}; {good}; a smaller --lr or a longer --warmup-epoch usually helps")
+    def diverged(self, error: NotFiniteError) -> DivergedError:
+        """The same error with the last good checkpoint named: one whose weights gave a loss that was a number."""
+        self._wait_for_writer()
+        good = [folder for update, folder in self._saved.items() if update < error.update - 1 and folder.exists()]
+        found = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint from before"
+        return DivergedError(f"{error}; {found}; a smaller --lr or a longer --warmup-epoch usually helps")
 
     def _write(self, metrics: Mapping[str, float]) -> None:
         update = self.state.progress.update

@@ -15,6 +15,8 @@ from falconet.optim.build import set_lr
 from falconet.optim.ema import Ema
 from falconet.train.loss import Loss
 
+SEEDS = 1 << 63  # torch takes no larger ones
+
 
 class Update(NamedTuple):
     """What one update did. The tensors stay on the device: reading them costs a wait."""
@@ -49,7 +51,7 @@ class LocalStep:
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
-        torch.manual_seed(self.seed * 1_000_003 + update)
+        torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
         self.optimizer.zero_grad()
         images = sum(len(batch.labels) for batch in micro_batches)

@@ -1,0 +1,217 @@
+"""`falconet average`: the numbers by hand, and a result that validates and restores like any other."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY
+
+from falconet.checkpoint import files
+from falconet.cli import main
+
+TRAIN = f"train {TINY} --iterations 10 --epoch 4 --lr 0.2 --checkpoints-kept all"
+NAMES = [f"resnet8-cifar_generated_{epoch}" for epoch in (1, 2, 3, 4)]
+AVERAGED = Path("r/checkpoints/resnet8-cifar_generated_4_averaged")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of four epochs, averaged at its end as well."""
+    folder = tmp_path_factory.mktemp("trained") / "r"
+    assert main(f"{TRAIN} --weight-avg-strategy mean --run-dir {folder}".split()) == 0
+    return folder
+
+
+@pytest.fixture
+def run(falconet, trained):
+    """That run in r, without its average."""
+    shutil.copytree(trained, "r")
+    shutil.rmtree(AVERAGED)
+    return Path("r")
+
+
+def weights(folder, stem="model"):
+    return files.read_tensors(folder, stem, verified=files.verify(folder))
+
+
+def by_hand(names, combine):
+    """Every tensor of the average: float64 for real numbers, the newest's for counters."""
+    parts = [weights(Path("r/checkpoints") / name) for name in names]
+    return {
+        name: combine([part[name].double() for part in parts]).to(newest.dtype)
+        if newest.is_floating_point()
+        else newest
+        for name, newest in parts[-1].items()
+    }
+
+
+def mean(values):
+    return torch.stack(values).sum(0) / len(values)
+
+
+def exponential(values, decay=0.7):
+    total = values[0]
+    for value in values[1:]:
+        total = decay * total + (1 - decay) * value
+    return total
+
+
+def assert_same(found, expected, *, exactly=True):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        if exactly:
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0.0)
+
+
+RULES = {
+    "": (NAMES, mean, "mean"),
+    "--weight-avg-N 2": (NAMES[2:], mean, "mean"),
+    "--weight-avg-N 1": (NAMES[3:], mean, "mean"),
+    "--weight-avg-N 99": (NAMES, mean, "mean"),
+    "--weight-avg-N -1": (NAMES, mean, "mean"),
+    "--weight-avg-strategy exponential --weight-avg-exp-decay 0.7": (NAMES, exponential, "exponential"),
+    "--weight-avg-strategy exponential --weight-avg-exp-decay 0.7 --weight-avg-N 3": (
+        NAMES[1:],
+        exponential,
+        "exponential",
+    ),
+}
+
+
+@pytest.mark.parametrize("line", RULES)
+def test_the_average_is_the_one_made_by_hand(falconet, run, line):
+    names, combine, word = RULES[line]
+    answer = falconet(f"average --checkpoint-input-path r {line}")
+    assert answer.code == 0, answer.err
+    said = f"{len(names)} checkpoints ({word}): {', '.join(names)}"
+    assert answer.out == f"averaged {said}\nwritten to {AVERAGED}\n"
+    assert_same(weights(AVERAGED), by_hand(names, combine), exactly=combine is mean)
+    assert_same(weights(AVERAGED, "optimizer"), weights(run / "checkpoints" / names[-1], "optimizer"))
+    assert files.verify(AVERAGED).content["averaged"]["of"] == names
+
+
+def test_the_average_at_the_end_of_training_is_that_of_the_command(falconet, run, trained):
+    falconet("average --checkpoint-input-path r")
+    assert_same(weights(trained / "checkpoints" / AVERAGED.name), weights(AVERAGED))
+
+
+def test_the_average_at_the_end_of_training_is_validated_logged_and_said(falconet, trained):
+    answer = falconet(f"{TRAIN} --weight-avg-strategy exponential --weight-avg-N 2 --run-dir r")
+    assert answer.code == 0, answer.err
+    said = re.search(r"^Accuracy on test set of the averaged checkpoints: (.*)%$", answer.out, re.M)
+    numbers = json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
+    assert said[1] == f"{numbers['validation_averaged/accuracy']:.2f}"
+    assert json.loads(Path("r/summary.json").read_text())["metrics"].items() >= numbers.items() - {("update", 40)}
+    assert f"averaged 2 checkpoints (exponential) into {AVERAGED}" in answer.out
+    found = falconet(f"validate --checkpoint-input-path {AVERAGED}").out
+    assert f"Accuracy on test set: {said[1]}%" in found
+
+
+def test_the_result_validates_and_says_so_on_request(falconet, run):
+    out = falconet("average --checkpoint-input-path r --validate").out
+    said = re.search(r"^Accuracy on test set: \d+\.\d\d%$", out, re.M)[0]
+    assert said in falconet(f"validate --checkpoint-input-path {AVERAGED}").out
+
+
+def test_the_result_restores_and_trains_on(falconet, run):
+    falconet("average --checkpoint-input-path r")
+    answer = falconet(f"restore --checkpoint-input-path {AVERAGED} --epoch 5 --weight-avg-strategy none")
+    assert answer.code == 0, answer.err
+    assert f"restored {AVERAGED}, update 40 of 50" in answer.out
+    assert "Epoch 5/5" in answer.out
+    assert not files.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
+
+
+def test_no_state_is_counted_twice(falconet, run):
+    falconet("average --checkpoint-input-path r")
+    first = weights(AVERAGED)
+    shutil.copytree(run / "checkpoints" / NAMES[1], run / "checkpoints/best")
+    (run / "checkpoints/newest").symlink_to(NAMES[3])
+    answer = falconet("average --checkpoint-input-path r")
+    assert "averaged 4 checkpoints" in answer.out
+    assert_same(weights(AVERAGED), first)
+
+
+def test_batch_norm_is_measured_anew_and_nothing_else_changes(falconet, run):
+    falconet("average --checkpoint-input-path r")
+    plain = weights(AVERAGED)
+    answer = falconet("average --checkpoint-input-path r --batchnorm-images 33")
+    assert answer.code == 0, answer.err
+    assert "batch norm measured anew on 40 training images" in answer.out  # whole micro-batches
+    again = weights(AVERAGED)
+    changed = {name for name, tensor in plain.items() if not torch.equal(tensor, again[name])}
+    assert changed == {name for name in plain if name.endswith(STATISTICS)}
+    assert again["bn1.num_batches_tracked"] == 5  # of 8 images
+    assert_same(weights(AVERAGED, "optimizer"), weights(run / "checkpoints" / NAMES[3], "optimizer"))
+
+
+def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averaged_weights(falconet, run):
+    # Generated images are not augmented, so one epoch's statistics are those of all training images.
+    answer = falconet("average --checkpoint-input-path r --batchnorm-images 1000")
+    assert "batch norm measured anew on 80 training images" in answer.out  # as many as there are
+    from falconet.data.preprocessing import Normalise
+    from falconet.data.sources.generated import make
+
+    splits = make(images=80, image_size=16, classes=10, seed=0)
+    pixels = torch.from_numpy(splits.train.images[range(80)]).permute(0, 3, 1, 2)
+    found = weights(AVERAGED)
+    hidden = torch.nn.functional.conv2d(Normalise(splits.preprocessing(16))(pixels), found["conv1.weight"], padding=1)
+    torch.testing.assert_close(found["bn1.running_mean"], hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_written_when_batch_norm_cannot_be_measured(falconet, run):
+    answer = falconet("average --checkpoint-input-path r --batchnorm-images 8 --data folder --data-dir nowhere")
+    assert answer.code == 2
+    assert "nowhere" in answer.err
+    assert not AVERAGED.exists()
+
+
+def test_the_result_can_go_elsewhere(falconet, run):
+    answer = falconet("average --checkpoint-input-path r/checkpoints --checkpoint-output-path out/mean --validate")
+    assert answer.code == 0, answer.err
+    assert files.verify(Path("out/mean")).averaged
+    assert not AVERAGED.exists()
+
+
+def test_a_torn_checkpoint_is_named_and_passed_over(falconet, run):
+    path = run / "checkpoints" / NAMES[2] / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    answer = falconet("average --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+    assert f"passed over r/checkpoints/{NAMES[2]}/optimizer.safetensors: 3 bytes short" in answer.out
+    assert_same(weights(AVERAGED), by_hand([NAMES[0], NAMES[1], NAMES[3]], mean))
+
+
+MISTAKES = {
+    "": "--checkpoint-input-path: is needed",
+    "--checkpoint-input-path nowhere": "nowhere: no such folder",
+    "--checkpoint-input-path empty": "empty: no whole checkpoint in it",
+    "--checkpoint-input-path averages": "averages: holds averages alone; wanted checkpoints of training",
+    "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds averages alone",
+    f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (
+        f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; wanted another name"
+    ),
+    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other things",
+    "--checkpoint-input-path r --weight-avg-N 0": "--weight-avg-N",
+    "--checkpoint-input-path r --weight-avg-strategy median": "--weight-avg-strategy",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_what_cannot_be_averaged_is_refused_in_one_line_and_nothing_is_changed(falconet, run, trained, line, message):
+    Path("empty").mkdir()
+    shutil.copytree(trained / "checkpoints" / AVERAGED.name, "averages/one")
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    answer = falconet(f"average {line}")
+    assert answer.code == 2
+    assert answer.err.startswith("falconet average: ")
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before

@@ -1,0 +1,63 @@
+"""On a CUDA device: no wait for the device in an update, and a restored run that equals the straight one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_restore import assert_equal_runs
+
+from falconet.config.load import load
+from falconet.config.options import options_of
+from falconet.config.schema import TrainOptions
+from falconet.config.settings import from_line
+
+pytestmark = pytest.mark.gpu
+
+LINE = (
+    "--data generated --image-size 32 --classes 10 --iterations 6 --micro-batch-size 16 --gradient-accumulation 2"
+    " --epoch 2 --warmup-epoch 0 --device cuda --mixup-alpha 0.2 --cutmix-lambda-low 0.3 --cutmix-lambda-high 0.9"
+)
+RUNS = {
+    "fp32 sgd ema": "--model resnet20-cifar --ema-half-life 1",
+    "bf16 adamw": "--model resnet20-cifar --optimizer adamw --lr 0.001 --precision bf16.32",
+    "dropout rmsprop_tf": "--model efficientnet-b0 --optimizer rmsprop_tf --lr 0.001 --optimizer-eps 0.001",
+    "lars group norm": "--model resnet20-cifar --optimizer lars --norm-type group --norm-num-groups 8",
+    "sgd_combined": "--model mobilenet-v3-small --optimizer sgd_combined",
+}
+
+
+@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
+def test_no_update_waits_for_the_device(extra):
+    """Warm up, then run updates with every hidden synchronisation an error."""
+    from falconet.commands import parts
+    from falconet.commands.running import Run
+    from falconet.data.feed import Feed
+
+    run = Run(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
+    state = run.new_state()
+    step = run.step(state)
+    loader = parts.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    updates = list(Feed(loader.updates(0), device=run.world.device))
+    for number, micro_batches in enumerate(updates[:2]):
+        step(micro_batches, update=number, lr=0.01)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, micro_batches in enumerate(updates[2:], start=2):
+            step(micro_batches, update=number, lr=0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
+def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, extra):
+    from falconet.train.record import Record
+
+    line = f"train {LINE} {extra} --logs-per-epoch 3"
+    assert falconet(f"{line} --run-dir straight").code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 5)
+        assert falconet(f"{line} --run-dir other").code == 130
+    assert falconet("restore --checkpoint-input-path other").code == 0
+    assert_equal_runs(Path("straight"), Path("other"))

@@ -1,0 +1,237 @@
+"""`falconet validate`: what training logged, for checkpoints and foreign weights; and what is refused."""
+
+import csv
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from tiny import TINY
+
+from falconet.checkpoint import files
+from falconet.cli import main
+from falconet.commands import opening
+from falconet.train.evaluate import Evaluation
+
+# 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
+DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"
+TRAIN = f"{DATA} --gradient-accumulation 2 --seed 5 --checkpoints-kept all"
+NAMES = [f"resnet8-cifar_generated_{epoch}" for epoch in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of three epochs with a moving average."""
+    folder = tmp_path_factory.mktemp("trained") / "r"
+    assert main(f"train {TRAIN} --ema-half-life 0.5 --run-dir {folder}".split()) == 0
+    return folder
+
+
+@pytest.fixture
+def checkpoints(falconet, trained):
+    """The checkpoints of that run, in the run folder r."""
+    shutil.copytree(trained, "r")
+    return Path("r/checkpoints")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """Weights of a run whose data any line can name, their accuracy, and the model that they fit."""
+    folder = tmp_path_factory.mktemp("foreign") / "r"
+    assert main(f"train {DATA} --run-dir {folder}".split()) == 0
+    newest = files.checkpoints_in(folder)[-1]
+    weights = files.read_tensors(newest, "model", verified=files.verify(newest))
+    return weights, logged(folder)["validation/accuracy"][30]
+
+
+def logged(run):
+    """name -> update -> number, from metrics.jsonl."""
+    numbers = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        for name, number in line.items():
+            numbers.setdefault(name, {})[line["update"]] = number
+    return numbers
+
+
+def rows(path):
+    with open(path, newline="", encoding="utf-8") as file:  # noqa: PTH123
+        return list(csv.DictReader(file))
+
+
+def test_a_folder_gives_a_row_a_model_with_what_training_logged_and_marks_the_best(falconet, checkpoints):
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+    assert answer.out.rstrip().endswith("written to r/validation.csv")
+    found, numbers = rows("r/validation.csv"), logged(Path("r"))
+    names = [name + suffix for name in NAMES for suffix in ("", " (moving average)")]
+    assert [row["checkpoint"] for row in found] == names
+    assert [row["epoch"] for row in found] == ["1", "1", "2", "2", "3", "3"]
+    for row in found:
+        update = 10 * int(row["epoch"])
+        group = "validation_ema" if "moving" in row["checkpoint"] else "validation"
+        assert row["top1"] == f"{numbers[f'{group}/accuracy'][update]:.2f}"
+        assert row["top5"] == f"{numbers[f'{group}/top5_accuracy'][update]:.2f}"
+        assert row["loss"] == f"{numbers[f'{group}/loss'][update]:.4f}"
+        assert row["images"] == "16"
+    best = max(found, key=lambda row: (float(row["top1"]), float(row["top5"])))
+    assert [row["checkpoint"] for row in found if row["best"] == "best"] == [best["checkpoint"]]
+    assert len({row["top1"] for row in found}) > 1
+
+
+def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(falconet, checkpoints):
+    out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv").out
+    found = rows("table.csv")
+    assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
+    table = [re.split(r"  +", line) for line in out.splitlines()[: len(found) + 1]]
+    assert table[0] == ["checkpoint", "epoch", "top1", "top5", "loss", "images", "best"]
+    assert [cells + [""] * (7 - len(cells)) for cells in table[1:]] == [list(row.values()) for row in found]
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_any_micro_batch_measures_the_same_images(falconet, checkpoints, size):
+    name = checkpoints / NAMES[1]
+    falconet(f"validate --checkpoint-input-path {name} --output table.csv --micro-batch-size {size}")
+    numbers = logged(Path("r"))
+    weights = rows("table.csv")[0]
+    assert (weights["top1"], weights["images"]) == (f"{numbers['validation/accuracy'][20]:.2f}", "16")
+
+
+def test_one_checkpoint_is_measured_alone_and_nothing_is_put_into_it(falconet, checkpoints):
+    folder = checkpoints / NAMES[2]
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    answer = falconet(f"validate --checkpoint-input-path {folder}")
+    assert answer.code == 0, answer.err
+    assert [row["checkpoint"] for row in rows(checkpoints / "validation.csv")] == [
+        NAMES[2],
+        f"{NAMES[2]} (moving average)",
+    ]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_best_is_marked_by_exact_accuracy_not_by_what_two_places_show(falconet, checkpoints, monkeypatch):
+    right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
+    monkeypatch.setattr(opening, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
+    falconet("validate --checkpoint-input-path r")
+    assert [row["best"] for row in rows("r/validation.csv")] == ["", "", "best", "", "", ""]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_foreign_weights_are_measured_in_the_model_and_on_the_data_that_the_line_names(falconet, foreign, suffix):
+    weights, accuracy = foreign
+    path = Path("w").with_suffix(suffix)
+    if suffix == ".safetensors":
+        safetensors.torch.save_file(weights, path)
+    else:
+        torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}, "epoch": 3}, path)
+    line = "--model resnet8-cifar --data generated --image-size 16 --iterations 10 --micro-batch-size 8 --threads 1"
+    answer = falconet(f"validate --checkpoint-input-path {path} {line}")
+    assert answer.code == 0, answer.err
+    assert f"Accuracy on test set: {accuracy:.2f}%" in answer.out
+    assert [(row["checkpoint"], row["best"]) for row in rows("validation.csv")] == [(path.name, "best")]
+
+
+def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, foreign):
+    torch.save(foreign[0], "w.pt")
+    for line in ("", "--model resnet8-cifar", "--data digits"):
+        answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
+        assert answer.code == 2
+        assert answer.err == "falconet validate: w.pt: holds weights alone; wanted --model and --data beside it\n"
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_executed(falconet, suffix):
+    torch.save({"state_dict": Hostile()}, f"w{suffix}")
+    answer = falconet(f"validate --checkpoint-input-path w{suffix} --model resnet8-cifar --data digits")
+    assert answer.code == 2
+    assert re.fullmatch(rf"falconet validate: w{suffix}: refused, it asks for \S*mkdir; .*\n", answer.err), answer.err
+    assert not Path("executed").exists()
+
+
+def tear(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_a_torn_checkpoint_in_a_folder_is_named_and_passed_over(falconet, checkpoints):
+    tear(checkpoints / NAMES[1])
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+    assert f"passed over r/checkpoints/{NAMES[1]}/model.safetensors: 7 bytes short" in answer.out
+    assert {row["epoch"] for row in rows("r/validation.csv")} == {"1", "3"}
+
+
+def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_offered(falconet, checkpoints):
+    tear(checkpoints / NAMES[0])
+    answer = falconet(f"validate --checkpoint-input-path r/checkpoints/{NAMES[0]}")
+    assert answer.code == 2
+    assert f"{NAMES[0]}/model.safetensors: 7 bytes short" in answer.err
+    assert answer.err.endswith(f"; the newest whole one is r/checkpoints/{NAMES[2]}\n")
+    assert answer.err.count("\n") == 1
+
+
+def test_a_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, checkpoints):
+    for name in NAMES:
+        tear(checkpoints / name)
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 2
+    assert "7 bytes short" in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out.count("passed over") == 3
+    assert sorted(path.name for path in checkpoints.iterdir()) == NAMES
+    assert not Path("r/validation.csv").exists()
+
+
+MISTAKES = {
+    "": "--checkpoint-input-path: is needed",
+    "--checkpoint-input-path nowhere": "nowhere: no such folder",
+    "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such folder",
+    "--checkpoint-input-path empty": "empty: no checkpoint in it; wanted a checkpoint, a folder of them or a run",
+    "--checkpoint-input-path r/plan.txt": "r/plan.txt: a file; wanted a checkpoint or a folder of them",
+    "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
+    "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
+    "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",
+    "--checkpoint-input-path r --model resnet9-cifar": "'resnet9-cifar' is not a model; did you mean 'resnet",
+    "--checkpoint-input-path r --data generated --classes 3": "was trained on 10 classes, the data has 3",
+    "--checkpoint-input-path r --data synthetic": "--data synthetic: lives on the device only",
+    "--checkpoint-input-path r --data folder --data-dir empty": "empty",
+    "--checkpoint-input-path r --epoch 3": "--epoch",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_what_cannot_be_measured_is_refused_in_one_line(falconet, checkpoints, line, message):
+    Path("empty").mkdir()
+    answer = falconet(f"validate {line}")
+    assert answer.code == 2
+    assert answer.err.startswith("falconet validate: ")
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_images_of_other_classes_are_refused_and_the_first_difference_named(falconet, image_folder):
+    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    assert falconet(f"{line} --run-dir r").code == 0
+    (image_folder / "val/light").rename(image_folder / "val/night")
+    (image_folder / "train/light").rename(image_folder / "train/night")
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 2
+    assert "was trained on 2 classes, the data has 2, 'night' where it has 'light'" in answer.err
+
+
+def test_photos_of_which_none_can_be_read_give_no_accuracy(falconet, image_folder):
+    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    assert falconet(f"{line} --run-dir r").code == 0
+    for path in image_folder.glob("val/*/*.png"):
+        path.write_bytes(b"")
+    answer = falconet("validate --checkpoint-input-path r --bad-images-allowed 100")
+    assert answer.code == 2
+    assert answer.err == "falconet validate: validation: not one image could be read, so there is no accuracy to tell\n"

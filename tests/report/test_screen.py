@@ -1,0 +1,94 @@
+"""The screen: plain lines into a file, a bar of the whole run on a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from falconet.report.screen import Screen
+
+HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
+
+
+def plain():
+    """A screen on a file, and the file."""
+    text = io.StringIO()
+    return Screen(Console(file=text, highlight=False, soft_wrap=True)), text
+
+
+def terminal():
+    """A screen on a terminal 120 wide, and what was sent to it."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120, highlight=False, soft_wrap=True, _environ={})
+    return Screen(console), text
+
+
+def bar(screen):
+    return screen._bar.tasks[0]
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_a_line_comes_out_as_it_is_and_in_one_piece(line):
+    screen, text = plain()
+    screen.line(line)
+    assert text.getvalue() == line + "\n"
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_a_line_on_a_terminal_has_the_same_words(line):
+    screen, text = terminal()
+    screen.line(line)
+    assert text.getvalue() == line + "\n"
+
+
+def test_a_file_gets_the_lines_and_nothing_of_the_bar():
+    screen, text = plain()
+    with screen:
+        screen.begin(total=4, done=0)
+        for update in screen.counts(range(4), epoch="epoch 1/1"):
+            screen.note(f"loss {update}")
+            if update == 2:
+                screen.line("a line")
+    assert text.getvalue() == "a line\n"
+
+
+def test_a_terminal_shows_the_epoch_the_updates_and_the_note():
+    screen, text = terminal()
+    with screen:
+        screen.begin(total=40, done=12)
+        for number, _ in enumerate(screen.counts(range(2), epoch="epoch 4/10")):
+            screen.note(f"loss {number}.25")
+            screen.line(f"line {number}")
+        screen._bar.refresh()
+    shown = text.getvalue()
+    for words in ("epoch 4/10", "14/40", "loss 1.25", "line 0", "line 1"):
+        assert words in shown, words
+
+
+def test_the_bar_is_gone_when_the_screen_ends():
+    screen, text = terminal()
+    with screen:
+        screen.begin(total=4, done=0)
+        screen._bar.refresh()
+    assert text.getvalue().rstrip().endswith("\x1b[2K")  # its line is erased
+    assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_the_bar_moves_when_an_update_is_done_not_when_it_begins():
+    screen, _ = terminal()
+    screen.begin(total=8, done=3)
+    seen = []
+    for update in screen.counts(["a", "b"], epoch="epoch 1/2"):
+        seen.append((update, bar(screen).completed))
+    screen.end()
+    assert seen == [("a", 3), ("b", 4)]
+    assert bar(screen).completed == 5
+    assert bar(screen).total == 8
+
+
+def test_the_cursor_comes_back_when_the_run_fails():
+    screen, text = terminal()
+    screen.begin(total=4, done=0)
+    with pytest.raises(ValueError, match="broken"), screen:
+        raise ValueError("broken")
+    assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1

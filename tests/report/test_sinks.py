@@ -1,0 +1,128 @@
+"""Sinks: metrics.jsonl is strict JSON line by line and only grows; the others say what they need."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from falconet.errors import ConfigError
+from falconet.report.sinks import JsonLines, Several, TensorBoard, WeightsAndBiases
+
+
+def strictly(line):
+    """JSON as the standard has it, without Python's NaN and Infinity."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def written(path):
+    return [strictly(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_restored_run_appends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for update in (1, 2):
+        sink = JsonLines(path)
+        sink.write(update, {"train/loss": 0.5 / update})
+        sink.close()
+    assert written(path) == [{"update": 1, "train/loss": 0.5}, {"update": 2, "train/loss": 0.25}]
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    for update in range(3):
+        sink.write(update, {"a/b": 1.0})
+        assert len(written(path)) == update + 1
+    sink.close()
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "update")
+
+
+@given(metrics=st.dictionaries(names, st.floats() | st.integers(), max_size=5), update=st.integers(0, 10**12))
+def test_every_line_is_json_and_a_number_that_is_none_is_null(tmp_path_factory, metrics, update):
+    path = tmp_path_factory.mktemp("sink") / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.write(update, metrics)
+    sink.close()
+    content = path.read_text(encoding="utf-8")
+    assert content.count("\n") == 1
+    no_number = (float("inf"), -float("inf"))
+    wanted = {name: None if value != value or value in no_number else value for name, value in metrics.items()}
+    assert strictly(content) == {"update": update, **wanted}
+
+
+def test_several_sinks_get_everything_and_are_all_closed(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b")]
+    sinks = [JsonLines(path) for path in paths]
+    both = Several(sinks)
+    both.write(3, {"x": 1.0})
+    both.close()
+    assert [written(path) for path in paths] == [[{"update": 3, "x": 1.0}]] * 2
+    for sink in sinks:
+        with pytest.raises(ValueError, match="closed file"):
+            sink.write(4, {})
+
+
+def test_tensorboard_gets_every_metric_at_its_update(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.write(5, {"train/loss": 0.5, "train/lr": 0.1})
+    sink.write(9, {"train/loss": 0.25})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(5, 0.5), (9, 0.25)]
+    assert [event.step for event in events.Scalars("train/lr")] == [5]
+
+
+def test_weights_and_biases_gets_every_metric_at_its_update(tmp_path, monkeypatch):
+    class Wandb:
+        """What of the package is used, writing down its calls."""
+
+        calls: list = []  # noqa: RUF012
+
+        def init(self, **options):
+            self.calls.append(options)
+            return self
+
+        def log(self, metrics, *, step):
+            self.calls.append((step, metrics))
+
+        def finish(self):
+            self.calls.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    sink = WeightsAndBiases(tmp_path, project="p", name="n", config={"lr": 0.1})
+    sink.write(5, {"train/loss": 0.5})
+    sink.close()
+    opened = {"project": "p", "name": "n", "dir": str(tmp_path), "config": {"lr": 0.1}}
+    assert Wandb.calls == [opened, (5, {"train/loss": 0.5}), "finished"]
+
+
+MISSING = {
+    "torch.utils.tensorboard": (
+        lambda folder: TensorBoard(folder),
+        "--tensorboard: needs the package tensorboard: pip install falconet[tensorboard]",
+    ),
+    "wandb": (
+        lambda folder: WeightsAndBiases(folder, project="p", name="n", config={}),
+        "--wandb: needs the package wandb: pip install falconet[wandb]",
+    ),
+}
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    opens, message = MISSING[package]
+    with pytest.raises(ConfigError) as refused:
+        opens(tmp_path)
+    assert str(refused.value) == message

@@ -1,0 +1,103 @@
+"""Images per second and the share of waiting, by a clock that is moved by hand."""
+
+import pytest
+
+from falconet.report.throughput import Laps, Rate, Stopwatch
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_by(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_a_rate_is_images_over_seconds():
+    rate = Rate(images=300, seconds=4.0, waiting=1.0)
+    assert rate.images_per_second == 75.0
+    assert rate.waiting_percent == 25.0
+
+
+def test_a_rate_of_no_time_at_all_is_a_number():
+    assert Rate(images=0, seconds=0.0, waiting=0.0).images_per_second == 0.0
+    assert Rate(images=0, seconds=0.0, waiting=0.0).waiting_percent == 0.0
+
+
+def test_each_lap_counts_from_the_last(clock):
+    laps = Laps(Stopwatch(clock))
+    clock.pass_by(2.0)
+    assert laps.end(100) == Rate(100, 2.0, 0.0)
+    clock.pass_by(0.5)
+    assert laps.end(100) == Rate(100, 0.5, 0.0)
+
+
+def test_time_before_the_first_lap_is_not_counted(clock):
+    watch = Stopwatch(clock)
+    clock.pass_by(60.0)
+    laps = Laps(watch)
+    clock.pass_by(1.0)
+    assert laps.end(10).seconds == 1.0
+
+
+def test_laps_of_several_lengths_share_a_watch(clock):
+    watch = Stopwatch(clock)
+    short, long = Laps(watch), Laps(watch)
+    for _ in range(3):
+        clock.pass_by(1.0)
+        assert short.end(8) == Rate(8, 1.0, 0.0)
+    assert long.end(24) == Rate(24, 3.0, 0.0)
+
+
+def test_images_that_were_there_already_count_in_no_lap(clock):
+    laps = Laps(Stopwatch(clock), already=24)
+    clock.pass_by(1.0)
+    assert laps.end(32) == Rate(8, 1.0, 0.0)
+    clock.pass_by(4.0)
+    assert laps.end(32) == Rate(32, 4.0, 0.0)
+
+
+def test_standing_is_no_training_time_even_when_it_ends_in_an_error(clock):
+    def fail_slowly():
+        clock.pass_by(100.0)
+        raise ValueError("broken")
+
+    watch = Stopwatch(clock)
+    laps = Laps(watch)
+    clock.pass_by(1.0)
+    with watch.standing():
+        clock.pass_by(100.0)
+    clock.pass_by(2.0)
+    with pytest.raises(ValueError, match="broken"), watch.standing():
+        fail_slowly()
+    clock.pass_by(3.0)
+    assert laps.end(6) == Rate(6, 6.0, 0.0)
+
+
+def test_waiting_is_the_time_until_an_update_is_there(clock):
+    def slow_updates():
+        for update in range(3):
+            clock.pass_by(0.25)
+            yield update
+        clock.pass_by(9.0)  # finding out that there are no more is no waiting for data
+
+    watch = Stopwatch(clock)
+    laps = Laps(watch)
+    seen = []
+    for update in watch.waits(slow_updates()):
+        seen.append(update)
+        clock.pass_by(0.75)
+        if update == 1:
+            assert laps.end(16) == Rate(16, 2.0, 0.5)
+    assert seen == [0, 1, 2]
+    rate = laps.end(8)
+    assert rate.waiting == 0.25
+    assert rate.seconds == 10.0

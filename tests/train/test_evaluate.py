@@ -1,0 +1,133 @@
+"""Exact evaluation, against counting by hand: every image once, whatever the batch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from falconet.data.decode import BadImages
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader
+from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.readers import reader_for
+from falconet.data.source import ArraySource
+from falconet.errors import DataError
+from falconet.numerics.precision import REGIMES
+from falconet.parallel.world import World
+from falconet.train.evaluate import evaluate
+
+RAW = Preprocessing(image_size=1, resize=1, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+ONE = World(device=torch.device("cpu"))
+
+
+class Table(nn.Module):
+    """The logits of image number n, which is the colour of its only pixel, are row n of a table."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+        self.seen = []
+
+    def forward(self, images):
+        numbers = (images[:, 0, 0, 0] * 255).round().long()
+        self.seen += numbers.tolist()
+        return self.logits[numbers]
+
+
+def loader(labels, batch, *, replicas=1, replica=0):
+    numbers = np.arange(len(labels), dtype=np.uint8)
+    images = np.broadcast_to(numbers[:, None, None, None], (len(labels), 1, 1, 3)).copy()
+    source = ArraySource(images, labels, tuple(map(str, range(labels.max() + 1))))
+    reader = reader_for(source, preprocessing=RAW, augment="none", seed=0, bad=BadImages(0, note=print))
+    shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
+    return EvaluationLoader(reader, labels, shape=shape)
+
+
+def measure(model, batches, *, world=ONE, regime="32.32"):
+    return evaluate(model, batches, normalise=Normalise(RAW), regime=REGIMES[regime], world=world)
+
+
+def by_hand(logits, labels):
+    """Images, right at the first place, right among five, mean loss, in float64."""
+    z = logits.double().numpy()
+    own = z[np.arange(len(labels)), labels]
+    better = (z > own[:, None]).sum(1)
+    losses = np.log(np.exp(z).sum(1)) - own
+    return len(labels), (better == 0).sum(), (better < 5).sum(), pytest.approx(losses.mean(), rel=1e-12)
+
+
+@st.composite
+def problems(draw):
+    images, classes, seed = draw(st.integers(1, 60)), draw(st.integers(2, 12)), draw(st.integers(0, 10**6))
+    noise = np.random.default_rng(seed)
+    logits = torch.from_numpy(noise.standard_normal((images, classes)).astype(np.float32))
+    return logits, noise.integers(0, classes, images)
+
+
+@settings(deadline=None)
+@given(problems(), st.integers(1, 70))
+def test_accuracies_and_loss_are_those_counted_by_hand_for_any_batch_size(problem, batch):
+    logits, labels = problem
+    found = measure(Table(logits), loader(labels, batch).batches())
+    assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits, labels)
+    assert found.accuracy == 100 * found.top1 / len(labels)
+    assert found.top5_accuracy == 100 * found.top5 / len(labels)
+
+
+@settings(deadline=None)
+@given(problems(), st.integers(1, 20), st.integers(2, 5))
+def test_replicas_together_count_every_image_once(problem, batch, replicas):
+    logits, labels = problem
+    counted = []
+
+    class Shared(World):
+        def sum(self, values):
+            counted.append(values)
+            return torch.stack(counted).sum(0)
+
+    for replica in range(replicas):
+        batches = loader(labels, batch, replicas=replicas, replica=replica).batches()
+        found = measure(Table(logits), batches, world=Shared(device=torch.device("cpu"), rank=replica, size=replicas))
+    assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits, labels)
+
+
+def test_with_fewer_than_five_classes_every_image_is_right_among_five():
+    logits, labels = torch.eye(3), np.array([1, 0, 2])
+    found = measure(Table(logits), loader(labels, 2).batches())
+    assert (found.top1, found.top5) == (1, 3)
+
+
+def test_labels_of_minus_one_count_for_nothing_wherever_they_stand():
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([1, -1, 3, -1, -1, 0])
+    images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(6, 3, 1, 1)
+    found = measure(Table(logits), [Batch(images[:4], labels[:4], None), Batch(images[4:], labels[4:], None)])
+    kept = labels >= 0
+    assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits[kept], labels[kept].numpy())
+
+
+def test_without_a_single_readable_image_there_is_no_accuracy():
+    batch = Batch(torch.zeros(2, 3, 1, 1, dtype=torch.uint8), torch.tensor([-1, -1]), None)
+    with pytest.raises(DataError, match="not one image could be read"):
+        measure(Table(torch.eye(2)), [batch])
+
+
+def test_evaluating_changes_nothing_and_drops_nothing_out():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(3, 2)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = [Batch(torch.arange(9, dtype=torch.uint8).view(3, 3, 1, 1), torch.tensor([0, 1, 1]), None)]
+    assert measure(model, batches) == measure(model, batches)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_bf16_logits_are_judged_in_full_precision():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 4))
+    seen = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    labels = torch.tensor([0, 3])
+    batch = Batch(torch.tensor([[10, 200, 30], [250, 3, 90]], dtype=torch.uint8).view(2, 3, 1, 1), labels, None)
+    found = measure(model, [batch], regime="bf16.32")
+    assert seen[0].dtype == torch.bfloat16
+    assert found.loss == by_hand(seen[0], labels.numpy())[3]

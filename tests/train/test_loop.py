@@ -1,0 +1,128 @@
+"""The loop: each update once, in order, with what the plan wants done after it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from falconet.checkpoint.state import Progress
+from falconet.errors import DivergedError, Interrupted
+from falconet.optim.schedules import Schedule
+from falconet.train.loop import train
+from falconet.train.plan import Plan
+from falconet.train.step import Update
+
+EPOCHS, UPDATES = 3, 4
+
+
+def plan(**changes):
+    values = {
+        "images": 8 * UPDATES,
+        "micro_batch": 8,
+        "accumulation": 1,
+        "replicas": 1,
+        "logs_per_epoch": 2,
+        "validation_mode": "during",
+        "validation_frequency": 2,
+        "epochs_per_save": 0.75,
+    }
+    schedule = Schedule(kind="cosine", peak=0.1, epochs=EPOCHS, updates_per_epoch=UPDATES, warmup_epochs=1)
+    return Plan(epochs=EPOCHS, schedule=schedule, **(values | changes))
+
+
+class Story:
+    """Step, data and watch in one: writes down what the loop asks of each."""
+
+    def __init__(self, *, stop_at=None, losses=()):
+        self.told, self.progress, self.saved = [], Progress(), None
+        self.stop_at, self.losses = stop_at, dict(losses)
+
+    def updates_of(self, epoch, skip):
+        for done in range(skip, UPDATES):
+            yield [("micro-batch", epoch, done)]
+
+    def step(self, micro_batches, *, update, lr):
+        self.told.append(("step", micro_batches, update, lr))
+        loss = torch.tensor(self.losses.get(update + 1, 0.1 * update))
+        return Update(loss, torch.tensor(1), torch.tensor(8))
+
+    def log(self, meter):
+        self.told.append(("log", self.progress.update, meter.end_interval()))
+
+    def end_epoch(self, meter):
+        self.told.append(("end of epoch", self.progress.update, meter.end_epoch()))
+
+    def validate(self):
+        self.told.append(("validate", self.progress.update))
+
+    def save(self):
+        self.told.append(("save", self.progress.update))
+        self.saved = self.progress.to_json()
+
+    def stop_requested(self):
+        return self.progress.update == self.stop_at
+
+    def run(self, progress=None):
+        self.progress = progress or Progress()
+        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=self)
+        return self
+
+    def after(self, update):
+        """What was asked for after an update, in order."""
+        return [name for name, number, *_ in self.told if name != "step" and number == update]
+
+
+def test_every_update_is_made_once_in_order_with_its_batches_and_its_rate():
+    made = [rest for name, *rest in Story().run().told if name == "step"]
+    assert made == [
+        [[("micro-batch", update // UPDATES, update % UPDATES)], update, plan().lr(update)]
+        for update in range(EPOCHS * UPDATES)
+    ]
+
+
+def test_what_the_plan_wants_is_done_after_the_update_it_wants_it_after():
+    story = Story().run()
+    assert {update: story.after(update) for update in range(13)} == {
+        **{update: [] for update in range(13)},
+        2: ["log"],
+        3: ["save"],
+        4: ["log", "end of epoch"],
+        6: ["log", "save"],
+        8: ["log", "end of epoch", "validate"],
+        9: ["save"],
+        10: ["log"],
+        12: ["log", "end of epoch", "validate", "save"],
+    }
+
+
+def test_what_is_saved_holds_the_sums_up_to_that_update():
+    story = Story(stop_at=7)
+    with pytest.raises(Interrupted):
+        story.run()
+    assert story.saved["update"] == 7
+    assert (story.saved["interval"]["updates"], story.saved["epoch"]["updates"]) == (1, 3)
+
+
+@given(st.integers(1, EPOCHS * UPDATES))
+def test_a_run_that_is_stopped_and_restored_tells_the_same_story(stop_at):
+    straight = [entry for entry in Story().run().told if entry[0] != "save"]
+    first = Story(stop_at=stop_at)
+    with pytest.raises(Interrupted):
+        first.run()
+    assert first.told[-1] == ("save", stop_at)
+    assert first.after(stop_at).count("save") == 1
+    second = Story().run(Progress.from_json(first.saved))
+    assert [entry for entry in first.told + second.told if entry[0] != "save"] == straight
+
+
+def test_a_finished_run_has_nothing_left_to_do():
+    assert Story().run(Progress(update=EPOCHS * UPDATES)).told == []
+
+
+@pytest.mark.parametrize(("bad", "seen_at"), [(1, 2), (2, 2), (3, 3), (5, 6), (7, 8)])
+def test_a_loss_that_is_no_number_stops_the_run_at_the_next_reading_and_is_never_saved(bad, seen_at):
+    story = Story(losses={bad: float("nan")})
+    with pytest.raises(DivergedError, match=f"^update {bad}: the loss is nan$"):
+        story.run()
+    assert story.progress.update == seen_at
+    assert story.saved is None or story.saved["update"] < bad

@@ -1,0 +1,88 @@
+"""Metrics: summed in the order of the updates, read seldom, and a loss that is no number names its update."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from falconet.checkpoint.state import Progress, Totals
+from falconet.errors import DivergedError
+from falconet.train.metrics import Meter, NotFiniteError
+from falconet.train.step import Update
+
+
+def update(loss, correct=1, images=2, device="cpu"):
+    number = torch.tensor(loss, dtype=torch.float32, device=device)
+    return Update(number, torch.tensor(correct, device=device), torch.tensor(images, device=device))
+
+
+def add(meter, *updates):
+    """As the loop does it."""
+    for one in updates:
+        meter.add(one)
+        meter.progress.update += 1
+
+
+# In another order, or in pairs, these give other sums.
+LOSSES = [2.0**60, 1.0, -(2.0**60), 3.0] * 4
+
+
+@given(st.lists(st.booleans(), min_size=len(LOSSES), max_size=len(LOSSES)))
+def test_sums_are_those_of_the_updates_in_order_however_often_they_are_read(reads):
+    progress = Progress()
+    meter = Meter(progress)
+    expected = 0.0
+    for loss, read in zip(LOSSES, reads, strict=True):
+        add(meter, update(loss))
+        expected += loss
+        if read:
+            meter.read()
+    totals = meter.end_interval()
+    assert totals == Totals(len(LOSSES), expected, len(LOSSES), 2 * len(LOSSES))
+    assert totals.mean_loss == expected / len(LOSSES)
+    assert totals.accuracy == 50.0
+
+
+def test_intervals_and_epochs_begin_anew_each_on_its_own():
+    meter = Meter(Progress())
+    add(meter, update(1.0), update(2.0))
+    assert meter.end_interval() == Totals(2, 3.0, 2, 4)
+    add(meter, update(4.0))
+    assert meter.end_interval() == Totals(1, 4.0, 1, 2)
+    assert meter.end_epoch() == Totals(3, 7.0, 3, 6)
+    assert meter.progress.interval == meter.progress.epoch == Totals()
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_loss_that_is_no_number_names_its_update_and_keeps_the_sums_before_it(loss, at):
+    progress = Progress(update=6)
+    meter = Meter(progress)
+    losses = [0.5, 0.25, 0.125]
+    losses[at] = loss
+    add(meter, *map(update, losses))
+    with pytest.raises(NotFiniteError) as stopped:
+        meter.read()
+    assert str(stopped.value) == f"update {7 + at}: the loss is {loss}"
+    assert stopped.value.update == 7 + at
+    assert isinstance(stopped.value, DivergedError)
+    assert progress.interval.loss == sum(losses[:at])
+
+
+def test_collecting_never_asks_the_device_for_a_number():
+    meter = Meter(Progress())
+    add(meter, update(1.0, device="meta"))  # a meta tensor has no number to give
+    with pytest.raises(NotImplementedError):
+        meter.read()
+
+
+def test_a_restored_meter_goes_on_where_the_saved_one_stood():
+    straight = Meter(Progress())
+    add(straight, update(0.1), update(0.2))
+    straight.read()
+    restored = Meter(Progress.from_json(straight.progress.to_json()))
+    for meter in (straight, restored):
+        add(meter, update(0.3))
+    assert restored.end_interval() == straight.end_interval()
+    assert restored.end_epoch() == straight.end_epoch()
+    assert restored.progress == straight.progress

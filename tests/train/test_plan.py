@@ -1,0 +1,136 @@
+"""The plan: when a run logs, validates and saves, as arithmetic alone."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from falconet.errors import ConfigError
+from falconet.optim.schedules import Schedule
+from falconet.train.plan import Plan, updates_in_epoch
+
+
+def plan(*, epochs=3, updates_per_epoch=10, **changes):
+    values = {
+        "micro_batch": 8,
+        "accumulation": 1,
+        "replicas": 1,
+        "images": 8 * updates_per_epoch,
+        "logs_per_epoch": 1,
+        "validation_mode": "during",
+        "validation_frequency": 1,
+        "epochs_per_save": 1.0,
+    }
+    schedule = Schedule(kind="cosine", peak=0.1, epochs=epochs, updates_per_epoch=updates_per_epoch)
+    return Plan(epochs=epochs, schedule=schedule, **(values | changes))
+
+
+def points(asks, epochs, updates_per_epoch):
+    """The updates at which something is done, epoch by epoch, counted from 1 within each."""
+    return [
+        [done for done in range(1, updates_per_epoch + 1) if asks(epoch * updates_per_epoch + done)]
+        for epoch in range(epochs)
+    ]
+
+
+some_epochs, some_updates = st.integers(1, 6), st.integers(1, 60)
+
+
+@given(some_epochs, some_updates, st.integers(1, 80))
+def test_log_points_are_as_many_as_asked_for_evenly_spread_and_end_with_the_epoch(epochs, updates, logs):
+    per_epoch = points(plan(epochs=epochs, updates_per_epoch=updates, logs_per_epoch=logs).logs_at, epochs, updates)
+    for logged in per_epoch:
+        assert len(logged) == min(logs, updates)
+        assert logged[-1] == updates
+        gaps = [b - a for a, b in zip([0, *logged], logged, strict=False)]
+        assert max(gaps) - min(gaps) <= 1
+
+
+@given(some_epochs, some_updates, st.integers(1, 8), st.sampled_from(["none", "during", "after"]))
+def test_validation_comes_in_turn_and_at_the_end_never_within_an_epoch(epochs, updates, frequency, mode):
+    made = plan(epochs=epochs, updates_per_epoch=updates, validation_mode=mode, validation_frequency=frequency)
+    wanted = {
+        "none": set(),
+        "after": {epochs},
+        "during": {epoch for epoch in range(1, epochs + 1) if epoch % frequency == 0} | {epochs},
+    }[mode]
+    found = points(made.validates_at, epochs, updates)
+    assert found == [[updates] if epoch in wanted else [] for epoch in range(1, epochs + 1)]
+
+
+@given(some_epochs, some_updates, st.floats(0.01, 10))
+def test_the_last_update_is_always_saved_and_no_gap_is_longer_than_asked_for(epochs, updates, frequency):
+    made = plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=frequency)
+    saved = [update for update in range(1, made.updates + 1) if made.saves_at(update)]
+    assert saved[-1] == made.updates
+    longest = math.ceil(frequency * updates * (1 + 1e-12))
+    assert all(b - a <= longest for a, b in zip([0, *saved], saved, strict=False))
+
+
+@given(some_epochs, some_updates, st.integers(1, 8))
+def test_a_saving_frequency_of_a_whole_part_saves_that_often_in_every_epoch_and_at_its_end(epochs, updates, parts):
+    # 0.25 saves four times an epoch, as the option's help says, also where four does not divide the updates.
+    saved = points(plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=1 / parts).saves_at, epochs, updates)
+    assert [len(done) for done in saved] == [min(parts, updates)] * epochs
+    assert all(done[-1] == updates for done in saved)
+
+
+@given(some_epochs, some_updates, st.integers(1, 8))
+def test_a_saving_frequency_of_whole_epochs_saves_at_their_ends(epochs, updates, every):
+    saved = points(
+        plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every)).saves_at, epochs, updates
+    )
+    wanted = [epoch % every == 0 or epoch == epochs for epoch in range(1, epochs + 1)]
+    assert saved == [[updates] if ends else [] for ends in wanted]
+
+
+def test_the_rate_is_the_schedules():
+    made = plan(epochs=2, updates_per_epoch=3)
+    assert [made.lr(update) for update in range(6)] == [
+        pytest.approx(0.05 * (1 + math.cos(math.pi * update / 6))) for update in range(6)
+    ]
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_an_epoch_has_the_whole_updates_that_fit(images, batch):
+    if images < batch:
+        with pytest.raises(ConfigError, match=f"a global batch of {batch:,} is more than the {images:,} training"):
+            updates_in_epoch(images, batch)
+    else:
+        updates = updates_in_epoch(images, batch)
+        assert updates * batch <= images < (updates + 1) * batch
+
+
+def test_a_global_batch_larger_than_the_data_is_one_line_that_names_the_options():
+    with pytest.raises(ConfigError) as refused:
+        updates_in_epoch(1437, 5000)
+    assert str(refused.value) == (
+        "--micro-batch-size: a global batch of 5,000 is more than the 1,437 training images;"
+        " wanted a smaller --micro-batch-size or --gradient-accumulation"
+    )
+
+
+def test_the_plan_in_words():
+    made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
+    assert made.lines() == [
+        "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
+        "1,320 updates = 30 epochs x 44 updates of 1,437 images; 29 images sit out each epoch, others each time",
+        "learning rate cosine from 0.1 to 0 over 30 epochs",
+        "validates every epoch; saves every 1 epochs and at the end",
+    ]
+
+
+VALIDATION = {
+    ("none", 1): "validates never;",
+    ("after", 1): "validates at the end;",
+    ("during", 1): "validates every epoch;",
+    ("during", 5): "validates every 5 epochs;",
+}
+
+
+@pytest.mark.parametrize(("how", "words"), VALIDATION.items())
+def test_when_it_validates_in_words(how, words):
+    made = plan(validation_mode=how[0], validation_frequency=how[1], images=80)
+    assert made.lines()[-1].startswith(words)
+    assert "sit out" not in made.lines()[1]

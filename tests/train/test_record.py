@@ -1,0 +1,301 @@
+"""What a run leaves behind: numbers, lines, validations, checkpoints; and the name of the last good one."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from falconet.checkpoint import files
+from falconet.checkpoint.state import Progress, TrainState
+from falconet.checkpoint.writer import Writer
+from falconet.errors import CheckpointError
+from falconet.optim.build import UpdateRule, build
+from falconet.optim.ema import Ema
+from falconet.optim.schedules import Schedule
+from falconet.report.screen import Screen
+from falconet.report.throughput import Stopwatch
+from falconet.train.evaluate import Evaluation
+from falconet.train.metrics import Meter, NotFiniteError
+from falconet.train.plan import Plan
+from falconet.train.record import Identity, Record
+from falconet.train.step import Update
+
+UPDATES = 4  # in an epoch, of 8 images
+PLAN = Plan(
+    epochs=5,
+    images=32,
+    micro_batch=8,
+    accumulation=1,
+    replicas=1,
+    schedule=Schedule(kind="polynomial", peak=0.8, epochs=5, updates_per_epoch=UPDATES, power=1.0, end_ratio=0.0),
+    logs_per_epoch=2,
+    validation_mode="during",
+    validation_frequency=1,
+    epochs_per_save=1.0,
+)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Notes(list):
+    """A sink."""
+
+    def write(self, update, metrics):
+        self.append((update, dict(metrics)))
+
+    def close(self):
+        pass
+
+
+class Desk:
+    """A record with everything around it, and the hands that the loop would have."""
+
+    def __init__(self, folder, writer, *, update=0, ema=False, **changes):
+        model = nn.Linear(2, 3)
+        state = TrainState(model, build(model, UpdateRule(name="sgd")), Progress(update=update))
+        state.ema = Ema(model, 0.5) if ema else None
+        self.clock, self.notes, self.text, self.accuracies = Clock(), Notes(), io.StringIO(), []
+        self.progress = changes.pop("progress", state.progress)
+        state.progress = self.progress
+        self.record = Record(
+            plan=PLAN,
+            state=state,
+            identity=Identity(model="timm:a/b c", data="digits", classes=3, content={"class_names": ["x", "y", "z"]}),
+            checkpoints=folder,
+            kept=changes.pop("kept", None),
+            evaluate=lambda model: self.accuracies.pop(0),
+            screen=Screen(Console(file=self.text, soft_wrap=True)),
+            sink=self.notes,
+            writer=writer,
+            stop=None,
+            stopwatch=Stopwatch(self.clock),
+            **changes,
+        )
+        self.meter = Meter(self.progress)
+
+    def train(self, *losses, seconds=1.0):
+        for loss in losses:
+            self.clock.now += seconds
+            self.meter.add(Update(torch.tensor(loss), torch.tensor(2), torch.tensor(8)))
+            self.progress.update += 1
+        self.meter.read()
+
+    def save(self, *, until):
+        """Train up to an update and save there."""
+        self.train(*[0.5] * (until - self.progress.update))
+        self.record.save()
+        self.record.writer.wait()
+        return self.record.last_saved
+
+
+@pytest.fixture
+def desk(tmp_path):
+    writers = []
+
+    def make(**changes):
+        writers.append(Writer())
+        return Desk(tmp_path / "checkpoints", writers[-1], **changes)
+
+    yield make
+    for writer in writers:
+        writer.close()
+
+
+def found(top1, *, images=200, loss=1.5):
+    return Evaluation(images, top1, min(images, top1 + 20), loss)
+
+
+def test_a_log_point_has_the_numbers_of_the_updates_since_the_last(desk):
+    at = desk()
+    at.train(9.0, 9.0)
+    at.record.log(at.meter)
+    at.train(1.0, 2.0, 6.0, seconds=2.0)
+    at.record.log(at.meter)
+    update, metrics = at.notes[-1]
+    assert update == 5
+    assert metrics == {
+        "epoch": 1.25,
+        "train/loss": 3.0,
+        "train/accuracy": 25.0,
+        "train/lr": pytest.approx(0.8 * (1 - 4 / 20)),  # of the fifth update, which began after four
+        "train/images_per_second": 4.0,
+        "train/waiting_percent": 0.0,
+    }
+
+
+def test_an_epoch_ends_with_the_lines_that_tools_of_the_originals_read(desk):
+    at = desk()
+    at.train(1.0, 2.0, 3.0, 4.0, seconds=0.5)
+    at.record.end_epoch(at.meter)
+    assert at.text.getvalue().splitlines() == [
+        "Epoch 1/5",
+        "loss: 2.5000,",
+        "accuracy: 25.00 %",
+        "throughput: 16.0 samples/sec",
+    ]
+    assert at.record.whole_run().images_per_second == 16.0
+
+
+def test_validating_and_saving_are_no_training_time(desk):
+    at = desk()
+    at.accuracies = [found(100)]
+
+    def slowly(model):
+        at.clock.now += 50.0
+        return found(100)
+
+    at.record.evaluate = slowly
+    at.train(1.0, 1.0)
+    at.record.validate()
+    at.record.save()
+    at.train(1.0, 1.0)
+    at.record.end_epoch(at.meter)
+    assert "throughput: 8.0 samples/sec" in at.text.getvalue()
+
+
+def test_a_restored_run_does_not_count_the_images_of_its_predecessor_as_its_own_speed(desk):
+    first = desk()
+    first.train(1.0, 1.0, 1.0)
+    at = desk(progress=Progress.from_json(first.progress.to_json()))
+    at.train(1.0)
+    at.record.log(at.meter)
+    at.record.end_epoch(at.meter)
+    assert at.notes[-1][1]["train/images_per_second"] == 8.0
+    assert "throughput: 8.0 samples/sec" in at.text.getvalue()
+    assert at.record.whole_run().images == 8
+    at.train(1.0, 1.0, 1.0, 1.0)
+    at.record.end_epoch(at.meter)
+    assert at.record.whole_run().images == 40
+
+
+def test_a_validation_is_written_said_and_remembered_when_it_is_the_best(desk):
+    at = desk()
+    at.accuracies = [found(150), found(180), found(180), found(170)]
+    for _ in range(4):
+        at.train(1.0)
+        at.record.validate()
+    assert at.record.best == (90.0, 2)  # of two equal ones the earlier
+    assert at.notes[0] == (
+        1,
+        {
+            "validation/accuracy": 75.0,
+            "validation/top5_accuracy": 85.0,
+            "validation/loss": 1.5,
+            "validation/images": 200,
+        },
+    )
+    assert at.text.getvalue().splitlines()[:2] == ["Accuracy on test set: 75.00%", "Accuracy on test set: 90.00%"]
+
+
+def test_the_moving_average_is_validated_beside_the_weights_and_may_be_the_best(desk):
+    at = desk(ema=True)
+    at.accuracies = [found(100), found(120)]
+    at.train(1.0)
+    at.record.validate()
+    assert at.record.best == (60.0, 1)
+    assert at.notes[0][1]["validation_ema/accuracy"] == 60.0
+    assert at.notes[0][1]["validation/accuracy"] == 50.0
+    assert "Accuracy on test set of the moving average: 60.00%" in at.text.getvalue()
+
+
+def test_a_checkpoint_knows_its_place_its_sums_and_the_metrics_of_its_own_update_alone(desk):
+    at = desk()
+    at.accuracies = [found(150)]
+    at.train(1.0, 2.0)
+    at.record.log(at.meter)
+    at.record.validate()
+    at.record.save()
+    at.train(4.0)
+    at.record.save()
+    at.record.finish()
+    first, second = (files.verify(folder) for folder in files.checkpoints_in(at.record.checkpoints))
+    assert (first.progress.epoch, first.progress.images, first.progress.update) == (0, 16, 2)
+    assert first.metrics["validation_accuracy"] == first.metrics["score"] == 75.0
+    assert first.metrics["train_loss"] == 1.5
+    assert second.metrics == {}
+    assert second.content["best"] == [75.0, 2]
+    assert Progress.from_json(second.meter) == at.progress
+    assert second.class_names == ("x", "y", "z")
+
+
+NAMES = {(0, 3): "timm-a-b-c_digits_0+00003", (7, 0): "timm-a-b-c_digits_7", (12, 12345): "timm-a-b-c_digits_12+12345"}
+
+
+@pytest.mark.parametrize(("place", "name"), NAMES.items())
+def test_a_checkpoint_is_named_after_model_data_and_place(desk, place, name):
+    assert desk().record.identity.checkpoint_name(*place) == name
+
+
+def test_the_newest_and_the_best_are_kept(desk):
+    at = desk(kept=1)
+    at.accuracies = [found(100), found(150), found(120), found(130)]
+    for _ in range(4):
+        at.train(*[1.0] * UPDATES)
+        at.record.validate()
+        at.record.save()
+    at.record.finish()
+    assert [folder.name[-1] for folder in files.checkpoints_in(at.record.checkpoints)] == ["2", "4"]
+
+
+def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, monkeypatch):
+    at = desk()
+    with monkeypatch.context() as full:
+        full.setattr(files.os, "fsync", _no_space)
+        at.record.save()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            at.record.finish()
+        at.record.save()
+        at.record.writer._under_way.exception()  # until it has failed
+    at.train(1.0)
+    at.record.save()
+    at.record.finish()
+    assert at.text.getvalue().count("No space left on device; the run goes on and will save again") == 1
+    assert [files.verify(folder).progress.update for folder in files.checkpoints_in(at.record.checkpoints)] == [1]
+
+
+def _no_space(descriptor):
+    raise OSError(28, "No space left on device")
+
+
+def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_number(desk):
+    # The loss of update 5 is measured with the weights that update 4 left: a checkpoint of those is no good.
+    at = desk()
+    second, fourth = at.save(until=2), at.save(until=4)
+    assert f"; the last good checkpoint is {second}; a smaller --lr" in str(at.record.diverged(NotFiniteError(5, 1.0)))
+    message = str(at.record.diverged(NotFiniteError(6, float("nan"))))
+    assert message.startswith(f"update 6: the loss is nan; the last good checkpoint is {fourth}; ")
+    assert "there is no good checkpoint from before" in str(at.record.diverged(NotFiniteError(3, 1.0)))
+
+
+def test_a_checkpoint_that_is_no_longer_kept_is_not_offered(desk):
+    at = desk(kept=1)
+    at.save(until=2)
+    at.save(until=4)
+    assert "there is no good checkpoint from before" in str(at.record.diverged(NotFiniteError(5, 1.0)))
+
+
+def test_the_restored_checkpoint_is_good_once_an_update_from_it_was(desk, tmp_path):
+    restored = tmp_path / "elsewhere"
+    restored.mkdir()
+    at = desk(update=8, last_saved=restored)
+    assert f"the last good checkpoint is {restored};" in str(at.record.diverged(NotFiniteError(10, 1.0)))
+    assert "there is no good checkpoint" in str(at.record.diverged(NotFiniteError(9, 1.0)))
+
+
+def test_the_average_of_the_checkpoints_is_measured_under_its_own_name(desk):
+    at = desk()
+    at.accuracies = [found(160)]
+    at.record.validate_average(nn.Linear(2, 3))
+    assert at.notes[0][1]["validation_averaged/accuracy"] == 80.0
+    assert at.text.getvalue() == "Accuracy on test set of the averaged checkpoints: 80.00%\n"
+    assert at.record.best is None

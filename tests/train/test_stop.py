@@ -1,0 +1,62 @@
+"""Stopping: the first signal asks, the second insists, and the handlers from before come back."""
+
+import signal
+from itertools import product
+
+import pytest
+
+from falconet.train.stop import SIGNALS, StopRequest
+
+
+@pytest.fixture(autouse=True)
+def handlers_from_before():
+    """Handlers of our own, so that a signal too many fails the test and not the test run."""
+
+    def unexpected(number, frame):
+        raise AssertionError(f"signal {number} was not handled")
+
+    before = {number: signal.signal(number, unexpected) for number in SIGNALS}
+    yield unexpected
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number):
+    signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_raises_a_flag_and_says_so(number):
+    notes = []
+    with StopRequest(notes.append) as stop:
+        assert not stop.requested
+        send(number)
+        assert stop.requested
+    assert notes == [f"{number.name}: finishing this update, then saving; again to stop at once"]
+
+
+@pytest.mark.parametrize(("first", "second"), list(product(SIGNALS, SIGNALS)))
+def test_the_second_signal_stops_at_once(first, second):
+    notes = []
+    with StopRequest(notes.append):
+        send(first)
+        with pytest.raises(KeyboardInterrupt):
+            send(second)
+    assert len(notes) == 1
+
+
+def test_the_handlers_from_before_come_back_however_it_ends(handlers_from_before):
+    with StopRequest(print):
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == [handlers_from_before] * 2
+    with pytest.raises(ValueError, match="broken"), StopRequest(print):
+        raise ValueError("broken")
+    assert [signal.getsignal(number) for number in SIGNALS] == [handlers_from_before] * 2
+
+
+def test_a_new_request_starts_without_the_flag_of_the_last():
+    with StopRequest(lambda note: None) as stop:
+        send(signal.SIGTERM)
+        assert stop.requested
+    with StopRequest(lambda note: None) as again:
+        assert not again.requested
