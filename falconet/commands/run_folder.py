@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from falconet.checkpoint.files import Manifest
+from falconet.checkpoint.files import Manifest, checkpoints_in
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
@@ -30,7 +30,12 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
                 " with it, another folder starts a new one"
             )
     _require_writable(folder, "--run-dir")
-    _require_writable(checkpoints(folder, options), "--checkpoint-output-path")
+    saved = checkpoints(folder, options)
+    _require_writable(saved, "--checkpoint-output-path")
+    if not restored and checkpoints_in(saved):
+        raise ConfigError(
+            f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"
+        )
     return folder
 
 

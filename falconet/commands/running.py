@@ -12,7 +12,7 @@ from torch import nn
 from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, parts, run_folder
+from falconet.commands import averaging, numbers, parts, run_folder
 from falconet.config import rules, schema
 from falconet.config.load import Loaded
 from falconet.data.feed import Feed
@@ -21,8 +21,10 @@ from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, Interrupted
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
+from falconet.numerics.scaling import Offender
 from falconet.optim import ema
-from falconet.optim.build import UpdateRule, build
+from falconet.optim.build import UpdateRule, build, build_scaled
+from falconet.optim.half import HalfOptimizer
 from falconet.optim.schedules import Schedule
 from falconet.parallel.world import open_world
 from falconet.report.screen import Screen
@@ -30,6 +32,7 @@ from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
 from falconet.train.loss import Loss
 from falconet.train.metrics import NotFiniteError
+from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.plan import Plan, updates_in_epoch
 from falconet.train.record import Identity, Record
 from falconet.train.step import LocalStep
@@ -46,7 +49,9 @@ class Run:
         self.threads = parts.value_or(self.options.machine.threads, stored_threads or parts.cores())
         machine = self.options.machine
         self.world = open_world(machine.device, threads=self.threads, deterministic=machine.deterministic)
-        self.regime = REGIMES[self.options.machine.precision]
+        self.regime = REGIMES[machine.precision]
+        self.regime.require(self.world.device)
+        self.offender = Offender(self.world.device)
 
     @cached_property
     def shape(self) -> BatchShape:
@@ -66,7 +71,18 @@ class Run:
     @cached_property
     def model(self) -> nn.Module:
         model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
-        return model.to(self.world.device)
+        return self.regime.prepare(model, self.world.device)
+
+    @cached_property
+    def recomputed(self) -> list[str]:
+        """What the model recomputes, in words; the model is changed accordingly."""
+        return numbers.recompute_activations(
+            self.model,
+            self.options,
+            image_size=self.images.preprocessing.image_size,
+            regime=self.regime,
+            device=self.world.device,
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -121,8 +137,9 @@ class Run:
         lines = [
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}",
-            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads,"
-            f" precision {self.regime.name}",
+            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
+            *numbers.lines(options, regime=self.regime, device=world.device),
+            *self.recomputed,
             *self.plan.lines(),
             f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
         ]
@@ -130,8 +147,8 @@ class Run:
             lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
         return lines
 
-    def _state(self) -> TrainState:
-        """New, or as the restored checkpoint has it."""
+    def new_state(self) -> TrainState:
+        """Before the first update."""
         options = self.options.optimizer
         rule = UpdateRule(
             name=options.optimizer,
@@ -141,23 +158,58 @@ class Run:
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
         )
-        state = TrainState(self.model, build(self.model, rule))
+        updates = self.plan.updates_per_epoch
+        scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
+        optimizer = (
+            build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
+            if scale
+            else build(self.model, rule)
+        )
+        state = TrainState(self.model, optimizer, scale=scale)
         if options.ema_half_life is not None:
-            state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, self.plan.updates_per_epoch))
+            state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
+        return state
+
+    def step(self, state: TrainState) -> LocalStep:
+        """What makes one update of a state."""
+        device = self.world.device
+        move: Move = PlainMove(state.optimizer, device=device)
+        if state.scale is not None:
+            assert isinstance(state.optimizer, HalfOptimizer)
+            move = ScaledMove(state.model, state.optimizer, state.scale, offender=self.offender)
+        return LocalStep(
+            state.model,
+            move,
+            normalise=Normalise(self.images.preprocessing).to(device),
+            loss=Loss(self.images.classes, self.options.augmentation.label_smoothing),
+            regime=self.regime,
+            seed=self.options.run.seed,
+            averages=[state.ema] if state.ema else [],
+        )
+
+    def _state(self) -> TrainState:
+        """New, or as the restored checkpoint has it."""
+        state = self.new_state()
         if self.restored:
             folder, manifest = self.restored
             parts.check_classes(self.images, manifest.class_names, where=str(folder))
-            self._require_same_optimizer(manifest, folder)
+            self._require_same_state(manifest, folder)
             state.load(folder, name=self.options.model.model)
             state.progress = self._progress(manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
         return state
 
-    def _require_same_optimizer(self, manifest: Manifest, folder: Path) -> None:
-        """State of one update rule means nothing to another, even where the tensors would fit."""
+    def _require_same_state(self, manifest: Manifest, folder: Path) -> None:
+        """State of one update rule means nothing to another, even where the tensors would fit; so do its formats."""
         trained, asked = manifest.config["optimizer"]["value"], self.options.optimizer.optimizer
         if trained != asked:
             raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
+        stored = REGIMES[manifest.config["precision"]["value"]]
+        if stored.update != self.regime.update:
+            raise ConfigError(
+                f"--precision: got '{self.regime.name}', wanted one that updates as '{stored.name}' does, whose state"
+                f" {folder} holds"
+            )
 
     def _progress(self, manifest: Manifest) -> Progress:
         """The checkpoint's place in this plan, whose global batch may be another one."""
@@ -175,15 +227,7 @@ class Run:
         folder = run_folder.open_folder(options, restored=self.restored)
         run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
         loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.screen.line)
-        step = LocalStep(
-            state.model,
-            state.optimizer,
-            normalise=Normalise(self.images.preprocessing).to(world.device),
-            loss=Loss(self.images.classes, options.augmentation.label_smoothing),
-            regime=self.regime,
-            seed=options.run.seed,
-            averages=[state.ema] if state.ema else [],
-        )
+        step = self.step(state)
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
@@ -205,6 +249,7 @@ class Run:
                 sink=sink,
                 writer=writer,
                 stop=stop,
+                offender=self.offender,
                 stopwatch=stopwatch,
                 best=self._best(),
                 last_saved=self.restored[0] if self.restored else None,

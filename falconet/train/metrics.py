@@ -36,13 +36,13 @@ class Meter:
             return
         first = self.progress.update - len(self._unread) + 1
         losses = torch.stack([update.loss for update in self._unread]).double().tolist()
-        counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread]).tolist()
+        counts = torch.stack([torch.stack(update[1:]) for update in self._unread]).tolist()
         self._unread.clear()
-        for number, (loss, (correct, images)) in enumerate(zip(losses, counts, strict=True), start=first):
+        for number, (loss, (correct, images, skipped)) in enumerate(zip(losses, counts, strict=True), start=first):
             if not math.isfinite(loss):
                 raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):
-                totals.add(loss, correct, images)
+                totals.add(loss, correct, images, skipped)
 
     def end_interval(self) -> Totals:
         """The totals since the last call, which start again from nothing."""
