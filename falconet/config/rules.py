@@ -182,6 +182,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    ("enable-fast-groupnorm", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),

@@ -43,6 +43,10 @@ class Model:
     """Epsilon of the normalisation layers; auto: the model's own."""
     norm_num_groups: Annotated[int, AtLeast(1)] = 32
     """Groups of group norm; must divide the channels of every layer."""
+    enable_fast_groupnorm: bool = False
+    """Group norm by a fused kernel on CUDA; the same groups and checkpoints as without."""
+    disable_stable_batchnorm: bool = False
+    """Batch norm's variance in one pass over the images: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
     """Weight of a new batch in batch norm's running statistics; auto: the model's own."""
     efficientnet_expand_ratio: Annotated[int, AtLeast(1)] = 6

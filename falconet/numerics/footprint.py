@@ -65,10 +65,11 @@ def measure(model: nn.Module, example: Tensor) -> Footprint:
     """The footprint of a training forward pass on a micro-batch of the example's shape and type."""
     traced = trace(copy.deepcopy(model).to("meta", example.dtype).train())
     meter = _Meter(traced)
+    images = torch.empty_like(example, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda packed: packed):
-        meter.run(torch.empty_like(example, device="meta"))
+        meter.run(images)
     blocks: list[Block] = []
-    entering: dict[int, int] = {}
+    entering = _storages([images])
     for nodes in _blocks(traced):
         needed: dict[int, int] = {}
         for node in nodes:

@@ -110,12 +110,11 @@ class _Segment:
         return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random, **context)
 
 
-def _forward(model: nn.Module, images: Tensor) -> Any:
+def _forward(model: nn.Module, *values: Any) -> Any:
     """In the place of the model's own forward."""
     if not (model.training and torch.is_grad_enabled()):
-        return type(model).forward(model, images)
+        return type(model).forward(model, *values)
     segments: Any = model._segments
-    values: Any = (images,)
     for segment in segments[:-1]:
         values = segment(*values)
     return segments[-1].piece(*values)

@@ -212,7 +212,7 @@ def _count_above(grads: list[Tensor], edge: float) -> Tensor:
     torch._foreach_clamp_min_(signs, 0.0)
     torch._foreach_sign_(signs)  # 1 above the edge, else 0
     count = torch.stack(torch._foreach_norm(signs, 1, dtype=torch.float32)).sum(dtype=torch.float64)
-    return torch.nan_to_num(count, nan=_ALL)
+    return torch.nan_to_num(count)  # NaN is `found`
 
 
 def _by_type(grads: Iterable[Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:

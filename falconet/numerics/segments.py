@@ -126,11 +126,9 @@ def _works_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
         return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
     if node.op == "call_method":
         return str(node.target).endswith("_")
-    # A literal True may be a function's `inplace`; if it is something else, the price is a copy.
     return (
         node.target in _IN_PLACE
         or bool(node.kwargs.get("inplace"))
-        or any(argument is True for argument in node.args)
         or getattr(node.target, "__name__", "").endswith("_")
     )
 

@@ -80,33 +80,37 @@ def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
         assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
 
 
-def counted(*layers):
-    """The layers in a row, and how often each was computed to its end."""
-    counts = dict.fromkeys(layers, 0)
+def counted(layers):
+    """How often each layer was begun, and how often it came to its end."""
+    begun, ended = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
 
-    def note(layer, _, __):
-        counts[layer] += 1
+    def note(counts):
+        def hook(layer, *_):
+            counts[layer] += 1
+
+        return hook
 
     for layer in layers:
-        layer.register_forward_hook(note)
-    return counts
+        layer.register_forward_pre_hook(note(begun))
+        layer.register_forward_hook(note(ended))
+    return begun, ended
 
 
 def test_what_lies_between_the_matching_layers_is_computed_twice_and_they_once():
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
-    counts = counted(*model)
+    _, ended = counted(list(model))
     recompute(model, ["1", "3"])
     model(torch.randn(2, 3)).sum().backward()
     # 0 and 2 are recomputed; 1 and 3 end a stretch, and their own output is not needed again; then nothing is.
-    assert list(counts.values()) == [2, 1, 2, 1, 1, 1]
+    assert list(ended.values()) == [2, 1, 2, 1, 1, 1]
 
 
 def test_a_whole_part_is_kept_by_naming_all_of_it():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3)))
-    counts = counted(*model[0], *model[1], *model[2])
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()) for _ in range(3)))
+    begun, _ = counted([layer for part in model for layer in part])
     recompute(model, ["0/.*", "1"])
     model(torch.randn(2, 3)).sum().backward()
-    assert list(counts.values()) == [1, 1, 2, 1, 1, 1]
+    assert list(begun.values()) == [1, 1, 2, 2, 1, 1]
 
 
 class InPlace(nn.Module):
@@ -124,11 +128,14 @@ class InPlace(nn.Module):
         y = self.b(y)
         z = self.c(y)
         y.mul_(2.0)
-        y = nn.functional.relu(y, True)
-        return z + y + x
+        z = nn.functional.silu(z, True)
+        return (z + y.tanh() + x).sigmoid()
 
 
-@pytest.mark.parametrize("stored", [["a"], ["clone"], ["clone", "flat"], ["b"], ["c"], ["b", "c", "mul_"], [".*"]])
+@pytest.mark.parametrize(
+    "stored",
+    [["a"], ["clone"], ["clone", "b"], ["b"], ["c"], ["b", "c", "mul_"], ["mul_", "add"], ["c", "add"], [".*"]],
+)
 def test_layers_that_work_in_place_do_not_spoil_what_is_stored(stored):
     torch.manual_seed(0)
     plain = InPlace().train()
@@ -218,6 +225,16 @@ def test_the_prediction_without_recomputing_is_what_autograd_keeps(name):
     choice = automatic(model, example=x, budget_bytes=None)
     assert choice.without_bytes == pytest.approx(saved_bytes(model, x), rel=0.03)
     assert choice.predicted_bytes < 0.6 * choice.without_bytes
+
+
+def test_the_prediction_is_what_a_pencil_finds():
+    """A block keeps its input and the outputs of two sigmoids, 128 bytes each; its output is the next one's input."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(3))
+    choice = automatic(nn.Sequential(*blocks), example=torch.empty(4, 8), budget_bytes=None)
+    assert choice.without_bytes == 7 * 128
+    assert choice.predicted_bytes == 5 * 128  # three inputs, and the two outputs of the last block
+    assert choice.blocks == ("0/3", "1/3")
+    assert choice.patterns == ("0/3", "1/3")
 
 
 def test_the_prediction_follows_the_micro_batch_and_the_type():

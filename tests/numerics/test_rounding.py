@@ -87,7 +87,7 @@ def test_every_number_of_the_type_stays_as_it_is(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_beyond_the_largest_number_rounding_is_ieee_nearest(dtype):
     largest = LARGEST[dtype]
-    step = largest - neighbours(largest * (1 - 2.0**-9), dtype)[0]
+    step = largest - neighbours(math.nextafter(largest, 0.0), dtype)[0]
     x = torch.tensor([largest, largest + 0.4 * step, largest + 0.6 * step, 3.4e38, math.inf]).float()
     x = torch.cat([x, -x])
     for update in range(20):

@@ -178,7 +178,7 @@ def launch(
 
     own: 2 fp32 numbers a tensor; constants: weight decay, then `k1` and so on of the rule.
     """
-    decay, *rest = constants
+    decay, *rest = map(float, constants)
     assert len(rest) <= 5
     weight, grad = group.weights[0], group.grads[0]
     chunks = tables.chunks(group)

@@ -12,6 +12,7 @@ from falconet.numerics.rounding import Rounding
 CHUNK = 4096  # elements a program updates
 COLUMNS = 8  # of a row: weight, gradient, two states, elements, channels, pixels, number
 MOST_STATES = 2
+ALIGNMENT = 16  # bytes; torch's own allocations have 64 or more
 KEPT = 64  # sets of addresses; gradients return to the same few places update after update
 
 
@@ -101,7 +102,9 @@ def _rows(group: Group) -> list[list[int]]:
         pointers = [t.data_ptr() for t in states] + [0] * (MOST_STATES - len(states))
         # Row-major order needs no renumbering: said as one pixel.
         channels, pixels = (1, 1) if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
-        rows.append([w.data_ptr(), g.data_ptr(), *pointers, w.numel(), channels, pixels, number])
+        pointers = [w.data_ptr(), g.data_ptr(), *pointers]
+        assert all(pointer % ALIGNMENT == 0 for pointer in pointers), "the kernels load 16 bytes at a time"
+        rows.append([*pointers, w.numel(), channels, pixels, number])
     return rows
 
 
