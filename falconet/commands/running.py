@@ -270,7 +270,7 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaging.after_training(record, options, self.screen.line)
-        run_folder.write_summary(folder, record, self.screen.line)
+        run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
 
     def _best(self) -> tuple[float, int] | None:
         stored = self.restored[1].content.get("best") if self.restored else None

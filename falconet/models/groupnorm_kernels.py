@@ -48,7 +48,7 @@ def _statistics(means, squares, mean, rstd, pixels, channels, tiles, eps,
         place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
         counts = tl.minimum(pixels - rows * PIXELS, PIXELS)[:, None].to(tl.float32)
         total += tl.where(inside, tl.load(means + place, mask=inside, other=0.0) * counts, 0.0)
-    elements = (pixels * SIZE).to(tl.float32)
+    elements = pixels * SIZE * 1.0  # not .to(): a size of 1 arrives as a plain number
     middle = tl.sum(tl.sum(total, 1), 0) / elements
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
