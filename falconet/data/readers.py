@@ -6,9 +6,11 @@ import numpy as np
 from PIL import Image
 
 from falconet.data import augment as augmenting
+from falconet.data import native
 from falconet.data.augment import Augment, Box
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
+from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import ArraySource, BoolArray, FileSource, PixelArray, Source
 from falconet.errors import ConfigError
@@ -28,10 +30,17 @@ class Reader(Protocol):
 
 
 def reader_for(source: Source, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages) -> Reader:
-    """The reader of this kind of source; augment "none" is what evaluation and prediction use."""
+    """The reader of this kind of source; augment "none" is what evaluation and prediction use.
+
+    Files are decoded by the native library where it was built (`native.why_not` says why not), else by Pillow.
+    """
     if isinstance(source, ArraySource):
         return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed)
-    return FileReader(source, preprocessing=preprocessing, augment=augment, seed=seed, bad=bad)
+    pillow = FileReader(source, preprocessing=preprocessing, augment=augment, seed=seed, bad=bad)
+    library = native.library()
+    if library is None:
+        return pillow
+    return NativeReader(source, library=library, preprocessing=preprocessing, augment=augment, seed=seed, pillow=pillow)
 
 
 class ArrayReader:

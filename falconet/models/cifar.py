@@ -59,11 +59,14 @@ class CifarResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He's normal for the convolutions; each block starts as its shortcut alone."""
+        """He's normal for the convolutions; a block whose shortcut carries every channel starts as that alone.
+
+        Where the shortcut appends zero channels, a zero-initialised norm would leave those channels dead at the start.
+        """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, BasicBlock):
+            elif isinstance(module, BasicBlock) and isinstance(module.downsample, nn.Identity):
                 nn.init.zeros_(module.bn2.weight)
 
     def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W -> N x classes

@@ -61,7 +61,8 @@ class HalfOptimizer(torch.optim.Optimizer):
             self._fill_slots(params, self.slots(group))
             if self.counts_updates:
                 taken = self._one if self.found is None else (~self.found).float()
-                torch._foreach_add_([self.state[p]["step"] for p in params], taken)
+                # A list of tensors: given one tensor, CUDA's kernel takes it for a number and the host waits for it.
+                torch._foreach_add_([self.state[p]["step"] for p in params], [taken] * len(params))
             update(group, params)
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:

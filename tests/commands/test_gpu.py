@@ -23,6 +23,23 @@ RUNS = {
     "dropout rmsprop_tf": "--model efficientnet-b0 --optimizer rmsprop_tf --lr 0.001 --optimizer-eps 0.001",
     "lars group norm": "--model resnet20-cifar --optimizer lars --norm-type group --norm-num-groups 8",
     "sgd_combined": "--model mobilenet-v3-small --optimizer sgd_combined",
+    "16.16 stochastic automatic": (
+        "--model resnet20-cifar --precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --loss-scaling 128"
+    ),
+    "16.32 adamw stepped": (
+        "--model resnet20-cifar --precision 16.32 --optimizer adamw --lr 0.001 --loss-scaling 128"
+        " --initial-loss-scaling 64"
+    ),
+    "bf16.bf16 rmsprop_tf": (
+        "--model efficientnet-b0 --precision bf16.bf16 --optimizer rmsprop_tf --lr 0.001 --optimizer-eps 0.001"
+        " --enable-stochastic-rounding"
+    ),
+    "16.16 lars fast group norm": (
+        "--model resnet20-cifar --precision 16.16 --loss-scaling 128 --optimizer lars --norm-type group"
+        " --norm-num-groups 8 --enable-fast-groupnorm"
+    ),
+    "recompute": "--model resnet20-cifar --enable-recompute",
+    "one pass": "--model resnet20-cifar --disable-stable-batchnorm",
 }
 
 

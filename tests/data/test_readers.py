@@ -6,8 +6,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as reference
 
-from falconet.data import augment
+from falconet.data import augment, native
 from falconet.data.decode import BadImages
+from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import ArrayReader, FileReader, reader_for, shifted
 from falconet.data.source import ArraySource, FileSource
@@ -181,4 +182,4 @@ def test_each_kind_of_source_has_its_reader(photos):
     bad = BadImages(0, note=lambda message: None)
     options = {"preprocessing": preprocessing(16, 16), "augment": "none", "seed": 1, "bad": bad}
     assert isinstance(reader_for(array_source(), **options), ArrayReader)
-    assert isinstance(reader_for(photos, **options), FileReader)
+    assert isinstance(reader_for(photos, **options), FileReader if native.library() is None else NativeReader)

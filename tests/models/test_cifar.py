@@ -45,12 +45,12 @@ def test_the_shortcut_takes_every_second_pixel_and_appends_zero_channels(side):
     np.testing.assert_array_equal(out.numpy(), expected)
 
 
-def test_a_new_network_is_its_shortcuts_alone():
+def test_a_new_network_is_its_shortcuts_and_the_two_blocks_that_widen():
     model = CifarResNet(20, classes=10).eval()
     images = torch.randn(2, 3, 32, 32)
     x = torch.relu(model.bn1(model.conv1(images)))
-    pooled = torch.cat([x[:, :, ::4, ::4].mean((2, 3)), torch.zeros(2, 48)], dim=1)  # two halvings, 16 -> 64 channels
-    torch.testing.assert_close(model(images), model.fc(pooled))
+    widened = model.layer3[0](model.layer2[0](x))
+    torch.testing.assert_close(model(images), model.fc(widened.mean((2, 3))))
 
 
 def test_convolutions_start_with_hes_spread():

@@ -1,0 +1,22 @@
+"""The native JPEG decoder: reads, crops, resizes and flips files straight into a batch, in C++."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from falconet.data.native.binding import Library
+
+# Imported when asked for, so that `python -m falconet.data.native.build` does not load what it is about to make.
+
+
+def library() -> "Library | None":
+    """The native decoder, where it was built; `why_not` says why it is not there."""
+    from falconet.data.native import binding
+
+    return binding.load()[0]
+
+
+def why_not() -> str:
+    """Why there is no library, in one line; empty if there is one."""
+    from falconet.data.native import binding
+
+    return binding.load()[1]

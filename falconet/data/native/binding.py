@@ -1,0 +1,147 @@
+"""The shared library through ctypes, which lets other threads run during every call."""
+
+import ctypes
+import functools
+import os
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from falconet.data.keyed import FloatArray
+from falconet.data.native import build
+from falconet.data.source import BoolArray, PixelArray
+
+SizeArray = npt.NDArray[np.int32]
+StatusArray = npt.NDArray[np.int8]
+
+MOST_PIXELS = 2**27  # of one image where the caller sets no limit
+MOST_BYTES = 2**29  # working memory of one image, and size of its file
+
+
+class Status(IntEnum):
+    """What became of one image; src/status.hpp has the same numbers."""
+
+    OK = 0
+    NOT_JPEG = 1
+    UNSUPPORTED = 2  # progressive, CMYK, 12 bit and other JPEGs that are left to Pillow
+    DAMAGED = 3
+    TOO_LARGE = 4
+    UNREADABLE = 5
+    NO_MEMORY = 6
+    BAD_REQUEST = 7
+
+
+class Library:
+    """The loaded library; its functions are called through Workspace and restart_marked."""
+
+    def __init__(self, path: Path) -> None:
+        pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self.c = ctypes.CDLL(str(path))
+        self._declare("falconet_sources", ctypes.c_char_p)
+        self._declare("falconet_processor", ctypes.c_char_p)
+        self._declare("falconet_workspace", pointer, i64, i64, i32)
+        self._declare("falconet_workspace_free", None, pointer)
+        self._declare("falconet_open", None, pointer, i32, pointer, pointer, pointer)
+        self._declare("falconet_decode", None, pointer, i32, pointer, pointer, i32, i32, pointer, pointer)
+        self._declare("falconet_restart_marked", ctypes.c_int8, ctypes.c_char_p, i64, i32, i64, pointer, pointer)
+        self._declare("falconet_free", None, pointer)
+
+    def _declare(self, name: str, result: type | None, *arguments: type) -> None:
+        function = getattr(self.c, name)
+        function.restype, function.argtypes = result, arguments
+
+    @property
+    def sources(self) -> str:
+        """Digest of the sources it was built from."""
+        return str(self.c.falconet_sources().decode())
+
+    @property
+    def processor(self) -> str:
+        """Which of its inner loops this processor runs: 'avx2' or 'portable'."""
+        return str(self.c.falconet_processor().decode())
+
+    def restart_marked(self, data: bytes, *, interval: int = 8, most_pixels: int = MOST_PIXELS) -> bytes | Status:
+        """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; or why not."""
+        result, size = ctypes.c_void_p(), ctypes.c_int64()
+        status = self.c.falconet_restart_marked(
+            data, len(data), interval, most_pixels, ctypes.byref(result), ctypes.byref(size)
+        )
+        if status != Status.OK:
+            return Status(status)
+        try:
+            return ctypes.string_at(result, size.value)
+        finally:
+            self.c.falconet_free(result)
+
+
+class Workspace:
+    """Memory to decode with, for one thread at a time: files are opened, then decoded by boxes that fit their sizes."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        most_pixels: int = MOST_PIXELS,
+        most_bytes: int = MOST_BYTES,
+        portable: bool = False,
+    ) -> None:
+        self._c = library.c
+        self._handle: int | None = self._c.falconet_workspace(most_pixels, most_bytes, portable)
+        if self._handle is None:
+            raise MemoryError
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self._c.falconet_workspace_free(self._handle)
+            self._handle = None
+
+    def open(self, paths: list[bytes]) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
+        """Read the files and their headers; they stay in memory to be decoded once."""
+        sizes, statuses = np.zeros((len(paths), 2), np.int32), np.zeros(len(paths), np.int8)
+        pointers = (ctypes.c_char_p * len(paths))(*paths)
+        self._c.falconet_open(self._handle, len(paths), pointers, sizes.ctypes.data, statuses.ctypes.data)
+        return sizes, statuses
+
+    def decode(
+        self, boxes: FloatArray, flips: BoolArray, out: PixelArray, *, planar: bool = False
+    ) -> StatusArray:  # boxes: N x (x0, y0, x1, y1), pixels of the file
+        """The opened files' boxes resized into `out`: N x S x S x 3, or N x 3 x S x S if planar."""
+        size, count = out.shape[2], len(out)
+        wanted = (count, 3, size, size) if planar else (count, size, size, 3)
+        assert out.shape == wanted
+        assert out.dtype == np.uint8
+        assert out.flags.carray  # contiguous, aligned, writeable
+        assert (boxes.shape, flips.shape) == ((count, 4), (count,))
+        boxes = np.ascontiguousarray(boxes, np.float64)
+        flips = np.ascontiguousarray(flips, np.bool_)
+        statuses = np.zeros(count, np.int8)
+        self._c.falconet_decode(
+            self._handle,
+            count,
+            boxes.ctypes.data,
+            flips.ctypes.data,
+            size,
+            planar,
+            out.ctypes.data,
+            statuses.ctypes.data,
+        )
+        return statuses
+
+
+@functools.cache
+def load() -> tuple[Library | None, str]:
+    """The library, or why there is none."""
+    if os.environ.get("FALCONET_NATIVE", "") == "0":
+        return None, "switched off by FALCONET_NATIVE=0"
+    path = build.HERE / build.LIBRARY
+    if not path.exists():
+        return None, "not built; a C++ compiler and `python -m falconet.data.native.build` make it"
+    try:
+        found = Library(path)
+    except (OSError, AttributeError) as error:
+        return None, f"cannot be loaded ({str(error).splitlines()[0]})"
+    if build.SOURCES.is_dir() and found.sources != build.digest():
+        return None, "built from other sources; run `python -m falconet.data.native.build`"
+    return found, ""

@@ -1,0 +1,39 @@
+// Resampling weights along one axis: Pillow's antialiased bilinear filter, applied to a component at its own
+// resolution.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace falconet {
+
+struct AxisRequest {
+    double begin, end;  // of the box, in pixels of the full-resolution grid
+    int pixels;         // of that grid in the whole image
+    int samples;        // of the component in the whole image
+    int ratio;          // pixels a sample stands for
+    bool smooth;        // ratio 2: other decoders interpolate between samples when they enlarge the component
+    int size;           // outputs
+    bool flip;
+    int one;  // what the weights of one output add up to
+};
+
+class Axis {
+public:
+    // False: one output is the mean of so many samples that 16-bit weights are too coarse.
+    bool build(const AxisRequest& request);
+
+    int lowest() const { return lowest_; }    // sample that any weight refers to
+    int highest() const { return highest_; }  // one beyond the last
+    // With `origin` the sample that stands first in the plane. To be asked for once.
+    AxisView view(int origin);
+
+private:
+    std::vector<int32_t> first_, count_;
+    std::vector<int16_t> weights_;
+    std::vector<double> pixel_weights_, sample_weights_;
+    int stride_ = 0, size_ = 0, lowest_ = 0, highest_ = 0;
+};
+
+}  // namespace falconet

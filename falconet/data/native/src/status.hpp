@@ -1,0 +1,23 @@
+// What became of one image. The numbers are the C interface's: library.py names the same ones.
+#pragma once
+#include <cstdint>
+
+namespace falconet {
+
+enum class Status : int8_t {
+    ok = 0,
+    not_jpeg = 1,     // the bytes do not begin as a JPEG does
+    unsupported = 2,  // a JPEG this decoder leaves to another one: progressive, CMYK, 12 bit, ...
+    damaged = 3,      // truncated or contradictory; another decoder may still make something of it
+    too_large = 4,    // beyond the limits on pixels or memory
+    unreadable = 5,   // the file cannot be opened or read
+    no_memory = 6,
+    bad_request = 7,  // the box does not lie in the image, or the output has no size
+};
+
+struct Limits {
+    int64_t pixels;  // of the whole image, as its header says
+    int64_t bytes;   // of working memory for one image
+};
+
+}  // namespace falconet
