@@ -1,4 +1,4 @@
-"""Draw docs/img/regimes.png from the records of docs/evidence/regimes.json: `python3 bench/plot_regimes.py` (matplotlib)."""
+"""Draw docs/img/regimes.png from docs/evidence/regimes.json, which holds what was measured; needs matplotlib."""
 
 import json
 from pathlib import Path
