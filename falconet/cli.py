@@ -10,7 +10,7 @@ from falconet import __version__
 from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.load import parse, print_help
-from falconet.errors import Interrupted, UserError, did_you_mean
+from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
@@ -57,10 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     try:
         return _run(name, words[1:])
+    except SaidElsewhereError:
+        return MISTAKE
     except UserError as error:
         prefix = f"falconet {name}" if name in COMMANDS else "falconet"
         print(f"{prefix}: {error}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+    except WorldError as error:
+        print(f"falconet {name}: {error}", file=sys.stderr)  # noqa: T201
+        return OURS
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:

@@ -13,6 +13,7 @@ from falconet.data.preprocessing import Normalise
 from falconet.numerics.precision import Regime
 from falconet.optim.build import set_lr
 from falconet.optim.ema import Ema
+from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.train.loss import Loss
 
 SEEDS = 1 << 63  # torch takes no larger ones
@@ -45,9 +46,11 @@ class LocalStep:
         regime: Regime,
         seed: int,
         averages: Sequence[Ema] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         self.model, self.optimizer, self.averages = model, optimizer, averages
         self.normalise, self.loss, self.regime, self.seed = normalise, loss, regime, seed
+        self.replicas = replicas or OneReplica()
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
@@ -55,7 +58,8 @@ class LocalStep:
         self.model.train()
         self.optimizer.zero_grad()
         images = sum(len(batch.labels) for batch in micro_batches)
-        parts = [self._backward(batch, images) for batch in micro_batches]
+        parts = [self._backward(batch, images) for batch in self.replicas.announced(micro_batches)]
+        self.replicas.average()
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         for average in self.averages:
