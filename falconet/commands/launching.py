@@ -82,7 +82,7 @@ def spoken(world: World | None = None) -> Callable[[str], None]:
     """
     if world is None:
         place = environment.find_place(os.environ)
-        return Screen(Console(quiet=place is not None and place.rank > 0)).line
+        return Screen(Console(quiet=True) if place and place.rank else None).line
     plain = Screen()
     return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")
 

@@ -1,0 +1,21 @@
+"""Processes that sum, agree and vote."""
+
+import gloo
+import pytest
+import replica_scenarios
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_process_has_the_same_answer(size):
+    for found in gloo.in_world(size, replica_scenarios.collectives):
+        assert found["sum"] == [size, sum(range(size))]
+        assert found["max"] == [1, size - 1]
+        assert found["broadcast"] == [1, 0]
+        assert found["once"] == "said by 0"
+        assert found["empty"] == ""
+        assert found["votes"] == [False, False, False, True, False]  # one call late
+
+
+def test_what_differs_is_named_with_its_process():
+    with pytest.raises(AssertionError, match="the colour: is 'blue' in process 1 and 'red' in the first"):
+        gloo.in_world(2, replica_scenarios.disagree)

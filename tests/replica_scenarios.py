@@ -1,0 +1,139 @@
+"""What the processes of tests/parallel do; importable, because they are other processes."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader
+from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.models import zoo
+from falconet.models.norms import Norm
+from falconet.numerics.precision import REGIMES
+from falconet.optim.build import UpdateRule, build
+from falconet.parallel.replicas import digest, replicas
+from falconet.parallel.world import World
+from falconet.train.evaluate import evaluate
+from falconet.train.loss import Loss
+from falconet.train.step import LocalStep
+
+CLASSES, GLOBAL, UPDATES = 4, 16, 3
+PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
+
+
+def model_of(kind):
+    if kind == "group":
+        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0, norm=Norm(kind="group", groups=4))
+    if kind == "batch":
+        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0)
+    if kind == "unused":  # a parameter that has no part in the loss
+        model = model_of("group")
+        model.register_parameter("idle", nn.Parameter(torch.ones(3)))
+        return model
+    raise AssertionError(kind)
+
+
+def images(seed):
+    noise = np.random.default_rng(seed)
+    pixels = torch.from_numpy(noise.integers(0, 256, (GLOBAL, 8, 8, 3), dtype=np.uint8)).permute(0, 3, 1, 2)
+    return Batch(pixels, torch.from_numpy(noise.integers(0, CLASSES, GLOBAL)), None)
+
+
+def own_part(batch, world, accumulation):
+    """This replica's micro-batches."""
+    size = GLOBAL // world.size // accumulation
+    parts = [Batch(*part, None) for part in zip(batch.images.split(size), batch.labels.split(size), strict=True)]
+    return parts[world.rank * accumulation : (world.rank + 1) * accumulation]
+
+
+def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
+    """The state after some updates of the same global batches, and the mean loss of each."""
+    model = model_of(kind)
+    step = stepper(model, rule, replicas(model, world, bucket_megabytes=bucket))
+    losses = []
+    for update in range(updates):
+        found = step(own_part(images(update), world, accumulation), update=update, lr=0.05)
+        losses.append((world.sum(found.loss) / world.size).item())
+    return {name: t.detach().clone().numpy() for name, t in model.state_dict().items()}, losses, digest(model)
+
+
+def stepper(model, rule, exchange):
+    return LocalStep(
+        model,
+        build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3)),
+        normalise=Normalise(PREPROCESSING),
+        loss=Loss(CLASSES, 0.1),
+        regime=REGIMES["32.32"],
+        seed=0,
+        replicas=exchange,
+    )
+
+
+def messages(world, accumulation):
+    """The messages of one update, and how many of them were under way before its last backward had ended."""
+    model = model_of("batch")
+    exchange = replicas(model, world, bucket_megabytes=0.05)
+    sent, before = [], []
+    real = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    average = exchange.average
+    exchange.average = lambda: (before.append(len(sent)), average())
+    dist.all_reduce = counted
+    try:
+        stepper(model, "sgd", exchange)(own_part(images(0), world, accumulation), update=0, lr=0.1)
+    finally:
+        dist.all_reduce = real
+    return sent, before
+
+
+def several(world, calls):
+    """Several trainings in one set of processes."""
+    return [train(world, *call) for call in calls]
+
+
+class Rows:
+    """A reader whose image i is all i."""
+
+    size, rows = 8, 4
+
+    def read(self, indices, *, epoch, out):
+        out[:] = indices[:, None, None, None]
+        return np.ones(len(indices), dtype=np.bool_)
+
+
+def measure(world, count, batch):
+    labels = np.arange(count) % CLASSES
+    loader = EvaluationLoader(
+        Rows(), labels, shape=BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
+    seen = [label for each in loader.batches() for label in each.labels.tolist()]
+    found = evaluate(model, loader.batches(), normalise=Normalise(PREPROCESSING), regime=REGIMES["32.32"], world=world)
+    return found, [label for label in seen if label >= 0]
+
+
+def collectives(world):
+    values = torch.tensor([1.0, float(world.rank)])
+    votes = world.vote()
+    return {
+        "sum": world.sum(values).tolist(),
+        "max": world.max(values).tolist(),
+        "broadcast": world.broadcast(values).tolist(),
+        "own": values.tolist(),
+        "once": world.once(lambda: f"said by {world.rank}"),
+        "empty": world.once(lambda: ""),
+        "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],
+    }
+
+
+def disagree(world):
+    world.agree("the colour", "blue" if world.rank == 1 else "red")
+
+
+def alone(scenario, *args):
+    return scenario(World(device=torch.device("cpu")), *args)
