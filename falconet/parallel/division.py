@@ -31,7 +31,7 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     if asked.replicas <= devices:
         return Division(asked.replicas, asked.accumulation)
     if asked.strict:
-        raise DeviceError(f"--strict-devices: --replicas {asked.replicas} needs as many devices, here is {what}")
+        raise DeviceError(f"--strict-devices: --replicas {asked.replicas} needs as many devices; {what}")
     processes = next(count for count in range(devices, 0, -1) if asked.replicas % count == 0)
     return _folded(asked, processes, what)
 

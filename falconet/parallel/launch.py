@@ -19,7 +19,7 @@ from falconet.parallel import environment
 
 FINAL = (2, 130)  # exit codes of a worker that starting again would not mend: a mistake, an interruption
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
-NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+NOISY = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
                 return code
         stands = progress()
         attempt, left, stood = attempt + 1, workers.restarts if stands != stood else left, stands
-        what = ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(failures.items()))
+        what = ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
         if left == 0:
-            raise WorldError(f"{what}; started {attempt} times, and the last {workers.restarts + 1} saved nothing new")
+            raise WorldError(f"{what}; gave up after {attempt} attempts (--max-restarts {workers.restarts})")
         left -= 1
         say(f"{what}; starting all workers again from the newest whole checkpoint")
 
@@ -58,6 +58,8 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         environment.ATTEMPT: str(attempt),
         # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # What torch's C++ warns about is in our own errors, in one line.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _quiet(), _signals_kept(), _variables(own):
         config = LaunchConfig(
@@ -77,6 +79,11 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         except SignalException:
             raise Interrupted from None
         return {}
+
+
+def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:
+    """Without those that the agent itself ended after another one had failed."""
+    return {rank: code for rank, code in failures.items() if code != -signal.SIGTERM} or failures
 
 
 def _ended(code: int) -> str:
@@ -113,7 +120,7 @@ def _signals_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The agent reports to logs what we say in one line."""
-    loggers = [logging.getLogger(name) for name in NOISY]
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(NOISY)]
     before = [(logger, logger.level) for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -1,5 +1,6 @@
 """Who is where: each process says what it is about, so that a time-out can name the one that did not come."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from falconet.errors import WorldError
 EVERY = 0.5  # seconds between two looks; publishing costs one message, and only when something changed
 PATIENCE = 5.0  # seconds to ask the store for the others' last words
 GRACE = 30.0  # seconds from the launcher's end to our own, however busy we are
+GAVE_UP = " (gave up)"
 COURTESY = 10.0  # seconds in which whoever failed first can be seen to have failed
 
 
@@ -45,24 +47,37 @@ class Liveness:
         self._ended.set()
         self._thread.join()
 
-    def timed_out(self, operation: str, seconds: float) -> WorldError:
+    def timed_out(self, seconds: float) -> WorldError:
         """The error of this process, naming those that are not where it is."""
         here = self.doing
-        self.doing = f"{here} (gave up)"
-        absent = [text for rank in range(self.size) if rank != self.rank and (text := self._absent(rank, here))]
-        found = "; ".join(absent) or "every process is in it, so the network between them is to blame"
-        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain, {operation}, at {here}: {found}")
+        self.doing = f"{here}{GAVE_UP}"
+        said: dict[int, str] = {}
+        # In a thread: the store is the first process's, and a client of a store that is stopped waits for ever.
+        asking = threading.Thread(target=self._ask, args=(said,), name="asking", daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        absent = [f"rank {rank} {_absent(said.get(rank))}" for rank in others if not _is_at(said.get(rank), here)]
+        found = "; ".join(absent) or "every process is there, so the network between them is to blame"
+        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
 
-    def _absent(self, rank: int, here: str) -> str | None:
-        """What to say about a process that has not come to where we are."""
-        try:
-            self._store.wait([_key(rank)], timedelta(seconds=PATIENCE))
-            at, _, doing = self._store.get(_key(rank)).decode().partition(" ")
-        except (DistError, RuntimeError):
-            return f"rank {rank} does not answer"
-        if doing.removesuffix(" (gave up)") == here:
-            return None
-        return f"rank {rank} did not come, it was last seen {time.time() - float(at):.0f} s ago at {doing}"
+    def _ask(self, said: dict[int, str]) -> None:
+        """Each process's last words; the first one's last, because it may not answer at all."""
+        for rank in reversed(range(self.size)):
+            with contextlib.suppress(DistError, RuntimeError):
+                self._store.wait([_key(rank)], timedelta(seconds=1))
+                said[rank] = self._store.get(_key(rank)).decode()
+
+
+def _is_at(words: str | None, here: str) -> bool:
+    return words is not None and words.partition(" ")[2].removesuffix(GAVE_UP) == here
+
+
+def _absent(words: str | None) -> str:
+    if words is None:
+        return "does not answer"
+    at, _, doing = words.partition(" ")
+    return f"did not come, it was last seen {time.time() - float(at):.0f} s ago at {doing}"
 
 
 def lost(rank: int, operation: str) -> WorldError:

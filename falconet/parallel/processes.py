@@ -73,7 +73,7 @@ class Processes(World):
             yield
         except RuntimeError as error:  # of gloo and of NCCL; neither has a class of its own for a time-out
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise self.alive.timed_out(operation, self.timeout) from error
+                raise self.alive.timed_out(self.timeout) from error
             raise liveness.lost(self.rank, operation) from error
         self.alive.doing = before
 
