@@ -1,8 +1,12 @@
 """What the processes of tests/parallel do; importable, because they are other processes."""
 
+import copy
+import time
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
@@ -11,6 +15,7 @@ from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
 from falconet.optim.build import UpdateRule, build
+from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import digest, replicas
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
@@ -55,6 +60,48 @@ def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
         found = step(own_part(images(update), world, accumulation), update=update, lr=0.05)
         losses.append((world.sum(found.loss) / world.size).item())
     return {name: t.detach().clone().numpy() for name, t in model.state_dict().items()}, losses, digest(model)
+
+
+def spanning(world, name, span, updates=2):
+    """The state after some updates of a model whose batch norm spans replicas."""
+    model = zoo.build(name, classes=CLASSES, seed=0).float()
+    span_batchnorm(model, world, span=span)
+    copied = copy.deepcopy(model)
+    step = stepper(model, "sgd", replicas(model, world, bucket_megabytes=0.05))
+    for update in range(updates):
+        step(own_part(images(update), world, 1), update=update, lr=0.05)
+    return {name: t.numpy() for name, t in model.state_dict().items()}, digest(model), type(copied).__name__
+
+
+def one_layer(world, span, kind):
+    """Output, gradients and statistics of one layer on this replica's part of a batch, for a loss that weighs them."""
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(5) if kind == "plain" else BatchNormAct2d(5)
+    layer.momentum = None if kind == "cumulative" else 0.1
+    nn.init.uniform_(layer.weight, 0.5, 2)
+    nn.init.uniform_(layer.bias, -1, 1)
+    whole = torch.randn(8, 5, 3, 3) * 3 + 100
+    weights = torch.randn(8, 5, 3, 3)
+    span_batchnorm(layer_in(layer), world, span=span)
+    part = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
+    x = whole[part].clone().requires_grad_()
+    out = layer(x)
+    (out * weights[part]).sum().backward()
+    grads = [world.sum(layer.weight.grad), world.sum(layer.bias.grad)]
+    return [t.detach().numpy() for t in (out, x.grad, *grads, layer.running_mean, layer.running_var)]
+
+
+def layer_in(layer):
+    return nn.Sequential(layer)
+
+
+def late(world, seconds):
+    """The second process does not come to a barrier in time."""
+    world.at("update 7")
+    if world.rank == 1:
+        world.at("update 6, reading images")
+        time.sleep(seconds)
+    world.barrier("waiting for everybody")
 
 
 def stepper(model, rule, exchange):

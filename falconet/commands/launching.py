@@ -43,6 +43,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     place = environment.find_place(os.environ)
     loaded = _settled(loaded, restored, place)
     division = _divided(loaded, place)
+    _check_span(loaded.options.parallel, division)
     again = environment.attempt(os.environ) > 0
     if again:
         restored = _newest(loaded.options, restored) or restored
@@ -140,6 +141,15 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         return over_devices(asked, devices=max(1, count), what=f"{count} CUDA devices are here")
     cores = parts.cores()
     return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
+
+
+def _check_span(parallel: schema.Parallel, division: Division) -> None:
+    if division.processes % parallel.batchnorm_span:
+        folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
+        raise ConfigError(
+            f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the {division.processes} replicas"
+            f" that run{folded}"
+        )
 
 
 def _newest(options: schema.TrainOptions, restored: Restored) -> Restored:

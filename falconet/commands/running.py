@@ -25,6 +25,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.schedules import Schedule
+from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import digest, replicas
 from falconet.parallel.world import open_world
 from falconet.report.sinks import Several
@@ -158,6 +159,7 @@ class Run:
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
         )
+        span_batchnorm(self.model, self.world, span=self.options.parallel.batchnorm_span)
         state = TrainState(self.model, build(self.model, rule))
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, self.plan.updates_per_epoch))
