@@ -37,6 +37,15 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def speaks(environment: Mapping[str, str], message: str) -> bool:
+    """Whether this process prints a mistake: the first one, and any other what concerns itself alone."""
+    try:
+        place = find_place(environment)
+    except ConfigError:
+        return True  # who we are is the very mistake
+    return place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: ")
+
+
 def local_processes(environment: Mapping[str, str]) -> int:
     """Processes of this run on this host, which share its cores."""
     place = find_place(environment)
