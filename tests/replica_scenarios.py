@@ -2,6 +2,7 @@
 
 import copy
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
+from falconet.checkpoint import files
+from falconet.checkpoint.state import TrainState
+from falconet.commands.sharding import attach, replicas
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo
@@ -16,13 +20,13 @@ from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
 from falconet.optim.build import UpdateRule, build
 from falconet.parallel.batchnorm import span_batchnorm
-from falconet.parallel.replicas import digest, replicas
+from falconet.parallel.replicas import digest
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
 from falconet.train.step import LocalStep
 
-CLASSES, GLOBAL, UPDATES = 4, 16, 3
+CLASSES, GLOBAL, UPDATES = 4, 24, 3
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 
 
@@ -54,7 +58,7 @@ def own_part(batch, world, accumulation):
 def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
     """The state after some updates of the same global batches, and the mean loss of each."""
     model = model_of(kind)
-    step = stepper(model, rule, replicas(model, world, bucket_megabytes=bucket))
+    step = stepper(model, rule, replicas(model, world, bucket=bucket, sharded=False))
     losses = []
     for update in range(updates):
         found = step(own_part(images(update), world, accumulation), update=update, lr=0.05)
@@ -67,7 +71,7 @@ def spanning(world, name, span, updates=2):
     model = zoo.build(name, classes=CLASSES, seed=0).float()
     span_batchnorm(model, world, span=span)
     copied = copy.deepcopy(model)
-    step = stepper(model, "sgd", replicas(model, world, bucket_megabytes=0.05))
+    step = stepper(model, "sgd", replicas(model, world, bucket=0.05, sharded=False))
     for update in range(updates):
         step(own_part(images(update), world, 1), update=update, lr=0.05)
     return {name: t.numpy() for name, t in model.state_dict().items()}, digest(model), type(copied).__name__
@@ -116,10 +120,52 @@ def stepper(model, rule, exchange):
     )
 
 
+def sharded(world, rule, accumulation, folder, bucket=0.05):
+    """Updates with divided optimizer state, with a save and a load half way; all of the state at the end, in bytes."""
+    first = sharded_state(world, rule, bucket)
+    for update in range(2):
+        first[1](own_part(images(update), world, accumulation), update=update, lr=0.05)
+    saved = first[0].tensors()
+    if world.is_first:
+        files.write(
+            Path(folder), saved, {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
+        )
+    world.barrier("saving")
+    second = sharded_state(world, rule, bucket)
+    second[0].load(Path(folder), name="m")
+    for state, step in (first, second):
+        step(own_part(images(2), world, accumulation), update=2, lr=0.05)
+        state.digest = digest(state.model)
+    assert first[0].digest == second[0].digest, "a restored run is another run"
+    state = first[0]
+    held = sum(t.numel() for slots in state.optimizer.state.values() for t in slots.values() if t.ndim)
+    tensors = {
+        f"{stem}:{name}": t.numpy().copy() for stem, group in state.tensors().items() for name, t in group.items()
+    }
+    return tensors, held, state.digest
+
+
+def sharded_state(world, rule, bucket):
+    model = model_of("group").to(memory_format=torch.channels_last)
+    exchange = replicas(model, world, bucket=bucket, sharded=True)
+    shards = exchange if world.size > 1 else None
+    optimizer = build(shards.trained if shards else model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+    if shards:
+        attach(shards, optimizer)
+    state = TrainState(model, optimizer, shards=shards)
+    step = stepper(model, rule, exchange)
+    step.optimizer = optimizer
+    return state, step
+
+
+def several_sharded(world, calls):
+    return [sharded(world, *call) for call in calls]
+
+
 def messages(world, accumulation):
     """The messages of one update, and how many of them were under way before its last backward had ended."""
     model = model_of("batch")
-    exchange = replicas(model, world, bucket_megabytes=0.05)
+    exchange = replicas(model, world, bucket=0.05, sharded=False)
     sent, before = [], []
     real = dist.all_reduce
 

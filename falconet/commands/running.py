@@ -13,7 +13,7 @@ from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, launching, parts, run_folder
+from falconet.commands import averaging, launching, parts, run_folder, sharding
 from falconet.commands.launching import Launch
 from falconet.config import rules
 from falconet.data.feed import Feed
@@ -26,7 +26,8 @@ from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
-from falconet.parallel.replicas import digest, replicas
+from falconet.parallel.replicas import Replicas, digest
+from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import open_world
 from falconet.report.sinks import Several
 from falconet.report.throughput import Stopwatch
@@ -80,6 +81,13 @@ class Run:
     def model(self) -> nn.Module:
         model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         return model.to(self.world.device)
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        parallel = self.options.parallel
+        return sharding.replicas(
+            self.model, self.world, bucket=parallel.bucket_size, sharded=parallel.enable_optimizer_rts
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -160,7 +168,10 @@ class Run:
             lars_trust=options.lars_eeta,
         )
         span_batchnorm(self.model, self.world, span=self.options.parallel.batchnorm_span)
-        state = TrainState(self.model, build(self.model, rule))
+        shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
+        state = TrainState(self.model, build(shards.trained if shards else self.model, rule), shards=shards)
+        if shards:
+            sharding.attach(shards, state.optimizer)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, self.plan.updates_per_epoch))
         if self.restored:
@@ -207,7 +218,7 @@ class Run:
             regime=self.regime,
             seed=options.run.seed + (world.rank << 40),  # replicas drop different units
             averages=[state.ema] if state.ema else [],
-            replicas=replicas(state.model, world, bucket_megabytes=options.parallel.bucket_size),
+            replicas=self.replicas,
         )
         stopwatch = Stopwatch()
 

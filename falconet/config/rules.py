@@ -152,5 +152,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
     ("weight-avg-N", "--weight-avg-strategy", _averages),
+    ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
+    ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

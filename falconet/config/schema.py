@@ -219,6 +219,8 @@ class Parallel:
     """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
     batchnorm_span: Annotated[int, AtLeast(1)] = 1
     """Replicas that share the statistics of a batch in batch norm; must divide the replicas."""
+    enable_optimizer_rts: bool = False
+    """Divide the optimizer's state over the replicas: the same update with a share of the memory."""
     max_restarts: Annotated[int, AtLeast(0)] = 3
     """Times in a row that dead workers are started again without a new checkpoint in between."""
     collective_timeout: Annotated[float, MoreThan(0)] = 600.0

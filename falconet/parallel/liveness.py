@@ -11,12 +11,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from falconet.errors import WorldError
+from falconet.parallel import environment
 
 EVERY = 0.5  # seconds between two looks; publishing costs one message, and only when something changed
 PATIENCE = 5.0  # seconds to ask the store for the others' last words
 GRACE = 30.0  # seconds from the launcher's end to our own, however busy we are
 GAVE_UP = " (gave up)"
-COURTESY = 10.0  # seconds in which whoever failed first can be seen to have failed
+COURTESY = 3.0  # seconds in which whoever failed first can be seen to have failed
 
 
 class Liveness:
@@ -84,6 +85,8 @@ def lost(rank: int, operation: str) -> WorldError:
     """The error of a process whose neighbour went away; comes late, so that the neighbour's own error is the news."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
     time.sleep(COURTESY)
+    if environment.OWN in os.environ:
+        os._exit(1)  # our own launcher says who went away
     return WorldError(f"rank {rank}: another process went away, {operation}")
 
 

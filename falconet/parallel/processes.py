@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -166,11 +168,22 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         raise WorldError(
             f"rank {place.rank}: the {place.size} processes did not meet within {timeout:g} s: {_first_line(error)}"
         ) from error
+    sys.excepthook = _with_rank(place.rank)
     alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size)
     assert isinstance(host, dist.ProcessGroup)
     return Processes(
         device=device, rank=place.rank, size=place.size, store=store, host=host, alive=alive, timeout=timeout
     )
+
+
+def _with_rank(rank: int) -> Callable[..., None]:
+    """Prints an error that nobody caught with the rank before each line: several processes share the screen."""
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, at)).splitlines()
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+    return hook
 
 
 def _taken(place: Place) -> ConfigError | WorldError:

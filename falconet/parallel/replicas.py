@@ -1,7 +1,7 @@
 """Gradients averaged over replicas: once an update, in buckets, while the last backward still runs."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from falconet.parallel.processes import Processes
-from falconet.parallel.world import World
 
 MEGABYTE = 1 << 20
 RUNNING = ("running_mean", "running_var")  # batch norm's statistics
@@ -36,13 +35,6 @@ class OneReplica:
         """Nothing to do."""
 
 
-def replicas(model: nn.Module, world: World, *, bucket_megabytes: float) -> Replicas:
-    """The replicas of `model` in `world`."""
-    if isinstance(world, Processes):
-        return AveragedReplicas(model, world, bucket_megabytes=bucket_megabytes)
-    return OneReplica()
-
-
 class AveragedReplicas:
     """Averages `p.grad` in place, whatever the update rule keeps there (sgd_combined: the velocity, equal on all).
 
@@ -51,12 +43,19 @@ class AveragedReplicas:
     the mean of the replicas' is what one replica that saw all batches would keep, and no replica has state of its own.
     """
 
-    def __init__(self, model: nn.Module, world: Processes, *, bucket_megabytes: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: Processes,
+        *,
+        bucket_megabytes: float,
+        bucket: Callable[[Sequence[Tensor]], "Bucket"] | None = None,
+    ) -> None:
         self._world = world
         # Backwards, as gradients come; the order of parameters is the same in every process.
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         groups = divided(trained, int(bucket_megabytes * MEGABYTE))
-        self._buckets = [Gradients(group) for group in groups]
+        self._buckets = [(bucket or Gradients)(group) for group in groups]
         self._statistics = Bucket([b for name, b in model.named_buffers() if name.rpartition(".")[2] in RUNNING])
         self._armed, self._sent = False, 0
         self._missing: list[int] = []
@@ -103,13 +102,15 @@ class AveragedReplicas:
 class Bucket:
     """Tensors of one type that are averaged together, side by side in memory."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1) -> None:
+        """`multiple`: what the number of values is padded to."""
         self._tensors = tensors
         count = sum(t.numel() for t in tensors)
-        self._flat = tensors[0].new_zeros(count) if tensors else torch.empty(0)
-        parts = torch.split(self._flat, [t.numel() for t in tensors])
+        self._padding = -count % multiple
+        self._flat = tensors[0].new_zeros(count + self._padding) if tensors else torch.empty(0)
+        parts = torch.split(self._flat, [*(t.numel() for t in tensors), self._padding])[: len(tensors)]
         # In each tensor's own memory order, so that packing is a plain copy for channels-last weights too.
-        self._views = [_shaped_like(part, t) for part, t in zip(parts, tensors, strict=True)]
+        self._views = [shaped_like(part, t) for part, t in zip(parts, tensors, strict=True)]
         self._work: dist.Work | None = None
 
     def __len__(self) -> int:
@@ -117,17 +118,20 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, world: Processes) -> None:
-        """Begin, unless it has begun. Divided before they are added: half-precision sums must not overflow."""
-        if self._work is not None or not self._tensors:
-            return
+        """Begin, unless it has begun."""
+        if self._work is None and self._tensors:
+            self._pack(world.size)
+            with world.waiting("averaging gradients"):
+                self._work = dist.all_reduce(self._flat, async_op=True)
+
+    def _pack(self, replicas: int) -> None:
+        """Side by side; divided before they are added: half-precision sums must not overflow."""
         pairs = self._pairs()
         if len(pairs) < len(self._tensors):
             self._flat.zero_()
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [values for _, values in pairs])
-        self._flat.div_(world.size)
-        with world.waiting("averaging gradients"):
-            self._work = dist.all_reduce(self._flat, async_op=True)
+        self._flat.div_(replicas)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -182,8 +186,16 @@ def divided(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Param
     return groups
 
 
-def _shaped_like(part: Tensor, p: Tensor) -> Tensor:
-    dense = (
-        p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) if p.ndim == 4 else p.is_contiguous()
-    )
-    return part.as_strided(p.size(), p.stride(), part.storage_offset()) if dense else part.view(p.shape)
+def shaped_like(part: Tensor, p: Tensor) -> Tensor:
+    """The values of a flat tensor in the shape and the memory order of `p`."""
+    return part.as_strided(p.size(), p.stride(), part.storage_offset()) if _is_dense(p) else part.view(p.shape)
+
+
+def in_memory_order(p: Tensor) -> Tensor:
+    """A flat view of a tensor's values as they lie in memory."""
+    assert _is_dense(p), "a parameter with gaps in memory"
+    return p.as_strided((p.numel(),), (1,), p.storage_offset())
+
+
+def _is_dense(p: Tensor) -> bool:
+    return p.is_contiguous() or (p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last))

@@ -101,9 +101,9 @@ def test_one_process_with_the_same_global_batch_logs_the_same_losses(straight, f
     assert two[4, "validation/images"] == one[4, "validation/images"]
 
 
-def kill_at_random(home, run, *, total, kills):
+def kill_at_random(home, run, *, total, kills, extra=""):
     """Train `run` while workers are killed with -9 at random updates; returns what it answered."""
-    process = begin(f"train {LINE} --epoch {total // 4} --run-dir {run}", home)
+    process = begin(f"train {LINE} {extra} --epoch {total // 4} --run-dir {run}", home)
     targets = sorted(random.sample(range(1, total - 4), kills))
     for number, target in enumerate(targets):
         before = len(updates(home / run))
@@ -137,9 +137,10 @@ def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, 
 
 
 @pytest.mark.slow
-def test_twenty_kills_and_the_same_bits(tmp_path):
-    assert finish(begin(f"train {LINE} --epoch 200 --run-dir straight", tmp_path))[0] == 0
-    targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25)
+@pytest.mark.parametrize("extra", ["", "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2"])
+def test_twenty_five_kills_and_the_same_bits(tmp_path, extra):
+    assert finish(begin(f"train {LINE} {extra} --epoch 200 --run-dir straight", tmp_path))[0] == 0
+    targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25, extra=extra)
     assert (code, err) == (0, ""), (targets, out)
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
