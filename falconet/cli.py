@@ -45,6 +45,11 @@ COMMANDS = {
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
+    "doctor": Command(
+        schema.DoctorOptions,
+        "what this machine has, and whether it works",
+        "falconet doctor --distributed --replicas 2",
+    ),
     "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
     "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
 }

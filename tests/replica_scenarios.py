@@ -1,6 +1,7 @@
 """What the processes of tests/parallel do; importable, because they are other processes."""
 
 import copy
+import os
 import time
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from torch import nn
 
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
+from falconet.commands import selftest
 from falconet.commands.sharding import attach, replicas
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
@@ -222,6 +225,18 @@ def collectives(world):
         "empty": world.once(lambda: ""),
         "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],
     }
+
+
+def doctor(world, folder):
+    os.chdir(folder)
+    return list(selftest.findings(world))
+
+
+def mistaken(world, ranks):
+    """A mistake that some of the processes find; what the command line would be told."""
+    if world.rank in ranks:
+        raise DataError("the photo is torn")
+    world.barrier("waiting for everybody")
 
 
 def disagree(world):

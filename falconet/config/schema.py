@@ -309,5 +309,23 @@ class AverageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """What is looked at."""
+
+    distributed: bool = False
+    """Start processes and check every collective, averaged gradients, shared batch norm and divided checkpoints."""
+    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Tell what this machine has, and whether it works."""
+
+    doctor: Doctor = field(default_factory=Doctor)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListOptions:
     """No options."""
