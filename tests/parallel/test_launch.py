@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import gloo
 import pytest
 import torch
 from tiny import TINY
@@ -20,10 +21,11 @@ LINE = f"{TINY} --micro-batch-size 4 --replicas 2 --logs-per-epoch 4 --checkpoin
 LIMIT = 90  # seconds; a launch takes about 10
 
 
-def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet")):
+def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
     line = [*launcher, *command.split()]
+    env = os.environ | (variables or {})
     return subprocess.Popen(
-        line, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
@@ -186,4 +188,33 @@ def test_the_same_program_runs_under_torchrun_and_ends_with_the_same_bits(straig
     code, out, err = finish(begin(f"train {line} --epoch 12 --run-dir r", tmp_path, launcher=torchrun))
     assert code == 0, err
     assert len(re.findall(r"^Epoch \d+/12$", out, re.M)) == 12
+    assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+def test_the_same_program_runs_under_tf_config_and_ends_with_the_same_bits(straight, tmp_path):
+    cluster = {"worker": [f"127.0.0.1:{gloo.free_port()}", "127.0.0.1:1"]}
+    line = LINE.replace("--replicas 2 ", "")
+    workers = []
+    for index in range(2):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        workers.append(begin(f"train {line} --epoch 12 --run-dir r", tmp_path, variables={"TF_CONFIG": config}))
+    answers = [finish(worker) for worker in workers]
+    assert [code for code, _, _ in answers] == [0, 0], answers
+    assert answers[1][1:] == ("", "")
+    assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(straight, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launcher = (*torchrun, "--max-restarts=2", "-m", "falconet")
+    process = begin(f"train {LINE} --epoch 12 --run-dir r", tmp_path, launcher=launcher, variables=variables)
+    for target in (10, 30):
+        wait_for(lambda at=target: max(updates(tmp_path / "r"), default=0) >= at, f"update {target}")
+        workers = children(process.pid)
+        os.kill(random.choice(workers), signal.SIGKILL)
+        wait_for(lambda old=workers: not set(children(process.pid)) & set(old), "restart")
+    code, _, err = finish(process)
+    assert code == 0, err
     assert_bitwise(straight[0] / "r", tmp_path / "r")
