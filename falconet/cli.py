@@ -1,5 +1,6 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`falconet models | head`): not an error, and nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"falconet {name}: the disk is full{where}; what was saved before is whole", file=sys.stderr)  # noqa: T201
+        return MISTAKE
 
 
 def _run(name: str, rest: list[str]) -> int:

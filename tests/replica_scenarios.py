@@ -27,6 +27,7 @@ from falconet.parallel.replicas import digest
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
+from falconet.train.moving import PlainMove
 from falconet.train.step import LocalStep
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
@@ -111,10 +112,11 @@ def late(world, seconds):
     world.barrier("waiting for everybody")
 
 
-def stepper(model, rule, exchange):
+def stepper(model, rule, exchange, optimizer=None):
+    optimizer = optimizer or build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
     return LocalStep(
         model,
-        build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3)),
+        PlainMove(optimizer, device=torch.device("cpu")),
         normalise=Normalise(PREPROCESSING),
         loss=Loss(CLASSES, 0.1),
         regime=REGIMES["32.32"],
@@ -156,9 +158,7 @@ def sharded_state(world, rule, bucket):
     if shards:
         attach(shards, optimizer)
     state = TrainState(model, optimizer, shards=shards)
-    step = stepper(model, rule, exchange)
-    step.optimizer = optimizer
-    return state, step
+    return state, stepper(model, rule, exchange, optimizer)
 
 
 def several_sharded(world, calls):

@@ -147,7 +147,7 @@ def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Te
 def checkpoints_in(path: Path) -> list[Path]:
     """`path` itself, or the checkpoints in the folder or run folder it names: oldest first, unreadable ones last."""
     if not path.is_dir():
-        what = "a file; wanted a checkpoint or a folder of them" if path.exists() else "no such folder"
+        what = "a file; wanted a checkpoint or a folder of them" if path.exists() else "no such file or folder"
         names = [p.name for p in path.parent.glob("[!.]*") if p.is_dir()] if path.parent.is_dir() else []
         raise CheckpointError(f"{path}: {what}{did_you_mean(path.name, names)}")
     if (path / MANIFEST).exists():

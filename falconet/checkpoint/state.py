@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import files, foreign
+from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.state_names import load_state_tensors, state_tensors
 from falconet.parallel.sharding import Layout, Whole
@@ -22,12 +23,14 @@ class Totals:
     loss: float = 0.0  # of the updates' mean losses
     correct: int = 0
     images: int = 0
+    skipped: int = 0  # updates that left the weights as they were
 
-    def add(self, loss: float, correct: int, images: int) -> None:
+    def add(self, loss: float, correct: int, images: int, skipped: int) -> None:
         self.updates += 1
         self.loss += loss
         self.correct += correct
         self.images += images
+        self.skipped += skipped
 
     @property
     def mean_loss(self) -> float:
@@ -57,12 +60,13 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Model, optimizer, moving average and progress; round-trips exactly."""
+    """Model, optimizer, moving average, loss scale and progress; round-trips exactly."""
 
     model: nn.Module
     optimizer: Optimizer
     progress: Progress = field(default_factory=Progress)
     ema: Ema | None = None
+    scale: Scale | None = None
     shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
 
     @property
@@ -73,7 +77,11 @@ class TrainState:
         """Every tensor, by file and name, whole; every process calls it."""
         optimizer = self.layout.gathered(state_tensors(self.optimizer, self.layout.trained))
         content = {"model": dict(self.model.state_dict()), "optimizer": optimizer}
-        return content | ({"ema": self.ema.state_tensors()} if self.ema else {})
+        return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
+
+    def _optional(self) -> dict[str, Ema | Scale]:
+        """What not every run has, by the file that holds it."""
+        return {stem: part for stem, part in (("ema", self.ema), ("scale", self.scale)) if part is not None}
 
     def load(self, folder: Path, *, name: str) -> None:
         """Take over the tensors of a checkpoint; its place in the plan is the caller's to find."""
@@ -82,5 +90,5 @@ class TrainState:
         foreign.load_weights(self.model, weights, where=str(folder), name=name)
         stored = files.read_tensors(folder, "optimizer", verified=manifest)
         load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(stored))
-        if self.ema:
-            self.ema.load_state_tensors(files.read_tensors(folder, "ema", verified=manifest))
+        for stem, part in self._optional().items():
+            part.load_state_tensors(files.read_tensors(folder, stem, verified=manifest))

@@ -45,7 +45,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         if f"{stem}.safetensors" not in manifest.files:
             continue
         weights = files.read_tensors(folder, stem, verified=manifest)
-        model = parts.build_model(options.model, classes=manifest.classes, seed=0)
+        model = _built(options, classes=manifest.classes)
         own = {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
         load_weights(model, own, where=str(folder), name=options.model.model)
         epoch = f"{manifest.progress.epoch}" + (
@@ -63,9 +63,15 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     images = parts.open_images(
         options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
     )
-    model = parts.build_model(options.model, classes=images.classes, seed=0)
+    model = _built(options, classes=images.classes)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.splits.class_names)
+
+
+def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
+    """The model on its device, its weights in the format that they were trained in."""
+    model = parts.build_model(options.model, classes=classes, seed=0)
+    return REGIMES[options.machine.precision].prepare(model, open_machine(options).device)
 
 
 def open_machine(options: ValidateOptions) -> World:
@@ -82,4 +88,4 @@ def measure(opened: Opened, note: parts.Note) -> Evaluation:
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     parts.check_classes(images, opened.class_names, where=opened.name)
     evaluator = parts.evaluator(images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note)
-    return evaluator(opened.model.to(world.device))
+    return evaluator(opened.model)

@@ -91,6 +91,8 @@ def build_model(model: schema.Model, *, classes: int, seed: int) -> nn.Module:
         eps=None if model.norm_eps == "auto" else model.norm_eps,
         groups=model.norm_num_groups,
         momentum=None if model.batchnorm_momentum == "auto" else model.batchnorm_momentum,
+        fast=model.enable_fast_groupnorm,
+        stable=not model.disable_stable_batchnorm,
     )
     shape = zoo.EfficientNetShape(expand_ratio=model.efficientnet_expand_ratio, group_dim=model.efficientnet_group_dim)
     return zoo.build(

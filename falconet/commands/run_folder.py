@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from falconet.checkpoint.files import Manifest
+from falconet.checkpoint.files import Manifest, checkpoints_in
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
@@ -35,7 +35,12 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
             " with it, another folder starts a new one"
         )
     _require_writable(folder, "--run-dir")
-    _require_writable(checkpoints(folder, options), "--checkpoint-output-path")
+    saved = checkpoints(folder, options)
+    _require_writable(saved, "--checkpoint-output-path")
+    if not restored and checkpoints_in(saved):
+        raise ConfigError(
+            f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"
+        )
     return folder
 
 
@@ -72,7 +77,7 @@ def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions]) -> Sink:
     return Several(sinks)
 
 
-def write_summary(folder: Path, record: Record, say: Callable[[str], None]) -> None:
+def write_summary(folder: Path, record: Record, say: Callable[[str], None], *, peak_memory: int) -> None:
     """summary.json, and the same in words."""
     rate = record.whole_run()
     summary = {
@@ -81,6 +86,7 @@ def write_summary(folder: Path, record: Record, say: Callable[[str], None]) -> N
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
+        "peak_memory_bytes": peak_memory,
         "metrics": record.metrics,
         "best": {"validation_accuracy": record.best[0], "update": record.best[1]} if record.best else None,
         "checkpoints": str(record.checkpoints),
@@ -93,6 +99,7 @@ def write_summary(folder: Path, record: Record, say: Callable[[str], None]) -> N
     say(
         f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
     )
+    say(f"peak memory          {peak_memory / 2**30:.2f} GiB")
     say(f"run folder           {folder}")
 
 

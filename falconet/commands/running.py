@@ -13,7 +13,7 @@ from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, launching, parts, run_folder, sharding
+from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
 from falconet.commands.launching import Launch
 from falconet.config import rules
 from falconet.data.feed import Feed
@@ -22,8 +22,10 @@ from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, Interrupted
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
+from falconet.numerics.scaling import Offender
 from falconet.optim import ema
-from falconet.optim.build import UpdateRule, build
+from falconet.optim.build import UpdateRule, build, build_scaled
+from falconet.optim.half import HalfOptimizer
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import Replicas, digest
@@ -34,6 +36,7 @@ from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
 from falconet.train.loss import Loss
 from falconet.train.metrics import NotFiniteError
+from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.plan import Plan, updates_in_epoch
 from falconet.train.record import Identity, Record
 from falconet.train.step import LocalStep
@@ -57,7 +60,9 @@ class Run:
         )
         self.screen = launching.screen_of(self.world)
         self.note = launching.spoken(self.world)
-        self.regime = REGIMES[self.options.machine.precision]
+        self.regime = REGIMES[machine.precision]
+        self.regime.require(self.world.device)
+        self.offender = Offender(self.world.device)
 
     @cached_property
     def shape(self) -> BatchShape:
@@ -80,7 +85,18 @@ class Run:
     @cached_property
     def model(self) -> nn.Module:
         model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
-        return model.to(self.world.device)
+        return self.regime.prepare(model, self.world.device)
+
+    @cached_property
+    def recomputed(self) -> list[str]:
+        """What the model recomputes, in words; the model is changed accordingly."""
+        return numbers.recompute_activations(
+            self.model,
+            self.options,
+            image_size=self.images.preprocessing.image_size,
+            regime=self.regime,
+            device=self.world.device,
+        )
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -147,8 +163,9 @@ class Run:
         lines = [
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}",
-            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads,"
-            f" precision {self.regime.name}",
+            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
+            *numbers.lines(options, regime=self.regime, device=world.device),
+            *self.recomputed,
             *self.plan.lines(),
             f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
         ]
@@ -156,8 +173,8 @@ class Run:
             lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
         return lines
 
-    def _state(self) -> TrainState:
-        """New, or as the restored checkpoint has it."""
+    def new_state(self) -> TrainState:
+        """Before the first update."""
         options = self.options.optimizer
         rule = UpdateRule(
             name=options.optimizer,
@@ -169,15 +186,50 @@ class Run:
         )
         span_batchnorm(self.model, self.world, span=self.options.parallel.batchnorm_span)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
-        state = TrainState(self.model, build(shards.trained if shards else self.model, rule), shards=shards)
+        updates = self.plan.updates_per_epoch
+        scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
+        if scale and shards:
+            raise ConfigError(
+                f"--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32, got"
+                f" '{self.regime.name}'"
+            )
+        optimizer = (
+            build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
+            if scale
+            else build(shards.trained if shards else self.model, rule)
+        )
+        state = TrainState(self.model, optimizer, scale=scale, shards=shards)
         if shards:
-            sharding.attach(shards, state.optimizer)
+            sharding.attach(shards, optimizer)
         if options.ema_half_life is not None:
-            state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, self.plan.updates_per_epoch))
+            state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
+        return state
+
+    def step(self, state: TrainState) -> LocalStep:
+        """What makes one update of a state."""
+        device = self.world.device
+        move: Move = PlainMove(state.optimizer, device=device)
+        if state.scale is not None:
+            assert isinstance(state.optimizer, HalfOptimizer)
+            move = ScaledMove(state.model, state.optimizer, state.scale, offender=self.offender)
+        return LocalStep(
+            state.model,
+            move,
+            normalise=Normalise(self.images.preprocessing).to(device),
+            loss=Loss(self.images.classes, self.options.augmentation.label_smoothing),
+            regime=self.regime,
+            seed=self.options.run.seed + (self.world.rank << 40),  # replicas drop different units
+            averages=[state.ema] if state.ema else [],
+            replicas=self.replicas,
+        )
+
+    def _state(self) -> TrainState:
+        """New, or as the restored checkpoint has it."""
+        state = self.new_state()
         if self.restored:
             folder, manifest = self.restored
             parts.check_classes(self.images, manifest.class_names, where=str(folder))
-            self._require_same_optimizer(manifest, folder)
+            self._require_same_state(manifest, folder)
             state.load(folder, name=self.options.model.model)
             state.progress = self._progress(manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
@@ -189,11 +241,17 @@ class Run:
         runtime = self.restored[1].runtime if self.restored else {}
         return runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
 
-    def _require_same_optimizer(self, manifest: Manifest, folder: Path) -> None:
-        """State of one update rule means nothing to another, even where the tensors would fit."""
+    def _require_same_state(self, manifest: Manifest, folder: Path) -> None:
+        """State of one update rule means nothing to another, even where the tensors would fit; so do its formats."""
         trained, asked = manifest.config["optimizer"]["value"], self.options.optimizer.optimizer
         if trained != asked:
             raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
+        stored = REGIMES[manifest.config["precision"]["value"]]
+        if stored.update != self.regime.update:
+            raise ConfigError(
+                f"--precision: got '{self.regime.name}', wanted one that updates as '{stored.name}' does, whose state"
+                f" {folder} holds"
+            )
 
     def _progress(self, manifest: Manifest) -> Progress:
         """The checkpoint's place in this plan, whose global batch may be another one."""
@@ -210,16 +268,7 @@ class Run:
         options, world = self.options, self.world
         folder = Path(world.once(self._open_folder))
         loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.note)
-        step = LocalStep(
-            state.model,
-            state.optimizer,
-            normalise=Normalise(self.images.preprocessing).to(world.device),
-            loss=Loss(self.images.classes, options.augmentation.label_smoothing),
-            regime=self.regime,
-            seed=options.run.seed + (world.rank << 40),  # replicas drop different units
-            averages=[state.ema] if state.ema else [],
-            replicas=self.replicas,
-        )
+        step = self.step(state)
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
@@ -244,6 +293,7 @@ class Run:
                 sink=sink,
                 writer=writer,
                 stop=stop,
+                offender=self.offender,
                 vote=world.vote(),
                 stopwatch=stopwatch,
                 best=self._best(),
@@ -266,7 +316,7 @@ class Run:
                 if options.averaging.weight_avg_strategy != "none":
                     averaging.after_training(record, options, world=world, say=self.screen.line)
         if world.is_first:
-            run_folder.write_summary(folder, record, self.screen.line)
+            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)

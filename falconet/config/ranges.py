@@ -17,8 +17,12 @@ class Range:
 
     def __str__(self) -> str:
         if self.high is not None:
-            return f"from {self.low:g} to {self.high:g}"
+            return f"from {_short(self.low)} to {_short(self.high)}"
         return f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+
+
+def _short(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def AtLeast(low: float) -> Range:  # noqa: N802, reads as a type in annotations

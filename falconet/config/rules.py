@@ -1,9 +1,9 @@
 """What may not be combined, and what has no effect; one small function a rule."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from falconet.config.schema import MODELS, Augmentation, TrainOptions
+from falconet.config.schema import MODELS, Augmentation, Numerics, TrainOptions
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
 
@@ -95,6 +95,50 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
     return None
 
 
+def _recompute_is_on_or_off(options: Any) -> str | None:
+    numerics = options.numerics
+    if numerics.recompute_mode == "none" and numerics.enable_recompute:
+        return "--recompute-mode none: contradicts --enable-recompute; wanted auto or manual, or neither option"
+    if recompute_mode(numerics) == "manual" and not numerics.recompute_checkpoints:
+        return "--recompute-mode manual: needs --recompute-checkpoints, regular expressions of layers to keep"
+    if recompute_mode(numerics) == "manual" and numerics.memory_budget is not None:
+        return "--memory-budget: is for --recompute-mode auto, which --recompute-checkpoints contradicts"
+    return None
+
+
+def _scale_is_of_one_kind(options: Any) -> str | None:
+    numerics = options.numerics
+    initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
+    if numerics.auto_loss_scaling and initial not in (None, final):
+        return f"--auto-loss-scaling: contradicts --initial-loss-scaling {initial:g}, which asks for a stepped scale"
+    return None
+
+
+def _rule_has_a_half_form(options: Any) -> str | None:
+    if options.optimizer.optimizer == "rmsprop" and is_scaled(options):
+        return (
+            "--optimizer rmsprop: works with --precision 32.32 or bf16.32 and no loss scale; wanted rmsprop_tf, which"
+            " works with all"
+        )
+    return None
+
+
+def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
+    """What was asked for, the flag of the originals included."""
+    if numerics.recompute_mode is not None:
+        return numerics.recompute_mode
+    if not numerics.enable_recompute and numerics.memory_budget is None:
+        return "none"
+    return "manual" if numerics.recompute_checkpoints else "auto"
+
+
+def is_scaled(options: TrainOptions) -> bool:
+    """Whether updates go through the loss scale and the half-precision update rules."""
+    numerics = options.numerics
+    asked = numerics.auto_loss_scaling or numerics.loss_scaling != 1.0 or numerics.initial_loss_scaling is not None
+    return asked or options.machine.precision not in ("32.32", "bf16.32")
+
+
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
     (("model",), _model_is_known),
@@ -104,6 +148,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+    (("numerics",), _recompute_is_on_or_off),
+    (("numerics",), _scale_is_of_one_kind),
+    (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
 )
 
 
@@ -135,6 +182,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    ("enable-fast-groupnorm", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
@@ -152,6 +201,17 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
     ("weight-avg-N", "--weight-avg-strategy", _averages),
+    (
+        "enable-stochastic-rounding",
+        "--precision 16.16 or bf16.bf16, which write 16-bit weights",
+        lambda options: options.machine.precision in ("16.16", "bf16.bf16"),
+    ),
+    ("auto-loss-scaling-period", "--auto-loss-scaling", lambda options: options.numerics.auto_loss_scaling),
+    (
+        "recompute-checkpoints",
+        "--enable-recompute or --recompute-mode manual",
+        lambda options: recompute_mode(options.numerics) == "manual",
+    ),
     ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
     ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),

@@ -27,7 +27,7 @@ class Run:
     """Print the plan and every option with its source, and exit."""
     run_dir: Path | Auto = "auto"
     """The run folder; auto: runs/<model>_<data>_<time>."""
-    seed: Annotated[int, AtLeast(0)] = 0
+    seed: Annotated[int, Between(0, 2**32 - 1)] = 0
     """Seed of every random choice; the same seed gives the same run."""
 
 
@@ -43,6 +43,10 @@ class Model:
     """Epsilon of the normalisation layers; auto: the model's own."""
     norm_num_groups: Annotated[int, AtLeast(1)] = 32
     """Groups of group norm; must divide the channels of every layer."""
+    enable_fast_groupnorm: bool = False
+    """Group norm by a fused kernel on CUDA; the same groups and checkpoints as without."""
+    disable_stable_batchnorm: bool = False
+    """Batch norm's variance in one pass over the images: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
     """Weight of a new batch in batch norm's running statistics; auto: the model's own."""
     efficientnet_expand_ratio: Annotated[int, AtLeast(1)] = 6
@@ -128,6 +132,32 @@ class LearningRate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Half precision without losing accuracy, and memory."""
+
+    enable_stochastic_rounding: bool = False
+    """Round what is written to 16 bits up with the probability of its distance, instead of to the nearest."""
+    loss_scaling: Annotated[float, MoreThan(0)] = 1.0
+    """Factor of the loss before the backward pass; the last of a stepped scale, the first of an automatic one."""
+    initial_loss_scaling: Annotated[float, MoreThan(0)] | None = None
+    """Begin with this scale and double it in equal stretches of epochs until it is --loss-scaling."""
+    auto_loss_scaling: bool = False
+    """Halve the scale when gradients come near overflow, double it otherwise."""
+    auto_loss_scaling_period: Annotated[int, AtLeast(1)] = 1
+    """Updates between changes of the automatic scale."""
+    half_partial: bool = False
+    """Let matrix products add up in half precision, where the device can."""
+    enable_recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping all of them."""
+    recompute_mode: Literal["none", "auto", "manual"] | None = None
+    """auto: choose blocks, to fit --memory-budget; manual: keep --recompute-checkpoints; none: keep everything."""
+    recompute_checkpoints: tuple[str, ...] = ()
+    """Regular expressions of the layers whose outputs are kept, such as layer1/.*; the rest is computed again."""
+    memory_budget: Annotated[float, MoreThan(0)] | None = None
+    """GiB that activations may take; recomputes as many blocks as that needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Augmentation:
     """What keeps the model from learning by heart."""
 
@@ -199,8 +229,8 @@ class Machine:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
-    precision: Literal["32.32", "bf16.32"] = "32.32"
-    """Number formats of compute, and of weights and their update."""
+    precision: Literal["16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
+    """Number formats of compute, and of weights, gradients and their update; docs/numerics.md has the table."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
     """CPU threads of one process; auto: one a core, or what the restored run had, because the number changes bits."""
     deterministic: bool = True
@@ -245,6 +275,7 @@ class TrainOptions:
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     learning_rate: LearningRate = field(default_factory=LearningRate)
+    numerics: Numerics = field(default_factory=Numerics)
     augmentation: Augmentation = field(default_factory=Augmentation)
     validation: Validation = field(default_factory=Validation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)

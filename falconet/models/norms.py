@@ -8,6 +8,8 @@ from timm.layers.norm_act import BatchNormAct2d, GroupNormAct
 from torch import nn
 
 from falconet.errors import ConfigError
+from falconet.models.groupnorm import FastGroupNorm
+from falconet.models.onepass import OnePassBatchNorm2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,8 @@ class Norm:
     eps: float | None = None
     groups: int = 32  # group norm only
     momentum: float | None = None  # batch norm only: the weight of the newest batch in the running statistics
+    fast: bool = False  # group norm only: the fused kernel
+    stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
 
 
 def apply(model: nn.Module, norm: Norm) -> nn.Module:
@@ -27,9 +31,11 @@ def apply(model: nn.Module, norm: Norm) -> nn.Module:
         _check_nothing_was_asked(norm)
     match norm.kind:
         case "batch":
-            for layer in layers.values():
+            for name, layer in layers.items():
                 layer.eps = layer.eps if norm.eps is None else norm.eps
                 layer.momentum = layer.momentum if norm.momentum is None else norm.momentum
+                if not norm.stable:
+                    model.set_submodule(name, _one_pass(layer).train(layer.training))
         case "group":
             _check_groups(layers, groups=norm.groups)
             for name, layer in layers.items():
@@ -44,13 +50,27 @@ def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
     """Group norm in the place of `layer`, with its very parameters: zero-initialised ones stay zero."""
     eps = layer.eps if norm.eps is None else norm.eps
     group: nn.GroupNorm
-    if isinstance(layer, BatchNormAct2d):
+    if norm.fast:
+        group = FastGroupNorm(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
+        if isinstance(layer, BatchNormAct2d):
+            group.drop, group.act = layer.drop, layer.act
+    elif isinstance(layer, BatchNormAct2d):
         group = GroupNormAct(layer.num_features, norm.groups, eps, affine=layer.affine, device="meta")
         group.drop, group.act = layer.drop, layer.act
     else:
         group = nn.GroupNorm(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
     group.weight, group.bias = layer.weight, layer.bias
     return group
+
+
+def _one_pass(layer: nn.BatchNorm2d) -> OnePassBatchNorm2d:
+    """One-pass batch norm in the place of `layer`, with its very parameters and statistics."""
+    norm = OnePassBatchNorm2d(layer.num_features, layer.eps, layer.momentum, affine=layer.affine, device="meta")
+    norm.weight, norm.bias = layer.weight, layer.bias
+    norm._buffers.update(layer._buffers)
+    if isinstance(layer, BatchNormAct2d):
+        norm.drop, norm.act = layer.drop, layer.act
+    return norm
 
 
 def _without_norm(layer: nn.BatchNorm2d) -> nn.Module:
@@ -74,6 +94,7 @@ def _check_nothing_was_asked(norm: Norm) -> None:
         f"--norm-type {norm.kind}": norm.kind != "batch",
         f"--norm-eps {norm.eps}": norm.eps is not None,
         f"--batchnorm-momentum {norm.momentum}": norm.momentum is not None,
+        "--disable-stable-batchnorm": not norm.stable,
     }
     for option, given in asked.items():
         if given:

@@ -1,9 +1,19 @@
-"""Regimes: the number formats of compute and of weights and their update."""
+"""Regimes: which tensor has which number format. The one table that says so is `Regime.formats`."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MethodType
+from typing import Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from falconet.errors import DeviceError
+
+Kind = Literal[
+    "weights", "norm weights", "norm statistics", "activations", "gradients", "optimizer state", "arithmetic", "loss"
+]
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(frozen=True)
@@ -14,15 +24,95 @@ class Regime:
     compute: torch.dtype
     update: torch.dtype
 
-    def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which the model runs: its matrix products and convolutions in the compute type."""
-        return torch.autocast(device.type, self.compute, enabled=self.compute != self.update)
+    def formats(self, device: torch.device) -> dict[Kind, torch.dtype]:
+        """The format of every kind of tensor.
+
+        Norms keep fp32 weights and statistics: they are few, their sums need the range, and cuDNN's all-half batch norm
+        is slower. Gradients and optimizer state have the format of the weight they belong to.
+        """
+        return {
+            "weights": self.update,
+            "norm weights": torch.float32,
+            "norm statistics": torch.float32,
+            "activations": torch.float32 if self._is_emulated(device) else self.compute,
+            "gradients": self.update,
+            "optimizer state": self.update,
+            "arithmetic": torch.float32,
+            "loss": torch.float32,
+        }
+
+    @property
+    def is_half(self) -> bool:
+        """Whether training writes what is stored in 16 bits."""
+        return self.update != torch.float32
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether small gradients vanish and large ones overflow without a loss scale; bf16 has fp32's range."""
+        return torch.float16 in (self.compute, self.update)
+
+    def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model on the device, its weights stored in the regime's format; in place."""
+        for layer in model.modules():
+            if not isinstance(layer, _NORMS):
+                own = list(layer.parameters(recurse=False))
+                for parameter in own:
+                    parameter.data = parameter.data.to(self.update)
+                if own and self._is_emulated(device):
+                    layer.forward = MethodType(_in_fp32, layer)
+        return model.to(device)
+
+    def run(self, model: nn.Module, images: Tensor) -> Tensor:
+        """The logits of normalised images."""
+        # Half weights are used as they are, others are cast on the way; the cache of casts would outlive an update.
+        with torch.autocast(images.device.type, self.compute, enabled=self._uses_autocast(images.device)):
+            logits: Tensor = model(images)
+        return logits.float()
+
+    def describe(self, device: torch.device) -> str:
+        """One line for the plan."""
+        if self._is_emulated(device):
+            return f"{self.name} (fp16 is slow on CPUs: weights are stored in it and computed with in fp32)"
+        return self.name
+
+    def require(self, device: torch.device) -> None:
+        """Refuse a device that cannot run the regime."""
+        if torch.bfloat16 in (self.compute, self.update) and device.type == "cuda" and not _has_bfloat16(device):
+            raise DeviceError(
+                f"--precision {self.name}: {torch.cuda.get_device_name(device)} has no bf16; wanted 16.32"
+            )
+
+    def _is_emulated(self, device: torch.device) -> bool:
+        """Without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
+        return device.type == "cpu" and self.compute == torch.float16
+
+    def _uses_autocast(self, device: torch.device) -> bool:
+        return self.compute != torch.float32 and not self._is_emulated(device)
 
 
 REGIMES = {
     regime.name: regime
     for regime in (
         Regime("32.32", torch.float32, torch.float32),
+        Regime("16.32", torch.float16, torch.float32),
+        Regime("16.16", torch.float16, torch.float16),
         Regime("bf16.32", torch.bfloat16, torch.float32),
+        Regime("bf16.bf16", torch.bfloat16, torch.bfloat16),
     )
 }
+
+
+def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
+    """A layer's own forward with its weights rounded to fp16 and widened again."""
+    stored = dict(layer._parameters)
+    try:
+        for name, parameter in stored.items():
+            layer._parameters[name] = None if parameter is None else parameter.half().float()  # type: ignore[assignment]
+        result: Tensor = type(layer).forward(layer, *values)
+    finally:
+        layer._parameters.update(stored)
+    return result
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)

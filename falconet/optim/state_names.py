@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from falconet.errors import CheckpointError
 from falconet.optim.combined import CombinedSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
 from falconet.optim.lars import Lars
 
 # Written, empty, for a parameter that has had no gradient yet, so that a missing name is always a mistake.
@@ -56,13 +57,15 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
     match optimizer:
         case torch.optim.AdamW():
             return {"step", "exp_avg", "exp_avg_sq"}
-        case torch.optim.RMSprop() | RMSpropTF():
+        case HalfAdamW():
+            return {"step", "exp_avg", "root_exp_avg_sq"}
+        case torch.optim.RMSprop() | RMSpropTF() | HalfRMSpropTF():
             return {"step", "square_avg", "momentum_buffer"} if momentum else {"step", "square_avg"}
-        case Lars():
+        case Lars() | HalfLars():
             return {"velocity"}
         case CombinedSGD():
             return {"velocity"} if momentum else set()
-        case torch.optim.SGD():
+        case torch.optim.SGD() | HalfSGD():
             return {"momentum_buffer"} if momentum else set()
         case _:
             raise AssertionError(f"{type(optimizer).__name__} is not an optimizer of ours")

@@ -1,5 +1,6 @@
 """World: which process this is, on which device, and how the processes agree. A world of one is a real World."""
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +24,12 @@ class World:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def peak_memory(self) -> int:
+        """Bytes that this process had at the most: of the device's memory on CUDA, else of the machine's."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, on each of them."""

@@ -22,9 +22,7 @@ def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normali
         layer.momentum = None  # torch's word for a cumulative average
         layer.train()
     for batch in batches:
-        images = normalise(batch.images)
-        with regime.computing(images.device):
-            model(images)
+        regime.run(model, normalise(batch.images))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     model.eval()

@@ -43,9 +43,7 @@ def evaluate(
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     for batch in batches:
         images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-        with regime.computing(world.device):
-            logits = model(normalise(images))
-        totals += _count(logits.float(), labels)
+        totals += _count(regime.run(model, normalise(images)), labels)
     images_seen, top1, top5, loss = world.sum(totals).tolist()
     if not images_seen:
         raise DataError("validation: not one image could be read, so there is no accuracy to tell")

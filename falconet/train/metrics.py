@@ -39,12 +39,13 @@ class Meter:
         losses = torch.stack([update.loss for update in self._unread]).double() / self._world.size
         counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
         means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
+        skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same on every replica
         self._unread.clear()
-        for number, (loss, (correct, images)) in enumerate(zip(means, sums, strict=True), start=first):
+        for number, (loss, (correct, images), skipped) in enumerate(zip(means, sums, skips, strict=True), start=first):
             if not math.isfinite(loss):
                 raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):
-                totals.add(loss, correct, images)
+                totals.add(loss, correct, images, skipped)
 
     def end_interval(self) -> Totals:
         """The totals since the last call, which start again from nothing."""

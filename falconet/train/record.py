@@ -9,9 +9,10 @@ import torch
 
 import falconet
 from falconet.checkpoint import files
-from falconet.checkpoint.state import TrainState
+from falconet.checkpoint.state import Totals, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.errors import CheckpointError, DivergedError
+from falconet.numerics.scaling import Offender
 from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
 from falconet.report.throughput import Laps, Rate, Stopwatch
@@ -51,6 +52,7 @@ class Record:
     sink: Sink
     writer: Writer
     stop: StopRequest
+    offender: Offender
     vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
@@ -64,6 +66,7 @@ class Record:
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
+        self._trained = [name for name, weight in self.state.model.named_parameters() if weight.requires_grad]
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
 
     def log(self, meter: Meter) -> None:
@@ -79,9 +82,22 @@ class Record:
                 "train/lr": self.plan.lr(update - 1),
                 "train/images_per_second": rate.images_per_second,
                 "train/waiting_percent": rate.waiting_percent,
+                **self._scale_metrics(totals),
             }
         )
         self.screen.note(f"loss {totals.mean_loss:.4f}  {rate.images_per_second:,.0f} images/s")
+
+    def _scale_metrics(self, totals: Totals) -> dict[str, float]:
+        """The loss scale, and what it could not prevent."""
+        if self.state.scale is None:
+            return {}
+        scale, layer = float(self.state.scale.value), self.offender.read(self._trained)
+        if layer:
+            self.screen.line(
+                f"note: {totals.skipped} of {totals.updates} updates skipped, gradients not finite, first in {layer};"
+                f" the loss scale is now {scale:g}"
+            )
+        return {"train/loss_scale": scale, "train/skipped": totals.skipped}
 
     def end_epoch(self, meter: Meter) -> None:
         """The lines that tools of the originals read."""

@@ -5,16 +5,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from falconet.data import mixing
 from falconet.data.loader import Batch
 from falconet.data.preprocessing import Normalise
 from falconet.numerics.precision import Regime
-from falconet.optim.build import set_lr
 from falconet.optim.ema import Ema
 from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.train.loss import Loss
+from falconet.train.moving import Move
 
 SEEDS = 1 << 63  # torch takes no larger ones
 
@@ -25,6 +24,7 @@ class Update(NamedTuple):
     loss: Tensor  # mean over the images
     correct: Tensor  # images whose top class was right
     images: Tensor  # images that counted
+    skipped: Tensor  # 1 if a gradient was not finite and the weights stayed put, else 0
 
 
 class Step(Protocol):
@@ -39,7 +39,7 @@ class LocalStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        move: Move,
         *,
         normalise: Normalise,
         loss: Loss,
@@ -48,7 +48,7 @@ class LocalStep:
         averages: Sequence[Ema] = (),
         replicas: Replicas | None = None,
     ) -> None:
-        self.model, self.optimizer, self.averages = model, optimizer, averages
+        self.model, self.move, self.averages = model, move, averages
         self.normalise, self.loss, self.regime, self.seed = normalise, loss, regime, seed
         self.replicas = replicas or OneReplica()
 
@@ -56,22 +56,21 @@ class LocalStep:
         # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
-        self.optimizer.zero_grad()
+        self.move.begin(update)
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.replicas.announced(micro_batches)]
         self.replicas.average()
-        set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        skipped = self.move.end(update, lr)
         for average in self.averages:
             average.update(self.model)
-        return Update(*(torch.stack(values).sum(0) for values in zip(*parts, strict=True)))
+        loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
+        return Update(loss, correct, counted, skipped)
 
-    def _backward(self, batch: Batch, images: int) -> Update:
+    def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, which has `1 / images` of the weight for each of its images."""
         inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, classes=self.loss.classes)
-        with self.regime.computing(inputs.device):
-            logits = self.model(inputs)
+        logits = self.regime.run(self.model, inputs)
         # A sum over images divided once by their number: the same gradient however they are split.
-        loss = self.loss(logits.float(), targets).sum() / images
-        loss.backward()  # type: ignore[no-untyped-call]
-        return Update(loss.detach(), (logits.argmax(1) == batch.labels).sum(), (batch.labels >= 0).sum())
+        loss = self.loss(logits, targets).sum() / images
+        self.move.backward(loss)
+        return loss.detach(), (logits.argmax(1) == batch.labels).sum(), (batch.labels >= 0).sum()

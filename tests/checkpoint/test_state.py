@@ -17,6 +17,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.ema import Ema
 from falconet.train.loss import Loss
+from falconet.train.moving import PlainMove
 from falconet.train.step import LocalStep
 
 OPTIMIZERS = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
@@ -44,7 +45,7 @@ def new_state(optimizer="sgd", *, width=8, ema=True, seed=0):
 def train(state, updates):
     step = LocalStep(
         state.model,
-        state.optimizer,
+        PlainMove(state.optimizer, device=torch.device("cpu")),
         normalise=Normalise(RAW),
         loss=Loss(4, 0.1),
         regime=REGIMES["32.32"],
@@ -148,7 +149,7 @@ def test_progress_comes_back_from_json_to_the_last_bit(progress):
 def test_totals_are_sums_and_means():
     sums = Totals()
     for loss, correct, images in ((0.5, 3, 8), (1.5, 1, 8), (1.0, 0, 0)):
-        sums.add(loss, correct, images)
+        sums.add(loss, correct, images, 0)
     assert sums == Totals(3, 3.0, 4, 16)
     assert sums.mean_loss == 1.0
     assert sums.accuracy == 25.0

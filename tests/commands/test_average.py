@@ -191,7 +191,7 @@ def test_a_torn_checkpoint_is_named_and_passed_over(falconet, run):
 
 MISTAKES = {
     "": "--checkpoint-input-path: is needed",
-    "--checkpoint-input-path nowhere": "nowhere: no such folder",
+    "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path empty": "empty: no whole checkpoint in it",
     "--checkpoint-input-path averages": "averages: holds averages alone; wanted checkpoints of training",
     "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds averages alone",

@@ -23,6 +23,15 @@ RUNS = {
     " --gradient-accumulation 2 --optimizer-eps 0.001",
     "combined velocity, workers": "--optimizer sgd_combined --dataloader-workers 3",
     "adamw, bf16": "--optimizer adamw --lr 0.001 --precision bf16.32",
+    "16.16, stochastic rounding, automatic scale": (
+        "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --ema-half-life 1"
+    ),
+    "bf16.bf16, stochastic rounding, adamw": (
+        "--precision bf16.bf16 --enable-stochastic-rounding --optimizer adamw --lr 0.001"
+    ),
+    "16.32, stepped scale, recompute": (
+        "--precision 16.32 --loss-scaling 128 --initial-loss-scaling 64 --optimizer lars --enable-recompute"
+    ),
     "lars, group norm": "--optimizer lars --norm-type group --norm-num-groups 4",
 }
 
@@ -131,7 +140,7 @@ def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(fal
 
 MISTAKES = {
     "restore": "falconet restore: --checkpoint-input-path: is needed",
-    "restore --checkpoint-input-path nowhere": "nowhere: no such folder",
+    "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
     "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",
     "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",

@@ -198,3 +198,24 @@ def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, numb
     answer = falconet(f"restore --checkpoint-input-path r --epoch {update // 4 + 1}")
     assert answer.code == 0, answer.err
     assert f"update {update:,} of" in answer.out
+
+
+def test_a_folder_with_another_runs_checkpoints_is_refused(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 1")
+    answer = falconet(f"train {TINY} --checkpoint-output-path r/checkpoints")
+    assert answer.code == 2
+    assert "--checkpoint-output-path: r/checkpoints holds checkpoints of another run" in answer.err
+
+
+def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
+    import errno
+
+    from falconet.report.sinks import JsonLines
+
+    def full(sink, update, metrics):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(JsonLines, "write", full)
+    answer = falconet(f"train {TINY}")
+    assert answer.code == 2
+    assert answer.err == "falconet train: the disk is full (metrics.jsonl); what was saved before is whole\n"

@@ -192,8 +192,8 @@ def test_a_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet
 
 MISTAKES = {
     "": "--checkpoint-input-path: is needed",
-    "--checkpoint-input-path nowhere": "nowhere: no such folder",
-    "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such folder",
+    "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
+    "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
     "--checkpoint-input-path empty": "empty: no checkpoint in it; wanted a checkpoint, a folder of them or a run",
     "--checkpoint-input-path r/plan.txt": "r/plan.txt: a file; wanted a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",

@@ -148,3 +148,23 @@ def test_an_option_that_cannot_touch_the_model_is_refused(option, norm):
 def test_a_model_without_batch_norm_is_fine_when_nothing_is_asked():
     model = nn.Sequential(nn.LayerNorm(4))
     assert norms.apply(model, Norm()) is model
+
+
+@pytest.mark.parametrize("name", ["resnet8-cifar", "mobilenet-v3-small"])
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        (Norm(kind="group", groups=8, fast=True), Norm(kind="group", groups=8)),
+        (Norm(stable=False), Norm()),
+    ],
+)
+def test_the_fast_norms_are_the_same_function_and_load_each_others_checkpoints(name, changed, plain):
+    fast = zoo.build(name, classes=5, seed=0, norm=changed).train()
+    slow = zoo.build(name, classes=5, seed=1, norm=plain).train()
+    slow.load_state_dict(fast.state_dict())
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    expected = slow(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(fast(x), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(fast.eval()(x), slow.eval()(x), rtol=1e-3, atol=1e-4)

@@ -13,7 +13,12 @@ from falconet.train.step import Update
 
 def update(loss, correct=1, images=2, device="cpu"):
     number = torch.tensor(loss, dtype=torch.float32, device=device)
-    return Update(number, torch.tensor(correct, device=device), torch.tensor(images, device=device))
+    return Update(
+        number,
+        torch.tensor(correct, device=device),
+        torch.tensor(images, device=device),
+        torch.tensor(0, device=device),
+    )
 
 
 def add(meter, *updates):

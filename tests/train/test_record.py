@@ -11,6 +11,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.errors import CheckpointError
+from falconet.numerics.scaling import Offender
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.ema import Ema
 from falconet.optim.schedules import Schedule
@@ -68,6 +69,7 @@ class Desk:
         self.progress = changes.pop("progress", state.progress)
         state.progress = self.progress
         self.record = Record(
+            offender=Offender(torch.device("cpu")),
             plan=PLAN,
             state=state,
             identity=Identity(model="timm:a/b c", data="digits", classes=3, content={"class_names": ["x", "y", "z"]}),
@@ -86,7 +88,7 @@ class Desk:
     def train(self, *losses, seconds=1.0):
         for loss in losses:
             self.clock.now += seconds
-            self.meter.add(Update(torch.tensor(loss), torch.tensor(2), torch.tensor(8)))
+            self.meter.add(Update(torch.tensor(loss), torch.tensor(2), torch.tensor(8), torch.tensor(0)))
             self.progress.update += 1
         self.meter.read()
 

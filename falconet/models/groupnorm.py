@@ -1,0 +1,65 @@
+"""Group norm in one pass less: fused for channels-last memory on CUDA, torch's own elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class FastGroupNorm(nn.GroupNorm):
+    """nn.GroupNorm, with its parameters and its groups of neighbouring channels, so it loads any checkpoint.
+
+    Statistics are in fp32 whatever the type of the input, and the output has the input's type and memory format;
+    torch's own would turn channels-last memory around, twice. `drop` and `act` follow, as in timm's norms.
+    """
+
+    def __init__(
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device=device)
+        self.drop: nn.Module = nn.Identity()
+        self.act: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
+        y = group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
+        out: Tensor = self.act(self.drop(y))
+        return out
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """The fused kernel where it can run, else the plain function it equals."""
+    fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+    if fits and weight is not None and bias is not None:
+        y: Tensor = FusedGroupNorm.apply(x, groups, weight, bias, eps)
+        return y
+    return plain_group_norm(x, groups, weight, bias, eps=eps)
+
+
+def plain_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """Torch's group norm, computed in fp32 and rounded once."""
+    with torch.autocast(x.device.type, enabled=False):
+        wide = [None if parameter is None else parameter.float() for parameter in (weight, bias)]
+        return functional.group_norm(x.float(), groups, wide[0], wide[1], eps).to(x.dtype)
+
+
+class FusedGroupNorm(torch.autograd.Function):
+    """Three kernels forward and three backward; the input is the only large tensor kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        from falconet.models import groupnorm_kernels  # Triton is there on CUDA alone
+
+        y, mean, rstd = groupnorm_kernels.forward(x, groups, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.groups = groups
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from falconet.models import groupnorm_kernels
+
+        x, weight, mean, rstd = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx, dweight, dbias = groupnorm_kernels.backward(x, dy, ctx.groups, weight, mean, rstd)
+        return dx, None, dweight.to(weight.dtype), dbias.to(weight.dtype), None

@@ -1,0 +1,140 @@
+"""How much memory a model's activations take, block by block, found without computing anything."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree
+
+from falconet.numerics.segments import computed, name_of, owner, trace
+
+Storages = Mapping[int, int]  # bytes by storage
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of layers between two places where only one value passes."""
+
+    layers: tuple[str, ...]
+    needed: Storages  # by its own backward pass
+    entering: Storages  # the value it starts from
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The blocks of a model, in order."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def candidates(self) -> range:
+        """Blocks that may be recomputed: not the last, whose backward pass comes at once."""
+        return range(len(self.blocks) - 1)
+
+    def name(self, block: int) -> str:
+        return self.blocks[block].layers[-1]
+
+    def saving(self, block: int) -> int:
+        """Bytes that recomputing it frees while other blocks run."""
+        return _bytes(self.blocks[block].needed) - _bytes(self.blocks[block].entering)
+
+    def peak(self, recomputed: frozenset[int]) -> int:
+        """The most bytes at once: a block's backward pass needs its own, and what earlier blocks have stored."""
+        stored: dict[int, int] = {}
+        peak = 0
+        for number, block in enumerate(self.blocks):
+            stored.update(block.entering)
+            if number not in recomputed:
+                stored.update(block.needed)
+            peak = max(peak, _bytes({**stored, **block.needed}))
+        return peak
+
+    def stored_layers(self, recomputed: frozenset[int]) -> list[str]:
+        """Layers to store: the ends of recomputed blocks and of those before them, and all of the other blocks."""
+        names: list[str] = []
+        for number in self.candidates:
+            layers = self.blocks[number].layers
+            names.extend(layers[-1:] if number in recomputed else layers)
+        return names
+
+
+def measure(model: nn.Module, example: Tensor) -> Footprint:
+    """The footprint of a training forward pass on a micro-batch of the example's shape and type."""
+    traced = trace(copy.deepcopy(model).to("meta", example.dtype).train())
+    meter = _Meter(traced)
+    images = torch.empty_like(example, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda packed: packed):
+        meter.run(images)
+    blocks: list[Block] = []
+    entering = _storages([images])
+    for nodes in _blocks(traced):
+        needed: dict[int, int] = {}
+        for node in nodes:
+            needed.update(meter.saved[node])
+        layers = tuple(name_of(node) for node in nodes if node.op != "get_attr")
+        blocks.append(Block(layers, needed, entering))
+        entering = meter.given[nodes[-1]]
+    return Footprint(tuple(blocks))
+
+
+class _Meter(fx.Interpreter):
+    """Runs node by node and notes which storages each one makes and saves."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced, garbage_collect_values=False)  # a dead storage's number would be used again
+        self.saved: dict[fx.Node, dict[int, int]] = {}
+        self.given: dict[fx.Node, dict[int, int]] = {}
+        self._alive: list[Tensor] = []
+        self._weights = {_number(p) for p in traced.parameters()} | {_number(b) for b in traced.buffers()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._now = self.saved.setdefault(n, {})
+        result = super().run_node(n)
+        self.given[n] = _storages(t for t in _pytree.tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+    def save(self, tensor: Tensor) -> Tensor:
+        if _number(tensor) not in self._weights:
+            self._alive.append(tensor)
+            self._now.update(_storages([tensor]))
+        return tensor
+
+
+def _blocks(traced: fx.GraphModule) -> list[list[fx.Node]]:
+    """Nodes between the ends of blocks: where a module with layers in it is done and one value goes on."""
+    nodes = computed(traced)
+    place = {node: number for number, node in enumerate(nodes)}
+    blocks: list[list[fx.Node]] = [[]]
+    until: dict[fx.Node, int] = {
+        node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in traced.graph.nodes
+    }
+    for number, node in enumerate(nodes):
+        blocks[-1].append(node)
+        passing = [other for other in nodes[: number + 1] if until[other] > number]
+        following = nodes[number + 1] if number + 1 < len(nodes) else None
+        if following is not None and passing == [node] and _ends_block(node, following):
+            blocks.append([])
+    return blocks
+
+
+def _ends_block(node: fx.Node, following: fx.Node) -> bool:
+    parent = owner(node).rpartition(".")[0] if node.op == "call_module" else owner(node)
+    if not parent:  # a layer of the model itself, as in a stem: where a block begins
+        return "." in owner(following)
+    return not owner(following).startswith(f"{parent}.")
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {_number(t): t.untyped_storage().nbytes() for t in tensors}
+
+
+def _number(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _bytes(storages: Storages) -> int:
+    return sum(storages.values())

@@ -1,0 +1,1 @@
+"""Fused kernels, each beside the plain torch function it must equal. Triton is imported on CUDA alone, when needed."""

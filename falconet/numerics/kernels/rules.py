@@ -1,0 +1,73 @@
+"""The update rules as plain arithmetic on fp32 tensors: weight, unscaled gradient and state in, new values out.
+
+Every operation is rounded by itself (no fused multiply-add) and in this order, so that the Triton kernels in
+`fused.py` can give the same bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+
+
+class Adam(NamedTuple):
+    """AdamW's constants and its two bias corrections, 1 - beta^updates."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    correction1: Number
+    correction2: Number
+
+
+def descent(w: Tensor, g: Tensor, *, lr: Number, decay: float) -> tuple[Tensor]:
+    """SGD without momentum."""
+    return (w - (g + w * decay) * lr,)
+
+
+def momentum_descent(
+    w: Tensor, g: Tensor, v: Tensor, *, lr: Number, momentum: float, decay: float
+) -> tuple[Tensor, ...]:
+    """SGD with momentum."""
+    v = v * momentum + (g + w * decay)
+    return w - v * lr, v
+
+
+def lars(w: Tensor, g: Tensor, v: Tensor, *, rate: Number, momentum: float, decay: float) -> tuple[Tensor, ...]:
+    """SGD with the rate, times the layer's trust ratio, inside the velocity."""
+    v = v * momentum + (g + w * decay) * rate
+    return w - v, v
+
+
+def rmsprop(
+    w: Tensor, g: Tensor, s: Tensor, *, lr: Number, alpha: float, decay: float, eps: float
+) -> tuple[Tensor, ...]:
+    """TensorFlow's RMSprop without momentum: eps inside the root."""
+    g = g + w * decay
+    s = s + (g * g - s) * (1.0 - alpha)
+    return w - g / _root(s + eps) * lr, s
+
+
+def momentum_rmsprop(
+    w: Tensor, g: Tensor, s: Tensor, m: Tensor, *, lr: Number, alpha: float, momentum: float, decay: float, eps: float
+) -> tuple[Tensor, ...]:
+    """TensorFlow's RMSprop: eps inside the root, the rate inside the momentum."""
+    g = g + w * decay
+    s = s + (g * g - s) * (1.0 - alpha)
+    m = m * momentum + g / _root(s + eps) * lr
+    return w - m, s, m
+
+
+def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: float, adam: Adam) -> tuple[Tensor, ...]:
+    """AdamW whose second moment is kept as its root `r`: a half has the range of gradients, not of their squares."""
+    m = m * adam.beta1 + g * (1.0 - adam.beta1)
+    square = r * r * adam.beta2 + g * g * (1.0 - adam.beta2)
+    step = (m / adam.correction1) / (_root(square / adam.correction2) + adam.eps)
+    return w - (step + w * decay) * lr, m, _root(square)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Correctly rounded: on CPUs torch's fp32 root is off in the last bit for one number in five."""
+    return torch.sqrt(x.double()).to(x.dtype)

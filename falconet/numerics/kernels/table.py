@@ -1,0 +1,115 @@
+"""Many tensors for one kernel launch: their addresses, and the chunks they are cut into."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from falconet.numerics.rounding import Rounding
+
+CHUNK = 4096  # elements a program updates
+COLUMNS = 8  # of a row: weight, gradient, two states, elements, channels, pixels, number
+MOST_STATES = 2
+ALIGNMENT = 16  # bytes; torch's own allocations have 64 or more
+KEPT = 64  # sets of addresses; gradients return to the same few places update after update
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one type that one launch updates; their states and gradients are laid out as the weights are."""
+
+    weights: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]  # of each weight
+    numbers: Sequence[int]  # the rounding's numbers of the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """What all tensors of an update share; tensors are 0-d and on the device, so a captured graph sees changes."""
+
+    lr: Tensor  # fp32
+    scale: Tensor  # fp32: gradients are divided by it
+    found: Tensor  # bool: nothing is changed
+    update: Tensor  # int32
+    rounding: Rounding | None
+
+
+class Upload(NamedTuple):
+    """Both ends of an asynchronous copy; the host's must live until the copy is done."""
+
+    here: Tensor
+    there: Tensor
+
+
+@dataclass
+class Tables:
+    """Tables on the device, made when a new set of addresses is met."""
+
+    chunk: int = CHUNK
+    _chunks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[int, ...], Upload] = field(default_factory=dict)
+    _captured: list[Upload] = field(default_factory=list)  # each replay of the graph copies them again
+    _spare: dict[int, Tensor] = field(default_factory=dict)  # by size, because a capture cannot make pinned memory
+
+    def chunks(self, group: Group) -> Tensor:
+        """(row, chunk of that row) for each program, int32."""
+        sizes = tuple(w.numel() for w in group.weights)
+        if sizes not in self._chunks:
+            pairs = [(row, part) for row, size in enumerate(sizes) for part in range(-(-size // self.chunk))]
+            self._chunks[sizes] = _upload(torch.tensor(pairs, dtype=torch.int32), group.weights[0].device).there
+        return self._chunks[sizes]
+
+    def rows(self, group: Group) -> Tensor:
+        """One row a weight, int64; the host waits for nothing."""
+        flat = tuple(value for row in _rows(group) for value in row)
+        if flat not in self._rows:
+            if len(self._rows) == KEPT:
+                del self._rows[next(iter(self._rows))]
+            self._rows[flat] = self._make(flat, group.weights[0].device)
+        return self._rows[flat].there
+
+    def _make(self, flat: tuple[int, ...], device: torch.device) -> Upload:
+        host = torch.tensor(flat, dtype=torch.int64).view(-1, COLUMNS)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            assert len(flat) in self._spare, "an update before the capture makes the table's memory"
+            pinned = self._spare.pop(len(flat)).copy_(host)
+            self._captured.append(Upload(pinned, pinned.to(device, non_blocking=True)))
+            return self._captured[-1]
+        if device.type == "cuda" and len(flat) not in self._spare:
+            self._spare[len(flat)] = torch.empty_like(host).pin_memory()
+        return _upload(host, device)
+
+
+def same_layout(grad: Tensor, *, like: Tensor) -> Tensor:
+    """`grad` in the memory order of `like`; a copy only where a backward pass broke autograd's layout contract."""
+    if grad.stride() == like.stride():
+        return grad
+    return torch.empty_like(like, dtype=grad.dtype).copy_(grad)
+
+
+def is_dense(weight: Tensor) -> bool:
+    """Whether the kernels can number the elements: row-major or channels-last."""
+    return weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+
+
+def _rows(group: Group) -> list[list[int]]:
+    rows = []
+    for w, g, states, number in zip(group.weights, group.grads, group.states, group.numbers, strict=True):
+        assert w.numel() < 2**31
+        pointers = [t.data_ptr() for t in states] + [0] * (MOST_STATES - len(states))
+        # Row-major order needs no renumbering: said as one pixel.
+        channels, pixels = (1, 1) if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
+        pointers = [w.data_ptr(), g.data_ptr(), *pointers]
+        assert all(pointer % ALIGNMENT == 0 for pointer in pointers), "the kernels load 16 bytes at a time"
+        rows.append([*pointers, w.numel(), channels, pixels, number])
+    return rows
+
+
+def _upload(host: Tensor, device: torch.device) -> Upload:
+    if device.type != "cuda":
+        return Upload(host, host)
+    pinned = host.pin_memory()
+    return Upload(pinned, pinned.to(device, non_blocking=True))

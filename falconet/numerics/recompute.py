@@ -1,0 +1,162 @@
+"""Activations kept at chosen layers and computed again in between, for less memory at the price of a second forward.
+
+The originals' meaning: the outputs of the layers whose names match are stored, what lies between them is recomputed
+during the backward pass. `.*conv.*` stores what convolutions give and recomputes norms and activations; listing every
+layer of a part (`layer4/.*`) keeps that part whole. Behind the last stored output nothing is recomputed: the backward
+pass begins there, so it would save nothing.
+"""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from falconet.errors import ConfigError
+from falconet.numerics.footprint import measure
+from falconet.numerics.segments import computed, cut, is_random, name_of, owner, trace
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Every layer's name: module paths with slashes, blocks included, and functions as the trace numbers them."""
+    traced = trace(model)
+    functions = [node.name for node in computed(traced) if node.op in ("call_function", "call_method")]
+    return [*(name.replace(".", "/") for name, _ in model.named_modules() if name), *functions]
+
+
+def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Change `model`, in place, to store the outputs of matching layers alone; their names.
+
+    A pattern is a regular expression for a whole name. Weights, their names and gradients stay as they are, and batch
+    norm counts each micro-batch once. Only training with gradients is different. To be called when the model lies on
+    its device.
+    """
+    traced = trace(model)
+    last = _last_nodes(traced, model)
+    for pattern in patterns:
+        _check_pattern(pattern, list(last))
+    matched = [name for name in last if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    pieces = cut(traced, (last[name] for name in matched))
+    model._segments = tuple(_Segment.of(piece) for piece in pieces)  # type: ignore[assignment]
+    # Bound to the model, so that a copy of the model runs its own layers.
+    model.forward = MethodType(_forward, model)
+    return matched
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which blocks to recompute, and the memory that is expected of it."""
+
+    patterns: tuple[str, ...]  # for `recompute`; empty: nothing is to be recomputed
+    blocks: tuple[str, ...]  # the recomputed ones, each by the layer that ends it
+    predicted_bytes: int  # of activations, at the most
+    without_bytes: int  # the same if nothing is recomputed
+
+
+def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) -> Choice:
+    """The fewest recomputed bytes whose activations fit the budget; no budget: every block.
+
+    `example`: a micro-batch of the shape and type that the model computes in; only its shape and type are used. What
+    counts is what the backward pass needs of the forward pass; gradients and work space come on top.
+    """
+    footprint = measure(model, example)
+    without = footprint.peak(frozenset())
+    blocks: frozenset[int] = frozenset()
+    candidates = sorted(footprint.candidates, key=footprint.saving, reverse=True)
+    for block in candidates:
+        if budget_bytes is not None and footprint.peak(blocks) <= budget_bytes:
+            break
+        blocks |= {block}
+    predicted = footprint.peak(blocks)
+    if budget_bytes is not None and predicted > budget_bytes:
+        raise ConfigError(
+            f"--memory-budget: got {budget_bytes / 2**30:.2f} GiB, wanted at least {predicted / 2**30:.2f} GiB for the "
+            f"activations of {len(example)} images with every block recomputed; a smaller --micro-batch-size needs less"
+        )
+    patterns = tuple(re.escape(name) for name in footprint.stored_layers(blocks)) if blocks else ()
+    return Choice(patterns, tuple(footprint.name(block) for block in sorted(blocks)), predicted, without)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    piece: fx.GraphModule
+    norms: tuple[_BatchNorm, ...]
+    random: bool
+    single: bool  # one layer: what its backward pass needs is stored at both ends
+
+    @classmethod
+    def of(cls, piece: fx.GraphModule) -> "_Segment":
+        norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
+        return cls(piece, norms, is_random(piece), sum(node.op != "get_attr" for node in computed(piece)) == 1)
+
+    def __call__(self, *values: Any) -> Any:
+        if self.single:
+            return self.piece(*values)
+        # The compiler updates statistics once by itself, and refuses contexts.
+        compiling = torch.compiler.is_compiling()
+        context: dict[str, Any] = (
+            {} if compiling else {"context_fn": lambda: (contextlib.nullcontext(), _statistics_aside(self.norms))}
+        )
+        # Saving the random state reads it from the device's generator, which no captured graph allows.
+        return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random, **context)
+
+
+def _forward(model: nn.Module, *values: Any) -> Any:
+    """In the place of the model's own forward."""
+    if not (model.training and torch.is_grad_enabled()):
+        return type(model).forward(model, *values)
+    segments: Any = model._segments
+    for segment in segments[:-1]:
+        values = segment(*values)
+    return segments[-1].piece(*values)
+
+
+@contextlib.contextmanager
+def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Let batch norm update throw-away buffers.
+
+    Without buffers it would save other tensors than the first time, which checkpointing refuses.
+    """
+    training = [norm for norm in norms if norm.training and norm.track_running_stats]
+    kept = [{name: norm._buffers[name] for name in _STATISTICS} for norm in training]
+    for norm, buffers in zip(training, kept, strict=True):
+        norm._buffers.update({name: None if t is None else t.clone() for name, t in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(training, kept, strict=True):
+            norm._buffers.update(buffers)
+
+
+def _last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
+    """For every layer that computes, by name, the node that gives its output."""
+    last: dict[str, fx.Node] = {}
+    for node in computed(traced):
+        if node.op == "get_attr":
+            continue
+        last[name_of(node)] = node
+        parts = owner(node).split(".") if owner(node) else []
+        for depth in range(1, len(parts) + 1):
+            last["/".join(parts[:depth])] = node
+    order = {name.replace(".", "/"): place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(last.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _check_pattern(pattern: str, names: Sequence[str]) -> None:
+    try:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return
+    except re.error as error:
+        raise ConfigError(f"--recompute-checkpoints: '{pattern}' is not a regular expression: {error}") from error
+    nearest = difflib.get_close_matches(pattern.replace(".*", ""), names, n=3, cutoff=0.0)
+    listed = ", ".join(f"'{name}'" for name in nearest)
+    raise ConfigError(f"--recompute-checkpoints: '{pattern}' matches no layer; the nearest are {listed}")

@@ -1,0 +1,155 @@
+"""Stochastic rounding of fp32 to half precision, with noise that depends on where and when and on nothing else."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A 32-bit mixing function (lowbias32 of Wellons); CUDA and Triton repeat it from these numbers.
+MIX = (0x7FEB352D, 0x846CA68B)
+UPDATE_STRIDE = 0x9E3779B1  # odd, so that no two updates (or tensors) meet within 2^32
+TENSOR_STRIDE = 0x85EBCA77
+
+_MAGNITUDE = 0x7FFFFFFF  # of an fp32 number's bits; the last bit is the sign
+_LARGEST = {torch.float16: 0x477FE000, torch.bfloat16: 0x7F7F0000}  # the largest finite numbers, as fp32 bits
+_HALF_NORMAL = 0x38800000  # 2^-14: below it fp16's spacing is 2^-24 throughout
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Stochastic rounding, with noise drawn from `seed`."""
+
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingKey:
+    """Which noise: equal keys give equal noise on every replica and device, so there is no state to save."""
+
+    seed: int
+    update: int | Tensor  # a 0-d integer tensor may lie on the device
+    tensor: int
+    first: int = 0  # number of the first element, for a piece of a larger tensor
+
+
+class Store(Protocol):
+    """How a computed fp32 value becomes what is stored in `dtype`."""
+
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor: ...
+
+
+class Nearest:
+    """IEEE: to the nearest, ties to even."""
+
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor:  # noqa: ARG002
+        return value.to(dtype)
+
+
+class Stochastic:
+    """Up with probability equal to how far up the value lies; of one update, for tensors numbered below `tensors`."""
+
+    def __init__(self, rounding: Rounding, *, update: Tensor, tensors: int) -> None:
+        numbers = torch.arange(tensors, dtype=torch.int32, device=update.device)
+        self._streams = _streams(rounding.seed, update, numbers)
+
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor:
+        if dtype == torch.float32:
+            return value
+        return _round(value, dtype, _hash(_numbered(value, first), self._streams[tensor]))
+
+
+def round_stochastically(x: Tensor, dtype: torch.dtype, *, key: RoundingKey) -> Tensor:
+    """fp32 `x` in `dtype` (fp16 or bf16), each value rounded up with probability equal to how far up it lies.
+
+    A value that `dtype` has stays as it is, infinities and NaN too. Beyond the largest finite number there is no
+    neighbour above to be fair to: there it is IEEE's nearest, which overflows to infinity halfway to the next step.
+    Probabilities are exact, but for fp16 values below 2^-30, where they are right to 2^-30.
+
+    Elements are numbered by their logical index, so the result does not depend on the memory format. For a
+    channels-last tensor that costs a strided copy of the numbers here, two integer divisions in the Triton kernel.
+    """
+    stream = _streams(key.seed, key.update, torch.tensor(_signed(key.tensor), dtype=torch.int32, device=x.device))
+    return _round(x, dtype, _hash(_numbered(x, key.first), stream))
+
+
+def noise(
+    shape: int | Sequence[int], *, seed: int, update: int | Tensor, tensor: int, device: torch.device | str
+) -> Tensor:
+    """32 random bits an element, as int32: a hash of (seed, update, tensor, element)."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    elements = torch.arange(math.prod(shape), dtype=torch.int32, device=device).view(shape)
+    number = torch.tensor(_signed(tensor), dtype=torch.int32, device=device)
+    return _hash(elements, _streams(seed, update, number))
+
+
+def seed_bits(seed: int) -> int:
+    """A seed of up to 64 bits folded into a signed 32-bit number."""
+    low, high = (torch.tensor(_signed(word), dtype=torch.int32) for word in (seed, seed >> 32))
+    return int(_mix(_mix(low) + high))
+
+
+def _streams(seed: int, update: int | Tensor, tensors: Tensor) -> Tensor:
+    """One 32-bit number a tensor, which the elements' numbers are mixed with."""
+    if not isinstance(update, Tensor):
+        update = torch.tensor(_signed(update), dtype=torch.int32, device=tensors.device)
+    base = _mix(update.to(torch.int32) * _signed(UPDATE_STRIDE) + seed_bits(seed))
+    return _mix(tensors * _signed(TENSOR_STRIDE) + base)
+
+
+def _hash(elements: Tensor, stream: Tensor) -> Tensor:
+    # Mixed in twice: once alone, two streams would be the same numbers in another order.
+    return _mix(_mix(elements ^ stream) + stream)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """int32 to int32, one to one, every bit of the result depending on every bit of `x`; products wrap around."""
+    x = x ^ ((x >> 16) & 0xFFFF)  # the mask makes an arithmetic shift a logical one
+    x = x * _signed(MIX[0])
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(MIX[1])
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _numbered(x: Tensor, first: int) -> Tensor:
+    """Each element's number, in the memory layout of `x`."""
+    numbers = torch.arange(first, first + x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    if x.is_contiguous():
+        return numbers
+    return torch.empty_like(x, dtype=torch.int32).copy_(numbers)
+
+
+def _round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """`x` rounded by 32 random bits an element."""
+    assert x.dtype == torch.float32
+    pattern = x.view(torch.int32)
+    magnitude = pattern & _MAGNITUDE
+    rounded = _round_bfloat16(magnitude, bits) if dtype == torch.bfloat16 else _round_float16(magnitude, bits)
+    rounded = torch.where(magnitude < _LARGEST[dtype], rounded, magnitude)  # the rest is the cast's business
+    rounded |= pattern & ~_MAGNITUDE
+    return rounded.view(torch.float32).to(dtype)
+
+
+def _round_bfloat16(magnitude: Tensor, bits: Tensor) -> Tensor:
+    """bf16 is fp32 without its last 16 bits, down to the smallest number: noise below, then cut."""
+    return (magnitude + (bits & 0xFFFF)) & ~0xFFFF
+
+
+def _round_float16(magnitude: Tensor, bits: Tensor) -> Tensor:
+    normal = (magnitude + (bits & 0x1FFF)) & ~0x1FFF  # 13 bits more than fp16 has
+    # Below 2^-14: in units of 2^-24, with ever more bits to drop.
+    dropped = 126 - (magnitude >> 23)
+    beyond = (dropped - 30).clamp_(0, 31)  # more than the noise has
+    dropped.clamp_(0, 30)
+    significand = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
+    units = (significand + (bits & ((1 << dropped) - 1))) >> dropped
+    small = (units.float() * 2.0**-24).view(torch.int32)
+    return torch.where(magnitude < _HALF_NORMAL, small, normal)
+
+
+def _signed(number: int) -> int:
+    """The low 32 bits as the int32 of the same bits."""
+    return ((number + 2**31) & 0xFFFFFFFF) - 2**31

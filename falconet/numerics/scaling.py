@@ -1,0 +1,225 @@
+"""The loss scale: fixed, stepped or automatic, and gradients that are not finite. All on the device, without a wait."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from falconet.errors import CheckpointError, ConfigError
+
+EDGE = 1 / 16  # of the largest finite number: gradients above it are near overflow
+SHARE = 1e-7  # of gradients above the edge that is one too many
+HISTORY = 256  # updates whose scale is remembered
+
+_ALL = 1e18  # counts for more than all gradients there can be
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Scale(Protocol):
+    """What the loss is multiplied by before the backward pass, and gradients divided by before the update."""
+
+    value: Tensor  # 0-d, fp32, on the device; always this tensor, so that a captured graph sees it change
+
+    def before(self, update: int) -> None:
+        """Update number `update` begins."""
+
+    def watch(self, grads: Sequence[Tensor]) -> None:
+        """A micro-batch has added its gradients, which are still scaled."""
+
+    def after(self, found: Tensor) -> None:
+        """The update is done; `found`: it was skipped, because a gradient was not finite."""
+
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+class _Remembered:
+    """What every kind keeps: the value, the last values, how many updates there were and how many were skipped."""
+
+    def __init__(self, value: float, *, device: torch.device) -> None:
+        self.value = torch.tensor(value, dtype=torch.float32, device=device)
+        self.history = torch.zeros(HISTORY, device=device)  # that of update u at u % HISTORY
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def watch(self, grads: Sequence[Tensor]) -> None: ...
+
+    def after(self, found: Tensor) -> None:
+        self.history.index_copy_(0, (self.updates % HISTORY).view(1), self.value.view(1))
+        self.updates += 1
+        self.skipped += found
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """By name: the scale's own tensors, not copies."""
+        return {"value": self.value, "history": self.history, "updates": self.updates, "skipped": self.skipped}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; nothing is changed when something is missing."""
+        missing = self.state_tensors().keys() - tensors.keys()
+        if missing:
+            raise CheckpointError(f"loss scale: '{min(missing)}' is missing; was the run's scale of another kind?")
+        for name, own in self.state_tensors().items():
+            own.copy_(tensors[name])
+
+
+class FixedScale(_Remembered):
+    """The same for the whole run; 1 is no scale at all."""
+
+    def __init__(self, value: float, *, device: torch.device) -> None:
+        super().__init__(value, device=device)
+        self._fixed = value
+
+    def before(self, update: int) -> None:  # noqa: ARG002
+        self.value.fill_(self._fixed)  # not what a restored run had: its options may have changed
+
+
+class SteppedScale(_Remembered):
+    """From `initial` to `final`, doubling after equal stretches of epochs."""
+
+    def __init__(
+        self, initial: float, final: float, *, epochs: int, updates_per_epoch: int, device: torch.device
+    ) -> None:
+        super().__init__(initial, device=device)
+        self._steps = doublings(initial, final, epochs=epochs)
+        self._updates_per_epoch = updates_per_epoch
+
+    def before(self, update: int) -> None:
+        epoch = update // self._updates_per_epoch + 1
+        self.value.fill_(max(value for first, value in self._steps if first <= epoch))
+
+
+class AutomaticScale(_Remembered):
+    """Halved when too many gradients are near overflow, else doubled, as PopART does.
+
+    Watched are the gradients given to `watch`, by convention those of convolution and linear weights (`watched`); as
+    they stand after each micro-batch, that is, what has been accumulated so far. An update that was skipped halves too.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,  # gradients are computed in it, and overflow where it does
+        device: torch.device,
+        initial: float = 1.0,
+        period: int = 1,  # updates between changes
+        bounds: tuple[float, float] = (2.0**-15, 2.0**15),
+        sum: Callable[[Tensor], Tensor] = lambda counts: counts,  # over the replicas
+    ) -> None:
+        super().__init__(initial, device=device)
+        assert period >= 1
+        self._edge = EDGE * torch.finfo(dtype).max
+        self._period, self._bounds, self._sum = period, bounds, sum
+        self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # above the edge (or skipped), all
+
+    def before(self, update: int) -> None: ...
+
+    @torch.no_grad()
+    def watch(self, grads: Sequence[Tensor]) -> None:
+        for _, same in _by_type(grads):
+            self.counts[0] += _count_above(same, self._edge)
+        self.counts[1] += sum(grad.numel() for grad in grads)
+
+    @torch.no_grad()
+    def after(self, found: Tensor) -> None:
+        super().after(found)
+        self.counts[0] += found * _ALL
+        total = self._sum(self.counts.clone())
+        down = total[0] > SHARE * total[1]
+        changed = torch.where(down, self.value * 0.5, self.value * 2.0).clamp(*self._bounds)
+        due = self.updates % self._period == 0
+        self.value.copy_(torch.where(due, changed, self.value))
+        self.counts.mul_(~due)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "counts": self.counts}
+
+
+class NonFinite(NamedTuple):
+    """Whether a gradient was infinite or NaN, and in which tensor first; -1: in none."""
+
+    found: Tensor  # 0-d, bool
+    first: Tensor  # 0-d, int64
+
+
+class Offender:
+    """The first layer whose gradient was not finite since the log last asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._first = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def note(self, non_finite: NonFinite) -> None:
+        """Remember it, on the device, unless there is one already."""
+        self._first.copy_(torch.where(self._first < 0, non_finite.first, self._first))
+
+    def read(self, names: Sequence[str]) -> str | None:
+        """Its name among the tensors' names, and forget it; the host waits for the device."""
+        number = int(self._first)
+        self._first.fill_(-1)
+        return names[number] if number >= 0 else None
+
+
+def doublings(initial: float, final: float, *, epochs: int) -> tuple[tuple[int, float], ...]:
+    """(epoch counted from 1, scale from then on): 16 to 128 over 100 epochs doubles at 26, 51 and 76."""
+    ratio = final / initial
+    if ratio < 1 or not math.log2(ratio).is_integer():
+        raise ConfigError(
+            f"--initial-loss-scaling: got {initial:g}, from which doubling does not lead to --loss-scaling {final:g}; "
+            f"wanted {final:g} divided by 1, 2, 4 and so on"
+        )
+    steps = int(math.log2(ratio)) + 1
+    if epochs < steps:
+        raise ConfigError(
+            f"--initial-loss-scaling: {steps} scales from {initial:g} to {final:g} need at least {steps} epochs, "
+            f"and --epoch is {epochs}"
+        )
+    return tuple((step * (epochs // steps) + 1, initial * 2.0**step) for step in range(steps))
+
+
+def watched(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of convolutions and linear layers, where gradients are sums of products."""
+    layers = (m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd | nn.Linear))
+    weights: dict[nn.Parameter, None] = {m.weight: None for m in layers if m.weight.requires_grad}  # type: ignore[misc]
+    return list(weights)  # a tied one once
+
+
+@torch.no_grad()
+def find_non_finite(grads: Sequence[Tensor]) -> NonFinite:
+    """One pass over the gradients, scaled or not; a sum over replicas is not finite where one of them was not."""
+    largest: dict[int, Tensor] = {}
+    for numbers, same in _by_type(grads):
+        largest.update(zip(numbers, torch._foreach_norm(same, math.inf, dtype=torch.float32), strict=True))
+    bad = ~torch.stack([largest[number] for number in range(len(grads))]).isfinite()
+    found = bad.any()
+    return NonFinite(found, torch.where(found, bad.to(torch.int32).argmax(), -1))
+
+
+@torch.no_grad()
+def unscale_and_check(grads: Sequence[Tensor], scale: Tensor) -> NonFinite:
+    """Divide fp32 gradients by the scale, in place; half ones would underflow: `optim.half` divides them in fp32."""
+    non_finite = find_non_finite(grads)
+    full = [grad for grad in grads if grad.dtype not in _HALVES]
+    if full:
+        torch._foreach_mul_(full, 1.0 / scale)
+    return non_finite
+
+
+def _count_above(grads: list[Tensor], edge: float) -> Tensor:
+    """How many are larger than `edge`, in six kernels for any number of tensors; takes memory for a copy of them."""
+    signs = torch._foreach_abs(grads)
+    torch._foreach_sub_(signs, edge)
+    torch._foreach_clamp_min_(signs, 0.0)
+    torch._foreach_sign_(signs)  # 1 above the edge, else 0
+    count = torch.stack(torch._foreach_norm(signs, 1, dtype=torch.float32)).sum(dtype=torch.float64)
+    return torch.nan_to_num(count)  # NaN is `found`
+
+
+def _by_type(grads: Iterable[Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
+    """Numbers and tensors of one type at a time: of mixed ones foreach makes a kernel each."""
+    types: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for number, grad in enumerate(grads):
+        numbers, same = types.setdefault(grad.dtype, ([], []))
+        numbers.append(number)
+        same.append(grad)
+    return types.values()

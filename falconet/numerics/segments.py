@@ -1,0 +1,142 @@
+"""A traced model cut into segments, each of which can be run again."""
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from falconet.errors import ConfigError
+
+# What gives its argument, or a view of it, back: through them a change in place reaches the argument.
+_VIEWS = {"view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split"}
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+class _Tracer(fx.Tracer):
+    """Norms stay whole: fx would look into subclasses of torch's own, and run what they count."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, _BatchNorm | nn.GroupNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """The model as it trains, for one tensor; it shares the model's modules."""
+    if isinstance(model, fx.GraphModule):
+        return model
+    modes = {module: module.training for module in model.modules()}
+    model.train()  # functions like dropout are traced in the mode they find
+    try:
+        return fx.GraphModule(model, _Tracer().trace(model))
+    except fx.proxy.TraceError as error:
+        raise ConfigError(f"--recompute-mode: {type(model).__name__} cannot be traced: {error}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def name_of(node: fx.Node) -> str:
+    """A layer's name: its path with slashes, or for a function its name in the trace, as `add_13`."""
+    return str(node.target).replace(".", "/") if node.op == "call_module" else node.name
+
+
+def owner(node: fx.Node) -> str:
+    """The path of the module that a node is, or lies in."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack") or {}
+    return list(stack)[-1].split("@")[0] if stack else ""  # fx marks a second call with @
+
+
+def cut(traced: fx.GraphModule, after: Iterable[fx.Node]) -> list[fx.GraphModule]:
+    """Pieces that end at each of the nodes; a piece takes and gives all that it and later ones need.
+
+    Parameters keep their names, modules are shared, and no piece changes what it was given.
+    """
+    ends = set(after)
+    pieces: list[list[fx.Node]] = [[]]
+    for node in computed(traced):
+        pieces[-1].append(node)
+        if node in ends:
+            pieces.append([])
+    pieces = [piece for piece in pieces if piece]
+    number = {node: place for place, piece in enumerate(pieces) for node in piece}
+    outputs = next(node for node in traced.graph.nodes if node.op == "output")
+    number[outputs] = len(pieces)
+    given = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    modules = []
+    for place, piece in enumerate(pieces):
+        known = [*given, *piece]
+        passed = [node for node in known if any(number[user] > place for user in node.users)]
+        modules.append(_piece(traced, piece, given=given, results=passed if place < len(pieces) - 1 else None))
+        given = passed
+    return modules
+
+
+def computed(traced: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def is_random(piece: fx.GraphModule) -> bool:
+    """Whether it draws random numbers, which running it again must repeat."""
+    return any(
+        (node.op == "call_module" and isinstance(piece.get_submodule(str(node.target)), _RANDOM))
+        or (node.op in ("call_function", "call_method") and any(word in node.name for word in ("drop", "rand", "bern")))
+        for node in piece.graph.nodes
+    )
+
+
+def _piece(
+    traced: fx.GraphModule, nodes: Sequence[fx.Node], *, given: Sequence[fx.Node], results: Sequence[fx.Node] | None
+) -> fx.GraphModule:
+    """A module of these nodes; `results` None: the last one, which gives what the model gives."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in given}
+    for node in _changed_in_place(traced, nodes, given):
+        copies[node] = graph.call_method("clone", (copies[node],))
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    if results is None:
+        outputs = next(node for node in traced.graph.nodes if node.op == "output")
+        graph.output(fx.map_arg(outputs.args[0], lambda argument: copies[argument]))
+    else:
+        graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule(traced, graph)
+
+
+def _changed_in_place(traced: fx.GraphModule, nodes: Sequence[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:
+    """The given values that a node overwrites, itself or through a view."""
+    source = {node: node for node in given}
+    changed = []
+    for node in nodes:
+        first = node.args[0] if node.args else None
+        origin = source.get(first) if isinstance(first, fx.Node) else None
+        if origin is None:
+            continue
+        if _works_in_place(traced, node):
+            changed.append(origin)
+        if _works_in_place(traced, node) or _is_view(traced, node):
+            source[node] = origin
+    return [node for node in given if node in changed]
+
+
+def _works_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    return (
+        node.target in _IN_PLACE
+        or bool(node.kwargs.get("inplace"))
+        or getattr(node.target, "__name__", "").endswith("_")
+    )
+
+
+def _is_view(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(
+            traced.get_submodule(str(node.target)), nn.Identity | nn.Flatten | nn.modules.dropout._DropoutNd
+        )
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _VIEWS or node.target is operator.getitem

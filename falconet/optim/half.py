@@ -1,0 +1,277 @@
+"""Update rules for weights and state kept in half precision: arithmetic in fp32, every write rounded as asked.
+
+They take fp32 parameters too (norms in a half regime, all of them in 16.32), whose state is then fp32 as well. On
+CUDA an update is one launch of a Triton kernel for each type and group; elsewhere plain torch, with the same result.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from falconet.numerics.kernels import rules
+from falconet.numerics.kernels.table import Control, Group, Tables, is_dense, same_layout
+from falconet.numerics.rounding import Nearest, Rounding, Stochastic, Store
+
+TENSORS_A_WEIGHT = 4  # numbers of the noise: the weight itself, its states, one to spare
+PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
+
+Arithmetic = Callable[..., tuple[Tensor, ...]]
+
+
+class HalfOptimizer(torch.optim.Optimizer):
+    """What the rules share: loss scale, skipping, rounding, and where the arithmetic happens.
+
+    `scale` (0-d fp32) divides the gradients, in fp32. Where `found` (0-d bool) is true, weights and state stay as they
+    are. Both are read on the device, never by the host; None means 1 and false.
+    """
+
+    counts_updates = False  # whether a parameter's `step` is kept
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, rounding: Rounding | None) -> None:
+        super().__init__(params, {**defaults, "capturable": True})
+        self.rounding = rounding
+        self.scale: Tensor | None = None
+        self.found: Tensor | None = None
+        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._numbers = {p: TENSORS_A_WEIGHT * number for number, p in enumerate(self._params)}
+        device = self._params[0].device
+        self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
+        self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        self._tables = Tables()
+        self._fuses = device.type == "cuda"
+
+    def at(self, update: int) -> None:
+        """Say which update comes next: rounding's noise depends on it. Outside of a captured graph."""
+        self.rounding_update.fill_(update)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        update = self._fused if self._fuses else partial(self._plain, store=self._store())
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            self._fill_slots(params, self.slots(group))
+            if self.counts_updates:
+                taken = self._one if self.found is None else (~self.found).float()
+                torch._foreach_add_([self.state[p]["step"] for p in params], taken)
+            update(group, params)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        """The states of a parameter and what they begin with, in the rule's order."""
+        raise NotImplementedError
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        """The kernel's name for the rule, the plain rule with its constants, and those of the kernel."""
+        raise NotImplementedError
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """Two fp32 numbers of each parameter's own that the rule wants, on the device."""
+        return self._one.expand(len(params), 2)
+
+    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+        """The plain rule for one parameter, given its own two numbers."""
+        return partial(arithmetic, lr=lr)
+
+    def _plain(self, group: dict[str, Any], params: Sequence[Tensor], store: Store) -> None:
+        lr, own = self._lr(group), self.own(group, params)
+        inverse = self._one / self.scale if self.scale is not None else self._one
+        slots, (_, arithmetic, _) = self.slots(group), self.rule(group)
+        for p, numbers in zip(params, own, strict=True):
+            bound = self.bind(arithmetic, numbers, lr)
+            assert p.grad is not None
+            stored = [p, *(self.state[p][slot] for slot in slots)]
+            for first, (grad, *tensors) in _pieces(p.grad, *stored):
+                before = [t.float() for t in tensors]
+                after = bound(before[0], grad.float() * inverse, *before[1:])
+                for place, (t, old, new) in enumerate(zip(tensors, before, after, strict=True)):
+                    kept = new if self.found is None else torch.where(self.found, old, new)
+                    t.copy_(store(kept, t.dtype, tensor=self._numbers[p] + place, first=first))
+
+    def _fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        from falconet.numerics.kernels import fused  # Triton is there on CUDA alone
+
+        control = Control(
+            lr=self._lr(group),
+            scale=self._one if self.scale is None else self.scale,
+            found=self._never if self.found is None else self.found,
+            update=self.rounding_update,
+            rounding=self.rounding,
+        )
+        name, _, constants = self.rule(group)
+        for same in _by_type(params):
+            assert all(is_dense(p) for p in same), "a weight is neither row-major nor channels-last"
+            batch = Group(
+                weights=same,
+                grads=[same_layout(p.grad, like=p) for p in same if p.grad is not None],
+                states=[[self.state[p][slot] for slot in self.slots(group)] for p in same],
+                numbers=[self._numbers[p] for p in same],
+            )
+            own = self.own(group, same).contiguous()
+            fused.launch(name, batch, control, own=own, constants=constants, tables=self._tables)
+
+    def _store(self) -> Store:
+        if self.rounding is None:
+            return Nearest()
+        tensors = TENSORS_A_WEIGHT * len(self._params)
+        return Stochastic(self.rounding, update=self.rounding_update, tensors=tensors)
+
+    def _lr(self, group: dict[str, Any]) -> Tensor:
+        rate = group["lr"]
+        return rate if isinstance(rate, Tensor) else self._rate.fill_(rate)
+
+    def _fill_slots(self, params: Sequence[Tensor], slots: dict[str, float]) -> None:
+        """Make the state of parameters that have their first gradient."""
+        for p in params:
+            state = self.state[p]
+            if not state and self.counts_updates:
+                state["step"] = torch.zeros((), device=p.device)
+            for name, value in slots.items():
+                if name not in state:
+                    state[name] = torch.full_like(p, value)
+
+
+class HalfSGD(HalfOptimizer):
+    """v = momentum * v + g + decay * w; w -= lr * v."""
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, rounding: Rounding | None, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        if not momentum:
+            return "descent", partial(rules.descent, decay=decay), (decay,)
+        plain = partial(rules.momentum_descent, momentum=momentum, decay=decay)
+        return "momentum_descent", plain, (decay, momentum)
+
+
+class HalfLars(HalfOptimizer):
+    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt."""
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float, rounding: Rounding | None
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
+        super().__init__(params, defaults, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        return {"velocity": 0.0}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        return "lars", partial(rules.lars, momentum=momentum, decay=decay), (decay, momentum)
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
+        """The trust ratios: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
+        if not group["adapts"]:
+            return super().own(group, params)
+        weights = _norms(params)
+        grads = _norms([p.grad for p in params if p.grad is not None]) / (
+            self._one if self.scale is None else self.scale
+        )
+        ratios = group["trust"] * weights / (grads + group["weight_decay"] * weights + group["eps"])
+        trust = torch.where((weights > 0) & (grads > 0), ratios, 1.0)
+        return torch.stack((trust, trust), dim=1)
+
+    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:
+        return partial(arithmetic, rate=own[0] * lr)
+
+
+class HalfRMSpropTF(HalfOptimizer):
+    """TensorFlow's RMSprop: averages begin at 1, eps is inside the root, the rate inside the momentum."""
+
+    counts_updates = True
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
+    ) -> None:
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "weight_decay": 0.0}
+        super().__init__(params, defaults, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"square_avg": 1.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        alpha, eps, decay, momentum = (group[name] for name in ("alpha", "eps", "weight_decay", "momentum"))
+        constants = (decay, 1.0 - alpha, eps)
+        if not momentum:
+            return "rmsprop", partial(rules.rmsprop, alpha=alpha, decay=decay, eps=eps), constants
+        plain = partial(rules.momentum_rmsprop, alpha=alpha, momentum=momentum, decay=decay, eps=eps)
+        return "momentum_rmsprop", plain, (*constants, momentum)
+
+
+class HalfAdamW(HalfOptimizer):
+    """AdamW; the second moment is kept as its root, because squares of gradients underflow in fp16."""
+
+    counts_updates = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float,
+        eps: float,
+        rounding: Rounding | None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        return {"exp_avg": 0.0, "root_exp_avg_sq": 0.0}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        plain = partial(_adamw, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
+        return "adamw", plain, (decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
+        """The bias corrections, 1 - beta^updates."""
+        steps = torch.stack([self.state[p]["step"] for p in params])
+        return torch.stack([1.0 - beta**steps for beta in group["betas"]], dim=1)
+
+    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:
+        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1])
+
+
+def _adamw(*tensors: Tensor, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:
+    return rules.adamw(*tensors, lr=lr, decay=decay, adam=rules.Adam(**constants))
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """One Euclidean norm a tensor, in fp32: a half's own would overflow at 65504."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
+def _by_type(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def types(p: Tensor) -> str:
+        assert p.grad is not None
+        return f"{p.dtype} {p.grad.dtype}"
+
+    for _, same in groupby(sorted(params, key=types), key=types):  # a stable sort
+        yield list(same)
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Matching slices along the first dimension, with the number of their first element."""
+    whole = tensors[0]
+    if whole.numel() <= PIECE or whole.ndim == 0:
+        yield 0, list(tensors)
+        return
+    row = whole.numel() // whole.shape[0]
+    rows = max(1, PIECE // row)
+    for start in range(0, whole.shape[0], rows):
+        yield start * row, [t[start : start + rows] for t in tensors]

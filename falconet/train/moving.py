@@ -1,0 +1,75 @@
+"""From gradients to moved weights: plainly, or with a loss scale."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from falconet.numerics.scaling import Offender, Scale, find_non_finite, watched
+from falconet.optim.build import set_lr
+from falconet.optim.half import HalfOptimizer
+
+
+class Move(Protocol):
+    """What happens to the loss before, and to the gradients after, the backward passes of an update."""
+
+    def begin(self, update: int) -> None:
+        """Update number `update` begins: forget the gradients of the last one."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss."""
+
+    def end(self, update: int, lr: float) -> Tensor:
+        """Move the weights; 1 if the update was skipped instead, 0 if not, on the device."""
+
+
+class PlainMove:
+    """The gradients as they are."""
+
+    def __init__(self, optimizer: Optimizer, *, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self._moved = torch.zeros((), dtype=torch.int64, device=device)
+
+    def begin(self, update: int) -> None:  # noqa: ARG002
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def end(self, update: int, lr: float) -> Tensor:  # noqa: ARG002
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        return self._moved
+
+
+class ScaledMove:
+    """The loss times a scale; an update with gradients that are not finite is skipped, on the device."""
+
+    def __init__(self, model: nn.Module, optimizer: HalfOptimizer, scale: Scale, *, offender: Offender) -> None:
+        self.optimizer, self.scale, self.offender = optimizer, scale, offender
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._watched = watched(model)
+
+    def begin(self, update: int) -> None:
+        self.optimizer.zero_grad()
+        self.scale.before(update)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
+        self.scale.watch(_gradients(self._watched))
+
+    def end(self, update: int, lr: float) -> Tensor:
+        non_finite = find_non_finite(_gradients(self._trained))
+        self.offender.note(non_finite)
+        self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
+        self.optimizer.at(update)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.scale.after(non_finite.found)
+        return non_finite.found.long()
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,186 @@
+"""Regimes, scales and recomputation, from the command line to the weights."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_restore import state
+from tiny import TINY
+from torch import nn
+
+from falconet.commands import parts
+from falconet.commands.launching import prepare
+from falconet.commands.running import Run
+from falconet.config.load import load
+from falconet.config.options import options_of
+from falconet.config.schema import TrainOptions
+from falconet.config.settings import from_line
+from falconet.data.feed import Feed
+from falconet.numerics.precision import REGIMES
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def run_of(line):
+    return Run(prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", REGIMES)
+def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
+    run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
+    wanted = run.regime.formats(run.world.device)
+    state = run.new_state()
+    step = run.step(state)
+    seen = {}
+
+    def note_activations(layer, inputs, output):
+        seen.setdefault("activations", set()).add(output.dtype)
+
+    def note_loss(logits, targets):
+        values = real_loss(logits, targets)
+        seen.setdefault("loss", set()).add(values.dtype)
+        return values
+
+    real_loss, step.loss = step.loss, None
+    step.loss = type("Noted", (), {"classes": real_loss.classes, "__call__": staticmethod(note_loss)})()
+    convolutions = [layer for layer in state.model.modules() if isinstance(layer, nn.Conv2d)]
+    norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    for layer in convolutions:
+        layer.register_forward_hook(note_activations)
+    loader = parts.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
+    step(micro_batches, update=0, lr=0.001)
+    loader.close()
+
+    assert seen["activations"] == {wanted["activations"]}
+    assert seen["loss"] == {wanted["loss"]}
+    assert {layer.weight.dtype for layer in convolutions} == {wanted["weights"]}
+    assert {layer.weight.grad.dtype for layer in convolutions} == {wanted["gradients"]}
+    moments = {state.optimizer.state[layer.weight]["exp_avg"].dtype for layer in convolutions}
+    assert moments == {wanted["optimizer state"]}
+    assert {layer.weight.dtype for layer in norms} == {wanted["norm weights"]}
+    assert {layer.running_var.dtype for layer in norms} == {wanted["norm statistics"]}
+
+
+RECOMPUTED = [
+    ("resnet8-cifar", "--enable-recompute"),
+    ("resnet8-cifar", "--enable-recompute --recompute-checkpoints layer1/.* .*conv2"),
+    ("mobilenet-v3-small --image-size 32 --micro-batch-size 4", "--recompute-mode auto"),
+    (
+        "mobilenet-v3-small --image-size 32 --micro-batch-size 4",
+        "--recompute-mode manual --recompute-checkpoints blocks/[024]/0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "extra"), RECOMPUTED)
+def test_recomputation_changes_no_bit(falconet, extra, model):
+    line = f"train {TINY} --model {model} --epoch 1"
+    assert falconet(f"{line} --run-dir plain").code == 0
+    answer = falconet(f"{line} --run-dir again {extra}")
+    assert answer.code == 0, answer.err
+    assert "recomputes" in answer.out
+    plain, again = state(Path("plain")), state(Path("again"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
+
+
+def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
+    line = f"train {TINY} --micro-batch-size 64 --plan --recompute-mode auto"
+    everything = falconet(line).out
+    predicted, without = map(float, re.search(r"of (\S+) GiB predicted instead of (\S+) GiB", everything).groups())
+    assert predicted < without
+    assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
+    refused = falconet(f"{line} --memory-budget 0.000001")
+    assert refused.code == 2
+    assert "--memory-budget: got 0.00 GiB, wanted at least" in refused.err
+
+
+def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falconet):
+    # A scale that no half-precision gradient survives: every update is skipped.
+    answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
+    assert answer.code == 0, answer.err
+    assert re.search(
+        r"note: 1 of 1 updates skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
+    )
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("train/skipped", 0) for line in lines) == 4
+    fresh = run_of(f"{TINY} --precision 16.16").model.state_dict()
+    trained = state(Path("r"))
+    for name, tensor in fresh.items():
+        if "running" not in name and "tracked" not in name:
+            assert torch.equal(trained[f"model.safetensors:{name}"], tensor), name
+
+
+def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):
+    falconet(
+        f"train {TINY} --precision 16.16 --auto-loss-scaling --loss-scaling 2 --epoch 2 --logs-per-epoch 4 --run-dir r"
+    )
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss_scale"] for line in lines if "train/loss_scale" in line] == [
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+    ]
+
+
+def test_a_stepped_scale_doubles_where_the_formula_says(falconet):
+    out = falconet(f"train {TINY} --epoch 100 --initial-loss-scaling 16 --loss-scaling 128 --plan").out
+    assert "loss scale 16 from epoch 1, 32 from epoch 26, 64 from epoch 51, 128 from epoch 76" in out
+
+
+def test_a_loss_scale_does_not_change_an_fp32_run(falconet):
+    falconet(f"train {TINY} --run-dir one --loss-scaling 1.0000001")
+    falconet(f"train {TINY} --run-dir two --loss-scaling 1024")
+    one, two = state(Path("one")), state(Path("two"))
+    for name in one:
+        if name.startswith("model"):
+            torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+
+
+MISTAKES = {
+    "--recompute-mode manual": "--recompute-mode manual: needs --recompute-checkpoints",
+    "--enable-recompute --recompute-mode none": "--recompute-mode none: contradicts --enable-recompute",
+    "--recompute-mode manual --recompute-checkpoints layr1": (
+        "--recompute-checkpoints: 'layr1' matches no layer; the nearest are 'layer1'"
+    ),
+    "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
+    "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
+    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, from which doubling does not lead to",
+    "--precision 16.16 --optimizer rmsprop": "--optimizer rmsprop: works with --precision 32.32 or bf16.32",
+    "--precision 16": "--precision: got '16', wanted 16.16, 16.32, 32.32, bf16.bf16, bf16.32",
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(falconet, extra, message):
+    answer = falconet(f"train {TINY} {extra} --plan")
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_another_update_format_is_refused_when_restoring(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 1")
+    answer = falconet("restore --checkpoint-input-path r --epoch 2 --precision 16.16")
+    assert answer.code == 2
+    assert "--precision: got '16.16', wanted one that updates as '32.32' does" in answer.err
+
+
+def test_half_partials_have_no_effect_on_a_cpu_and_say_so(falconet):
+    assert "half partials: no effect on cpu" in falconet(f"train {TINY} --half-partial --plan").out
+
+
+def test_a_half_precision_checkpoint_validates_as_it_did_in_training(falconet):
+    falconet(f"train {TINY} --precision 16.16 --run-dir r --loss-scaling 64")
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    logged = [f"{line['validation/accuracy']:.2f}" for line in lines if "validation/accuracy" in line]
+    table = falconet("validate --checkpoint-input-path r").out
+    assert re.findall(r"Accuracy on test set: (\S+)%", table) == logged

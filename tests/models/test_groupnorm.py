@@ -1,0 +1,109 @@
+"""Fast group norm against float64, and against torch's own."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from falconet.models.groupnorm import FastGroupNorm, group_norm, plain_group_norm
+
+CASES = ("few channels", "several tiles", "channels beyond a tile", "single pixels", "many groups", "far from zero")
+SHAPES = [(2, 6, 5, 7, 3), (3, 40, 9, 9, 4), (1, 130, 3, 3, 13), (2, 8, 70, 70, 2), (2, 4, 1, 1, 1), (1, 256, 2, 3, 32)]
+NAMES = ("output", "input's gradient", "weight's gradient", "bias's gradient")
+
+
+def case(shape, dtype):
+    n, c, h, w, groups = shape
+    noise = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(n, c, h, w, generator=noise) for _ in range(2))
+    weight, bias = (torch.randn(c, generator=noise) for _ in range(2))
+    x, dy = ((t.to(dtype)).contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    return x, dy, weight, bias, groups
+
+
+def exact(x, dy, weight, bias, groups):
+    """Output and the three gradients in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    y = functional.group_norm(leaves[0], groups, leaves[1], leaves[2], 1e-5)
+    y.backward(dy.double())
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def check_close(found, wanted, tolerance):
+    for name, one, other in zip(NAMES, found, wanted, strict=True):
+        error = (one.double() - other).abs().max() / other.abs().max()
+        assert error <= tolerance, (name, error.item())
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The kernels' errors by case, from Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here")
+    script = Path(__file__).with_name("interpreted_groupnorm.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_are_as_exact_as_fp32_is(case, interpreted):
+    # At 1000 fp32's spacing is 6e-5; sums of squares around 0 would lose a variance of 1 altogether.
+    tolerance = 3e-4 if case == "far from zero" else 1e-6
+    for name, error in zip(NAMES, interpreted[case], strict=True):
+        assert error < tolerance, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_function_is_exact_up_to_the_types_rounding(dtype):
+    x, dy, weight, bias, groups = case(SHAPES[1], dtype=dtype)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = group_norm(x, groups, weight, bias, eps=1e-5)
+    y.backward(dy)
+    assert y.dtype == dtype
+    wanted = exact(x, dy, weight, bias, groups)
+    check_close([y.detach(), *(t.grad for t in leaves)], wanted, 4 * torch.finfo(dtype).eps)
+
+
+def test_it_loads_a_checkpoint_of_torchs_own_and_gives_the_same():
+    torch.manual_seed(0)
+    theirs, ours = nn.GroupNorm(4, 8, eps=1e-3), FastGroupNorm(4, 8, eps=1e-3)
+    nn.init.normal_(theirs.weight)
+    nn.init.normal_(theirs.bias)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 8, 3, 3)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_it_stays_in_its_inputs_type_under_autocast():
+    layer = FastGroupNorm(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(1, 4, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_what_follows_a_timm_norm_follows_here():
+    layer = FastGroupNorm(2, 4)
+    layer.act = nn.ReLU(inplace=True)
+    x = torch.randn(1, 4, 2, 2)
+    torch.testing.assert_close(layer(x), plain_group_norm(x, 2, layer.weight, layer.bias, eps=1e-5).relu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 64, 112, 112, 32), (8, 2048, 7, 7, 32)])
+def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, dtype):
+    x, dy, weight, bias, groups = (t.cuda() if isinstance(t, torch.Tensor) else t for t in case(shape, dtype=dtype))
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = group_norm(*leaves[:1], groups, *leaves[1:], eps=1e-5)
+    y.backward(dy)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    found = [y.detach(), *(t.grad for t in leaves)]
+    check_close(found, exact(x, dy, weight, bias, groups), max(5e-6, 2 * torch.finfo(dtype).eps))

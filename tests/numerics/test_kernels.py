@@ -1,0 +1,160 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the plain torch rules: the same bits."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from falconet.numerics.kernels.table import Group, Tables, is_dense, same_layout
+from falconet.numerics.rounding import Rounding
+from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
+
+FUSED = "falconet.numerics.kernels.fused"
+MAKERS = {
+    "descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.0, rounding=r),
+    "momentum descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.9, rounding=r),
+    "lars": lambda groups, r: HalfLars(groups, lr=0.1, momentum=0.9, trust=0.01, eps=1e-6, rounding=r),
+    "rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.0, rounding=r),
+    "momentum rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, rounding=r),
+    "adamw": lambda groups, r: HalfAdamW(groups, lr=0.1, eps=1e-8, rounding=r),
+}
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton's interpreter in the place of its compiler, for kernels imported from now on."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here")
+    from falconet.numerics import kernels
+
+    def forget():
+        sys.modules.pop(FUSED, None)
+        vars(kernels).pop("fused", None)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    forget()
+    yield
+    forget()
+
+
+def network(dtype):
+    """Row-major and channels-last, smaller and larger than a chunk, subnormal and empty of meaning."""
+    torch.manual_seed(0)
+    model = nn.ParameterList(
+        [
+            torch.randn(16, 8, 3, 3).contiguous(memory_format=torch.channels_last),
+            torch.randn(3, 7, 5, 1).contiguous(memory_format=torch.channels_last),
+            torch.randn(600),
+            torch.randn(5, 9) * 1e-6,
+            torch.randn(()),
+        ]
+    ).to(dtype)
+    model.append(nn.Parameter(torch.randn(20)))  # fp32 among halves, as a norm's weights
+    return model
+
+
+def make(name, model, rounding):
+    matrices, vectors = ([p for p in model if (p.ndim > 1) == many] for many in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "adapts": True},
+        {"params": vectors, "weight_decay": 0.0, "adapts": False},
+    ]
+    optimizer = MAKERS[name](groups, rounding)
+    optimizer._tables = Tables(chunk=512)  # small, so that there are whole and broken ones
+    return optimizer
+
+
+def train(model, optimizer, updates, scale=3.0):
+    optimizer.scale, optimizer.found = torch.tensor(scale), torch.tensor(False)
+    for update in updates:
+        noise = torch.Generator().manual_seed(update)
+        for p in model:
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=noise) * scale)
+        optimizer.at(update)
+        optimizer.step()
+
+
+def check_equal(first, second, one, other):
+    for p, q in zip(first, second, strict=True):
+        assert torch.equal(p, q), p.shape
+        for slot, value in one.state[p].items():
+            assert torch.equal(value, other.state[q][slot]), (slot, p.shape)
+
+
+# The interpreter cuts where it should round to bf16's nearest; the GPU's tests have that case.
+TYPES = {
+    "fp16 stochastic": (torch.float16, Rounding(5)),
+    "fp16 nearest": (torch.float16, None),
+    "bf16 stochastic": (torch.bfloat16, Rounding(5)),
+    "fp32": (torch.float32, None),
+}
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_kernel_equals_its_plain_rule_bit_for_bit(name, type_, interpreter):
+    dtype, rounding = TYPES[type_]
+    plain, fused = network(dtype), network(dtype)
+    first, second = make(name, plain, rounding), make(name, fused, rounding)
+    second._fuses = True
+    train(plain, first, range(2))
+    train(fused, second, range(2))
+    check_equal(plain, fused, first, second)
+
+
+def test_a_kernel_changes_nothing_where_a_gradient_was_not_finite(interpreter):
+    model = network(torch.float16)
+    optimizer = make("adamw", model, Rounding(0))
+    optimizer._fuses = True
+    train(model, optimizer, [0])
+    before = [p.detach().clone() for p in model]
+    state = [{slot: t.clone() for slot, t in optimizer.state[p].items()} for p in model]
+    optimizer.found = torch.tensor(True)
+    optimizer.at(1)
+    optimizer.step()
+    for p, old, slots in zip(model, before, state, strict=True):
+        assert torch.equal(p, old)
+        assert all(torch.equal(t, slots[slot]) for slot, t in optimizer.state[p].items())
+
+
+def test_a_gradient_laid_out_otherwise_is_brought_into_the_weights_order(interpreter):
+    plain, fused = network(torch.float16), network(torch.float16)
+    first, second = make("momentum descent", plain, None), make("momentum descent", fused, None)
+    second._fuses = True
+    for model, optimizer in ((plain, first), (fused, second)):
+        for p in model:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p.dtype)  # row-major
+        optimizer.step()
+    check_equal(plain, fused, first, second)
+
+
+def group(*weights):
+    return Group(weights, weights, [[] for _ in weights], [0] * len(weights))
+
+
+def test_chunks_cover_every_element_once():
+    sizes = [1, 511, 512, 513, 2000]
+    pairs = Tables(chunk=512).chunks(group(*(torch.zeros(size) for size in sizes))).tolist()
+    covered = [
+        (row, element) for row, part in pairs for element in range(part * 512, min((part + 1) * 512, sizes[row]))
+    ]
+    assert sorted(covered) == [(row, element) for row, size in enumerate(sizes) for element in range(size)]
+
+
+def test_a_table_is_made_once_for_the_same_addresses():
+    tables, weights = Tables(), [torch.zeros(5), torch.zeros(6)]
+    first = tables.rows(group(*weights))
+    assert tables.rows(group(*weights)) is first
+    assert tables.rows(group(weights[0], torch.zeros(6))) is not first
+    assert first[:, :2].tolist() == [[w.data_ptr()] * 2 for w in weights]
+
+
+def test_layouts_are_told_apart():
+    last = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert is_dense(last)
+    assert is_dense(last.contiguous())
+    assert not is_dense(last[:, :2])
+    assert same_layout(last, like=last) is last
+    assert same_layout(last.contiguous(), like=last).stride() == last.stride()

@@ -1,0 +1,278 @@
+"""Recomputing changes memory and nothing else: the same bits of outputs, gradients and statistics."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from falconet.errors import ConfigError
+from falconet.numerics.recompute import automatic, layer_names, recompute
+
+MODELS = {
+    "resnet8-cifar": 16,
+    "resnet18": 32,
+    "resnext50": 32,
+    "efficientnet-b0": 32,  # dropout, drop path, squeeze and excite
+    "mobilenet": 32,
+    "mobilenet-v3-small": 32,
+}
+
+
+def build(name):
+    # The models are beside the numerics, not below: only the tests know both.
+    from falconet.models import zoo
+
+    return zoo.build(name, classes=5, seed=0).train()
+
+
+def images(name, count=2):
+    noise = torch.Generator().manual_seed(1)
+    size = MODELS[name]
+    return torch.randn(count, 3, size, size, generator=noise).contiguous(memory_format=torch.channels_last)
+
+
+def step(model, x):
+    """Two micro-batches forward and backward; outputs and gradients."""
+    torch.manual_seed(7)  # dropout
+    model.zero_grad()
+    outputs = []
+    for part in (x, x + 1):
+        outputs.append(model(part))
+        outputs[-1].square().mean().backward()
+    return [*(y.detach() for y in outputs), *(p.grad for p in model.parameters())]
+
+
+def saved_bytes(model, x):
+    """What the backward pass keeps of the forward pass, each storage once."""
+    kept = {}
+    weights = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+    def pack(t):
+        if t.data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    del y
+    return sum(size for size, _ in kept.values())
+
+
+CASES = [(name, [".*(bn|add).*"]) for name in MODELS] + [
+    (name, patterns)
+    for name in ("resnet8-cifar", "mobilenet-v3-small")
+    for patterns in ([".*conv.*"], [".*"], ["layer2|blocks/1"], ["(add|mul).*|layer./0|blocks/./0", "fc|classifier"])
+]
+
+
+@pytest.mark.parametrize(("name", "patterns"), CASES)
+def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
+    plain = build(name)
+    changed = copy.deepcopy(plain)
+    matched = recompute(changed, patterns)
+    assert matched
+    for first, second in zip(step(plain, images(name)), step(changed, images(name)), strict=True):
+        assert torch.equal(first, second)
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
+
+
+def counted(layers):
+    """How often each layer was begun, and how often it came to its end."""
+    begun, ended = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+
+    def note(counts):
+        def hook(layer, *_):
+            counts[layer] += 1
+
+        return hook
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note(begun))
+        layer.register_forward_hook(note(ended))
+    return begun, ended
+
+
+def test_what_lies_between_the_matching_layers_is_computed_twice_and_they_once():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    _, ended = counted(list(model))
+    recompute(model, ["1", "3"])
+    model(torch.randn(2, 3)).sum().backward()
+    # 0 and 2 are recomputed; 1 and 3 end a stretch, and their own output is not needed again; then nothing is.
+    assert list(ended.values()) == [2, 1, 2, 1, 1, 1]
+
+
+def test_a_whole_part_is_kept_by_naming_all_of_it():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()) for _ in range(3)))
+    begun, _ = counted([layer for part in model for layer in part])
+    recompute(model, ["0/.*", "1"])
+    model(torch.randn(2, 3)).sum().backward()
+    assert list(begun.values()) == [1, 1, 2, 2, 1, 1]
+
+
+class InPlace(nn.Module):
+    """Overwrites its values in every way, where its backward pass allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.flat, self.silu = nn.Flatten(), nn.SiLU(inplace=True)
+        self.c.weight.requires_grad_(False)  # so that its input may change
+
+    def forward(self, x):
+        x = self.a(x)
+        y = self.silu(self.flat(x.clone()))  # through a view
+        y = self.b(y)
+        z = self.c(y)
+        y.mul_(2.0)
+        z = nn.functional.silu(z, True)
+        return (z + y.tanh() + x).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [["a"], ["clone"], ["clone", "b"], ["b"], ["c"], ["b", "c", "mul_"], ["mul_", "add"], ["c", "add"], [".*"]],
+)
+def test_layers_that_work_in_place_do_not_spoil_what_is_stored(stored):
+    torch.manual_seed(0)
+    plain = InPlace().train()
+    changed = copy.deepcopy(plain)
+    recompute(changed, stored)
+    for first, second in zip(outputs_and_gradients(plain), outputs_and_gradients(changed), strict=True):
+        assert torch.equal(first, second)
+
+
+def outputs_and_gradients(model):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_a_copy_runs_its_own_layers():
+    """The moving average of the weights is a copy of the model."""
+    model = build("resnet8-cifar")
+    recompute(model, ["layer1"])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.fc.bias.add_(100.0)
+        other.conv1.weight.zero_()
+    x = images("resnet8-cifar")
+    assert other(x).mean() > 50
+    assert model(x).mean() < 50
+    other(x).mean().backward()
+    assert model.fc.bias.grad is None
+
+
+def test_evaluation_is_left_alone():
+    plain = build("efficientnet-b0").eval()
+    changed = copy.deepcopy(plain)
+    recompute(changed, [".*bn.*"])
+    x = images("efficientnet-b0")
+    assert torch.equal(plain(x), changed(x))
+    assert not changed.training
+    assert not any(module.training for module in changed.modules())
+
+
+def test_less_is_kept():
+    plain = build("resnet18")
+    kept = saved_bytes(plain, images("resnet18"))
+    recompute(plain, ["layer./."])
+    # What the segments hold instead: the inputs of 8 blocks, and all of the last stretch.
+    assert saved_bytes(plain, images("resnet18")) < kept / 2
+
+
+def test_names_are_paths_with_slashes_and_functions_of_the_trace():
+    names = layer_names(build("resnet18"))
+    for name in ("conv1", "layer1", "layer1/0", "layer1/0/conv1", "layer4/0/downsample/1", "add", "add_7", "fc"):
+        assert name in names
+    assert "add_8" not in names
+
+
+MISTAKES = {
+    "layer9/.*": "--recompute-checkpoints: 'layer9/.*' matches no layer; the nearest are 'layer3/0'",
+    "conv": "--recompute-checkpoints: 'conv' matches no layer; the nearest are 'conv1'",
+    "layer1(": "--recompute-checkpoints: 'layer1(' is not a regular expression: missing )",
+}
+
+
+@pytest.mark.parametrize(("pattern", "message"), MISTAKES.items())
+def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest_names(pattern, message):
+    model = build("resnet8-cifar")
+    with pytest.raises(ConfigError) as caught:
+        recompute(model, ["layer1/0", pattern])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "forward" not in vars(model)
+
+
+def test_a_model_that_branches_on_its_input_is_refused_in_one_line():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ConfigError, match="--recompute-mode: Branching cannot be traced") as caught:
+        recompute(Branching(), [".*"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
+def test_the_prediction_without_recomputing_is_what_autograd_keeps(name):
+    model, x = build(name), images(name)
+    choice = automatic(model, example=x, budget_bytes=None)
+    assert choice.without_bytes == pytest.approx(saved_bytes(model, x), rel=0.03)
+    assert choice.predicted_bytes < 0.6 * choice.without_bytes
+
+
+def test_the_prediction_is_what_a_pencil_finds():
+    """A block keeps its input and the outputs of two sigmoids, 128 bytes each; its output is the next one's input."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(3))
+    choice = automatic(nn.Sequential(*blocks), example=torch.empty(4, 8), budget_bytes=None)
+    assert choice.without_bytes == 7 * 128
+    assert choice.predicted_bytes == 5 * 128  # three inputs, and the two outputs of the last block
+    assert choice.blocks == ("0/3", "1/3")
+    assert choice.patterns == ("0/3", "1/3")
+
+
+def test_the_prediction_follows_the_micro_batch_and_the_type():
+    model = build("resnet18")
+    one = automatic(model, example=torch.empty(1, 3, 64, 64), budget_bytes=None).predicted_bytes
+    eight = automatic(model, example=torch.empty(8, 3, 64, 64), budget_bytes=None).predicted_bytes
+    half = automatic(model, example=torch.empty(8, 3, 64, 64, dtype=torch.bfloat16), budget_bytes=None).predicted_bytes
+    assert eight == pytest.approx(8 * one, rel=0.1)
+    assert half < 0.62 * eight  # the indices of max pooling do not shrink
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.7, 0.5])
+def test_as_little_as_possible_is_recomputed_to_fit_the_budget(share):
+    model, x = build("resnet18"), images("resnet18")
+    every = automatic(model, example=x, budget_bytes=None)
+    budget = int(share * every.without_bytes)
+    choice = automatic(model, example=x, budget_bytes=budget)
+    assert choice.predicted_bytes <= budget
+    assert len(choice.blocks) <= len(every.blocks)
+    assert (choice.blocks == ()) == (share == 1.0)
+    changed = copy.deepcopy(model)
+    if choice.patterns:
+        recompute(changed, choice.patterns)
+    for first, second in zip(step(model, x), step(changed, x), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_budget_that_nothing_fits_is_refused_in_one_line():
+    with pytest.raises(ConfigError) as caught:
+        automatic(build("resnet8-cifar"), example=torch.empty(64, 3, 32, 32), budget_bytes=2**20)
+    assert "--memory-budget: got 0.00 GiB, wanted at least 0.0" in str(caught.value)
+    assert "activations of 64 images" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_choosing_leaves_the_model_alone():
+    model = build("resnet8-cifar")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    automatic(model, example=torch.empty(2, 3, 16, 16), budget_bytes=None)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert math.isfinite(model(images("resnet8-cifar")).sum().item())

@@ -1,0 +1,183 @@
+"""Stochastic rounding against numpy's float16 and float64 arithmetic."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from falconet.numerics.rounding import Nearest, Rounding, RoundingKey, Stochastic, noise, round_stochastically
+
+KEY = RoundingKey(seed=5, update=7, tensor=3)
+HALVES = [torch.float16, torch.bfloat16]
+SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+LARGEST = {torch.float16: 65504.0, torch.bfloat16: float.fromhex("0x1.fep127")}
+PRECISION = {torch.float16: 10, torch.bfloat16: 7}  # bits behind the point
+MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126}
+
+
+def neighbours(x, dtype):
+    """The numbers of `dtype` next to `x` on either side, by definition of the format, in float64."""
+    exponent = max(math.frexp(x)[1] - 1 if x else -10000, MINIMUM_EXPONENT[dtype])
+    spacing = 2.0 ** (exponent - PRECISION[dtype])
+    return math.floor(x / spacing) * spacing, math.ceil(x / spacing) * spacing
+
+
+def draws(value, dtype, count, update=0):
+    x = torch.full((count,), value, dtype=torch.float32)
+    return round_stochastically(x, dtype, key=RoundingKey(seed=1, update=update, tensor=0)).double()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(value=st.floats(width=32, allow_nan=False, allow_infinity=False), update=st.integers(0, 2**31 - 1))
+@settings(max_examples=300, deadline=None)
+def test_a_value_becomes_one_of_its_two_neighbours(dtype, value, update):
+    if abs(value) >= LARGEST[dtype]:
+        return
+    low, high = neighbours(value, dtype)
+    found = draws(value, dtype, 8, update)
+    assert ((found == low) | (found == high)).all(), (low, found, high)
+    assert (torch.signbit(found) == (math.copysign(1, value) < 0)).all()
+
+
+# |z| beyond 6.8 has probability 1e-11; with the 23 cases here a right implementation fails once in 1e9 runs.
+Z = 6.8
+NORMAL = [1.0002, -1.003, 3.14159265, -0.1, 65500.1]
+SAMPLES = {
+    torch.float16: [*NORMAL, 2.0**-14 * 1.0003, 6.09e-5, -3e-6, 1e-7, 5.9e-8, 2e-8, 1e-9],
+    torch.bfloat16: [*NORMAL, 1e38, -1e30, 2.0**-126 * 1.003, 1e-38, -5e-40, 3e-41],
+}
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(dtype, value) for dtype in HALVES for value in SAMPLES[dtype]])
+def test_rounding_is_unbiased(dtype, value):
+    count = 200_000
+    exact = float(np.float32(value))
+    low, high = neighbours(exact, dtype)
+    up = (exact - low) / (high - low)
+    found = (draws(value, dtype, count) == high).double().mean().item()
+    assert abs(found - up) <= Z * math.sqrt(up * (1 - up) / count) + 2.0**-30
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_is_unbiased_over_many_values_and_elements_do_not_depend_on_each_other(dtype):
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=20_000).astype(np.float32))
+    keys = [RoundingKey(seed=9, update=update, tensor=0) for update in range(4)]
+    errors = torch.stack([round_stochastically(x, dtype, key=key).double() - x for key in keys])
+    low, high = (torch.tensor(side).double() for side in zip(*(neighbours(float(v), dtype) for v in x), strict=True))
+    usual = ((x - low) * (high - x)).sqrt()  # the standard deviation of a fair choice between the two
+    standard = errors / usual.clamp_min(1e-30)
+    total = math.sqrt(standard.numel())
+    assert abs(standard.sum().item()) / total < Z
+    assert abs((standard[:, 1:] * standard[:, :-1]).sum().item()) / total < Z  # neighbours in place
+    assert abs((standard[1:] * standard[:-1]).sum().item()) / total < Z  # and in time
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_of_the_type_stays_as_it_is(dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    found = round_stochastically(every.float(), dtype, key=KEY)
+    assert torch.equal(found.isnan(), every.isnan())
+    numbers = ~every.isnan()
+    assert torch.equal(found[numbers].view(torch.int16), every[numbers].view(torch.int16))  # infinities, -0
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_beyond_the_largest_number_rounding_is_ieee_nearest(dtype):
+    largest = LARGEST[dtype]
+    step = largest - neighbours(math.nextafter(largest, 0.0), dtype)[0]
+    x = torch.tensor([largest, largest + 0.4 * step, largest + 0.6 * step, 3.4e38, math.inf]).float()
+    x = torch.cat([x, -x])
+    for update in range(20):
+        found = round_stochastically(x, dtype, key=RoundingKey(seed=0, update=update, tensor=0))
+        assert torch.equal(found, x.to(dtype))
+
+
+@pytest.mark.parametrize("payload", [1, 0x2000, 0x400000, 0x7FFFFF])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_no_nan_becomes_a_number(dtype, payload):
+    patterns = torch.tensor([0x7F800000 + payload, 0x7F800000 + payload - 2**31], dtype=torch.int64).to(torch.int32)
+    assert round_stochastically(patterns.view(torch.float32), dtype, key=KEY).isnan().all()
+
+
+def test_noise_is_a_function_of_its_key():
+    same = {"seed": 3, "update": 4, "tensor": 5, "device": "cpu"}
+    first = noise(1000, **same)
+    assert torch.equal(first, noise((10, 100), **same).flatten())
+    assert torch.equal(first[:10], noise(10, **same))
+    assert torch.equal(first, noise(1000, **{**same, "update": torch.tensor(4)}))
+    for changed in ({"seed": 4}, {"update": 5}, {"tensor": 6}, {"seed": 3 + 2**32}):
+        other = noise(1000, **{**same, **changed})
+        assert (first == other).float().mean() < 0.01, changed
+
+
+def test_noise_is_the_published_hash():
+    """lowbias32 in Python's unbounded integers, mixed as the module's docstrings say."""
+
+    def mix(x):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = ((x ^ (x >> shift)) * factor) % 2**32
+        return x ^ (x >> 16)
+
+    seed, update, tensor = 0x123456789AB, 1000, 7
+    base = mix((mix((mix(seed % 2**32) + (seed >> 32)) % 2**32) + update * 0x9E3779B1) % 2**32)
+    stream = mix((base + tensor * 0x85EBCA77) % 2**32)
+    wanted = [mix((mix(element ^ stream) + stream) % 2**32) for element in range(50)]
+    found = noise(50, seed=seed, update=update, tensor=tensor, device="cpu")
+    assert [int(number) % 2**32 for number in found] == wanted
+
+
+def test_every_bit_of_noise_is_a_fair_coin():
+    bits = noise(1 << 16, seed=0, update=0, tensor=0, device="cpu")
+    for bit in range(32):
+        ones = ((bits >> bit) & 1).sum().item()
+        assert abs(ones - 2**15) < Z * 2**7, bit
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_memory_format_changes_nothing(dtype):
+    x = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(0))
+    last = x.contiguous(memory_format=torch.channels_last)
+    found = round_stochastically(last, dtype, key=KEY)
+    assert found.stride() == last.stride()
+    assert torch.equal(found, round_stochastically(x, dtype, key=KEY))
+
+
+def test_a_piece_is_rounded_as_a_part_of_the_whole():
+    x = torch.randn(300)
+    whole = round_stochastically(x, torch.float16, key=KEY)
+    piece = RoundingKey(seed=KEY.seed, update=KEY.update, tensor=KEY.tensor, first=100)
+    assert torch.equal(round_stochastically(x[100:], torch.float16, key=piece), whole[100:])
+
+
+def test_a_store_rounds_as_its_name_says():
+    x = torch.randn(100)
+    stochastic = Stochastic(Rounding(5), update=torch.tensor(7), tensors=4)
+    for dtype in HALVES:
+        assert torch.equal(stochastic(x, dtype, tensor=3, first=0), round_stochastically(x, dtype, key=KEY))
+        assert torch.equal(Nearest()(x, dtype, tensor=3, first=0), x.to(dtype))
+    for store in (stochastic, Nearest()):
+        assert torch.equal(store(x, torch.float32, tensor=3, first=0), x)
+
+
+def test_a_thousand_small_steps_are_lost_to_the_nearest_but_not_on_average():
+    """1 - 1000 x 1e-4 in fp16, whose spacing below 1 is 4.9e-4."""
+    stochastic = nearest = torch.ones(1000, dtype=torch.float16)
+    for update in range(1000):
+        key = RoundingKey(seed=0, update=update, tensor=0)
+        stochastic = round_stochastically(stochastic.float() - 1e-4, torch.float16, key=key)
+        nearest = (nearest.float() - 1e-4).half()
+    assert (nearest == 1.0).all()
+    assert stochastic.double().mean().item() == pytest.approx(0.9, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gpu_rounds_as_the_cpu_does(dtype):
+    exponents = torch.arange(2**20, dtype=torch.int64) * 4093 - 2**31
+    x = exponents.to(torch.int32).view(torch.float32)  # every sign and exponent, NaN too
+    here, there = (round_stochastically(x.to(device), dtype, key=KEY).cpu() for device in ("cpu", "cuda"))
+    assert torch.equal(here.view(torch.int16)[~x.isnan()], there.view(torch.int16)[~x.isnan()])
+    assert there[x.isnan()].isnan().all()
