@@ -11,7 +11,8 @@ from falconet import __version__
 from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.load import parse, print_help
-from falconet.errors import Interrupted, UserError, did_you_mean
+from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
+from falconet.parallel.environment import speaks
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
@@ -45,6 +46,11 @@ COMMANDS = {
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
+    "doctor": Command(
+        schema.DoctorOptions,
+        "what this machine has, and whether it works",
+        "falconet doctor --distributed --replicas 2",
+    ),
     "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
     "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
 }
@@ -58,10 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     try:
         return _run(name, words[1:])
+    except SaidElsewhereError:
+        return MISTAKE
     except UserError as error:
         prefix = f"falconet {name}" if name in COMMANDS else "falconet"
-        print(f"{prefix}: {error}", file=sys.stderr)  # noqa: T201
+        if speaks(os.environ, str(error)):
+            print(f"{prefix}: {error}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+    except WorldError as error:
+        print(f"falconet {name}: {error}", file=sys.stderr)  # noqa: T201
+        return OURS
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:

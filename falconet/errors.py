@@ -28,6 +28,14 @@ class DivergedError(UserError):
     """The loss is no longer a number."""
 
 
+class SaidElsewhereError(UserError):
+    """A mistake that another process of the run prints."""
+
+
+class WorldError(Exception):
+    """A process that went away or did not answer: `cli` prints it as one line and exits with code 1."""
+
+
 class Interrupted(Exception):  # noqa: N818, an interruption is not an error
     """The user (or the scheduler) asked the run to stop; `cli` exits with code 130."""
 

@@ -12,6 +12,7 @@ from falconet.checkpoint import files, foreign
 from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.state_names import load_state_tensors, state_tensors
+from falconet.parallel.sharding import Layout, Whole
 
 
 @dataclass
@@ -66,10 +67,16 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     ema: Ema | None = None
     scale: Scale | None = None
+    shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
+
+    @property
+    def layout(self) -> Layout:
+        return self.shards or Whole(self.model)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Every tensor, by file and name."""
-        content = {"model": dict(self.model.state_dict()), "optimizer": state_tensors(self.optimizer, self.model)}
+        """Every tensor, by file and name, whole; every process calls it."""
+        optimizer = self.layout.gathered(state_tensors(self.optimizer, self.layout.trained))
+        content = {"model": dict(self.model.state_dict()), "optimizer": optimizer}
         return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
 
     def _optional(self) -> dict[str, Ema | Scale]:
@@ -81,6 +88,7 @@ class TrainState:
         manifest = files.verify(folder)
         weights = files.read_tensors(folder, "model", verified=manifest)
         foreign.load_weights(self.model, weights, where=str(folder), name=name)
-        load_state_tensors(self.optimizer, self.model, files.read_tensors(folder, "optimizer", verified=manifest))
+        stored = files.read_tensors(folder, "optimizer", verified=manifest)
+        load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(stored))
         for stem, part in self._optional().items():
             part.load_state_tensors(files.read_tensors(folder, stem, verified=manifest))

@@ -9,6 +9,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.average import Averaging, average, select
 from falconet.checkpoint.foreign import load_weights
 from falconet.config import schema
+from falconet.parallel.world import World
 from falconet.train.record import Record
 
 Say = Callable[[str], None]
@@ -41,15 +42,20 @@ def averaged_name(newest: Path) -> Path:
     return newest.with_name(newest.name.partition("+")[0] + "_averaged")
 
 
-def after_training(record: Record, options: schema.TrainOptions, say: Say) -> None:
-    """Average the run's checkpoints and measure the result."""
+def after_training(record: Record, options: schema.TrainOptions, *, world: World, say: Say) -> None:
+    """Average the run's checkpoints, on the first process, and measure the result, on all of them."""
     how = rule_of(options.averaging)
-    folders = select(files.checkpoints_in(record.checkpoints), how.last)
-    weights = average(folders, how)
-    to = averaged_name(folders[-1])
-    write_average(folders, how, weights=weights, to=to)
-    say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
+
+    def written() -> str:
+        folders = select(files.checkpoints_in(record.checkpoints), how.last)
+        to = averaged_name(folders[-1])
+        write_average(folders, how, weights=average(folders, how), to=to)
+        say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
+        return str(to)
+
+    to = Path(world.once(written))
     if record.plan.validation_mode != "none":
+        weights = files.read_tensors(to, "model", verified=files.verify(to))
         record.validate_average(_with(record.state.model, weights, where=str(to)))
 
 

@@ -36,7 +36,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     options = load_options(ValidateOptions, line, manifest.config).options
     # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    global_batch = trained.data.micro_batch_size * trained.training.gradient_accumulation
+    replicas = parts.value_or(trained.parallel.replicas, 1)
+    global_batch = trained.data.micro_batch_size * trained.training.gradient_accumulation * replicas
     images = parts.open_images(
         options.data, model=options.model.model, global_batch=global_batch, seed=trained.run.seed
     )

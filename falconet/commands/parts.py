@@ -20,6 +20,7 @@ from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import Regime
+from falconet.parallel.environment import local_processes
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
 
@@ -28,7 +29,9 @@ Note = Callable[[str], None]
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores for this process; those of the host are divided among its processes."""
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, every // local_processes(os.environ))
 
 
 def value_or(value: int | Literal["auto"], automatic: int) -> int:
@@ -156,7 +159,7 @@ def evaluator(
     loader = EvaluationLoader(
         reader,
         source.labels,
-        shape=BatchShape(micro_batch=data.micro_batch_size),
+        shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
         workers=workers(data),
         pin=world.device.type == "cuda",
     )

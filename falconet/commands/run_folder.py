@@ -17,18 +17,23 @@ CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "su
 KEPT = 3  # newest checkpoints, when nobody says otherwise
 
 
-def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None) -> Path:
-    """The folder of this run, there and writable: a restored run goes on in its own."""
+def choose(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None) -> Path:
+    """The folder of this run; nothing is made yet."""
     asked = options.run.run_dir
     if asked == "auto":
-        folder = _home(*restored) if restored else _fresh(Path("runs"), options)
-    else:
-        folder = asked
-        if (folder / CONFIG).exists() and not (restored and folder == _home(*restored)):
-            raise ConfigError(
-                f"--run-dir: {folder} already holds a run; `falconet restore --checkpoint-input-path {folder}` goes on"
-                " with it, another folder starts a new one"
-            )
+        return _home(*restored) if restored else _fresh(Path("runs"), options)
+    return asked
+
+
+def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None, again: bool = False) -> Path:
+    """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
+    folder = choose(options, restored=restored)
+    known = again or options.run.run_dir == "auto" or (restored and folder == _home(*restored))
+    if (folder / CONFIG).exists() and not known:
+        raise ConfigError(
+            f"--run-dir: {folder} already holds a run; `falconet restore --checkpoint-input-path {folder}` goes on"
+            " with it, another folder starts a new one"
+        )
     _require_writable(folder, "--run-dir")
     saved = checkpoints(folder, options)
     _require_writable(saved, "--checkpoint-output-path")

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from falconet.checkpoint.files import Manifest
+from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, numbers, parts, run_folder
-from falconet.config import rules, schema
-from falconet.config.load import Loaded
+from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
+from falconet.commands.launching import Launch
+from falconet.config import rules
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
 from falconet.data.preprocessing import Normalise
@@ -26,8 +27,11 @@ from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.half import HalfOptimizer
 from falconet.optim.schedules import Schedule
+from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.replicas import Replicas, digest
+from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import open_world
-from falconet.report.screen import Screen
+from falconet.report.sinks import Several
 from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
 from falconet.train.loss import Loss
@@ -40,15 +44,22 @@ from falconet.train.stop import StopRequest
 
 
 class Run:
-    """One training run; `restored` is the checkpoint it goes on from."""
+    """One training run, or one process of it."""
 
-    def __init__(self, loaded: Loaded[schema.TrainOptions], *, restored: tuple[Path, Manifest] | None = None) -> None:
-        self.loaded, self.options, self.restored = loaded, loaded.options, restored
-        self.screen = Screen()
-        stored_threads = restored[1].runtime.get("threads") if restored else None
-        self.threads = parts.value_or(self.options.machine.threads, stored_threads or parts.cores())
+    def __init__(self, launch: Launch) -> None:
+        self.loaded, self.options, self.restored = launch.loaded, launch.loaded.options, launch.restored
+        self.launch, self.division = launch, launch.division
+        self.threads = parts.value_or(self.options.machine.threads, self._stored_threads() or parts.cores())
         machine = self.options.machine
-        self.world = open_world(machine.device, threads=self.threads, deterministic=machine.deterministic)
+        self.world = open_world(
+            machine.device,
+            threads=self.threads,
+            deterministic=machine.deterministic,
+            place=launch.place,
+            timeout=self.options.parallel.collective_timeout,
+        )
+        self.screen = launching.screen_of(self.world)
+        self.note = launching.spoken(self.world)
         self.regime = REGIMES[machine.precision]
         self.regime.require(self.world.device)
         self.offender = Offender(self.world.device)
@@ -56,7 +67,10 @@ class Run:
     @cached_property
     def shape(self) -> BatchShape:
         return BatchShape(
-            micro_batch=self.options.data.micro_batch_size, accumulation=self.options.training.gradient_accumulation
+            micro_batch=self.options.data.micro_batch_size,
+            accumulation=self.division.accumulation,
+            replicas=self.division.processes,
+            replica=self.world.rank,
         )
 
     @cached_property
@@ -82,6 +96,13 @@ class Run:
             image_size=self.images.preprocessing.image_size,
             regime=self.regime,
             device=self.world.device,
+        )
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        parallel = self.options.parallel
+        return sharding.replicas(
+            self.model, self.world, bucket=parallel.bucket_size, sharded=parallel.enable_optimizer_rts
         )
 
     @cached_property
@@ -116,7 +137,12 @@ class Run:
 
     def go(self) -> int:
         """Print the plan, and carry it out unless only the plan was asked for."""
-        notes = list(rules.notes(self.options, self.loaded.sources))
+        with self.world:
+            return self._go()
+
+    def _go(self) -> int:
+        launching.check_alike(self.world, self.loaded, self.restored)
+        notes = [*rules.notes(self.options, self.loaded.sources), *([self.division.note] if self.division.note else [])]
         for line in [*self.plan_lines(), *(f"note: {note}" for note in notes)]:
             self.screen.line(line)
         if self.options.run.plan:
@@ -158,14 +184,23 @@ class Run:
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
         )
+        span_batchnorm(self.model, self.world, span=self.options.parallel.batchnorm_span)
+        shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
+        if scale and shards:
+            raise ConfigError(
+                f"--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32, got"
+                f" '{self.regime.name}'"
+            )
         optimizer = (
             build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
             if scale
-            else build(self.model, rule)
+            else build(shards.trained if shards else self.model, rule)
         )
-        state = TrainState(self.model, optimizer, scale=scale)
+        state = TrainState(self.model, optimizer, scale=scale, shards=shards)
+        if shards:
+            sharding.attach(shards, optimizer)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
@@ -183,8 +218,9 @@ class Run:
             normalise=Normalise(self.images.preprocessing).to(device),
             loss=Loss(self.images.classes, self.options.augmentation.label_smoothing),
             regime=self.regime,
-            seed=self.options.run.seed,
+            seed=self.options.run.seed + (self.world.rank << 40),  # replicas drop different units
             averages=[state.ema] if state.ema else [],
+            replicas=self.replicas,
         )
 
     def _state(self) -> TrainState:
@@ -197,7 +233,13 @@ class Run:
             state.load(folder, name=self.options.model.model)
             state.progress = self._progress(manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
+        self.world.agree("the weights", digest(state.model))
         return state
+
+    def _stored_threads(self) -> int | None:
+        """The restored run's, because the number changes bits; of another number of processes they say nothing."""
+        runtime = self.restored[1].runtime if self.restored else {}
+        return runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
 
     def _require_same_state(self, manifest: Manifest, folder: Path) -> None:
         """State of one update rule means nothing to another, even where the tensors would fit; so do its formats."""
@@ -224,9 +266,8 @@ class Run:
 
     def _train(self, state: TrainState) -> None:
         options, world = self.options, self.world
-        folder = run_folder.open_folder(options, restored=self.restored)
-        run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
-        loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.screen.line)
+        folder = Path(world.once(self._open_folder))
+        loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.note)
         step = self.step(state)
         stopwatch = Stopwatch()
 
@@ -234,29 +275,33 @@ class Run:
             batches = Feed(loader.updates(epoch, skip=skip), device=world.device)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
 
-        sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded))
-        with sinks as sink, Writer() as writer, StopRequest(self.screen.line) as stop, self.screen:
+        sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
+        with (
+            sinks as sink,
+            Writer() if world.is_first else IdleWriter() as writer,
+            StopRequest(self.screen.line) as stop,
+            self.screen,
+        ):
             record = Record(
                 plan=self.plan,
                 state=state,
                 identity=self._identity(folder),
                 checkpoints=run_folder.checkpoints(folder, options),
                 kept=run_folder.kept(options),
-                evaluate=parts.evaluator(
-                    self.images, options.data, regime=self.regime, world=world, note=self.screen.line
-                ),
+                evaluate=parts.evaluator(self.images, options.data, regime=self.regime, world=world, note=self.note),
                 screen=self.screen,
                 sink=sink,
                 writer=writer,
                 stop=stop,
                 offender=self.offender,
+                vote=world.vote(),
                 stopwatch=stopwatch,
                 best=self._best(),
                 last_saved=self.restored[0] if self.restored else None,
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             try:
-                train(self.plan, state.progress, step, updates_of=updates_of, watch=record)
+                train(self.plan, state.progress, step, updates_of=updates_of, watch=record, world=world)
             except NotFiniteError as error:
                 raise record.diverged(error) from None
             except Interrupted:
@@ -269,8 +314,14 @@ class Run:
             with stopwatch.standing():
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
-                    averaging.after_training(record, options, self.screen.line)
-        run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+                    averaging.after_training(record, options, world=world, say=self.screen.line)
+        if world.is_first:
+            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+
+    def _open_folder(self) -> str:
+        folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)
+        run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
+        return str(folder)
 
     def _best(self) -> tuple[float, int] | None:
         stored = self.restored[1].content.get("best") if self.restored else None
@@ -288,6 +339,7 @@ class Run:
                 "plan": self.plan.lines(),
                 "runtime": {
                     "threads": self.threads,
+                    "processes": self.world.size,
                     "device": str(self.world.device),
                     "run_dir": str(folder),
                     "cuda": torch.version.cuda,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from falconet.commands import launching
 from falconet.commands.reading import load_options
 from falconet.commands.running import Run
 from falconet.config.schema import TrainOptions
@@ -9,4 +10,5 @@ from falconet.config.settings import Setting
 
 
 def run(line: Sequence[Setting]) -> int:
-    return Run(load_options(TrainOptions, line)).go()
+    launch = launching.prepare(load_options(TrainOptions, line))
+    return launching.start("train", line, launch) if launching.must_start(launch) else Run(launch).go()

@@ -11,6 +11,7 @@ PAGES = (
     ("restore", schema.RestoreOptions),
     ("validate", schema.ValidateOptions),
     ("average", schema.AverageOptions),
+    ("doctor", schema.DoctorOptions),
 )
 
 

@@ -212,5 +212,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--enable-recompute or --recompute-mode manual",
         lambda options: recompute_mode(options.numerics) == "manual",
     ),
+    ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
+    ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

@@ -238,6 +238,26 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How many devices share the work."""
+
+    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Copies of the model, one process each; auto: as many as torchrun, mpirun or srun started, else 1."""
+    strict_devices: bool = False
+    """Refuse to run on fewer devices than replicas, instead of folding replicas into accumulation."""
+    bucket_size: Annotated[float, MoreThan(0)] = 25.0
+    """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
+    batchnorm_span: Annotated[int, AtLeast(1)] = 1
+    """Replicas that share the statistics of a batch in batch norm; must divide the replicas."""
+    enable_optimizer_rts: bool = False
+    """Divide the optimizer's state over the replicas: the same update with a share of the memory."""
+    max_restarts: Annotated[int, AtLeast(0)] = 3
+    """Times in a row that dead workers are started again without a new checkpoint in between."""
+    collective_timeout: Annotated[float, MoreThan(0)] = 600.0
+    """Seconds that one process waits for another before the run stops and names the one that is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Input:
     """What is read."""
 
@@ -262,6 +282,7 @@ class TrainOptions:
     averaging: Averaging = field(default_factory=Averaging)
     logging: Logging = field(default_factory=Logging)
     machine: Machine = field(default_factory=Machine)
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +336,24 @@ class AverageOptions:
     input: Input = field(default_factory=Input)
     average: Average = field(default_factory=Average)
     data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """What is looked at."""
+
+    distributed: bool = False
+    """Start processes and check every collective, averaged gradients, shared batch norm and divided checkpoints."""
+    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Tell what this machine has, and whether it works."""
+
+    doctor: Doctor = field(default_factory=Doctor)
     machine: Machine = field(default_factory=Machine)
 
 

@@ -1,6 +1,6 @@
 """LARS: SGD with momentum whose step is scaled, layer by layer, to the size of the weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class Lars(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float) -> None:
         defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
         super().__init__(params, defaults)
+        self.norms = norms  # replaced where a process has only pieces of the parameters
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -28,7 +29,9 @@ class Lars(torch.optim.Optimizer):
                 continue
             if group["adapts"]:
                 decay = group["weight_decay"]
-                trust = trust_ratios(params, grads, coefficient=group["trust"], decay=decay, eps=group["eps"])
+                trust = trust_ratios(
+                    params, grads, coefficient=group["trust"], decay=decay, eps=group["eps"], norms=self.norms
+                )
                 updates = torch._foreach_add(grads, params, alpha=decay)
                 torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
             else:
@@ -46,9 +49,20 @@ class Lars(torch.optim.Optimizer):
         return velocity
 
 
-def trust_ratios(params: list[Tensor], grads: list[Tensor], *, coefficient: float, decay: float, eps: float) -> Tensor:
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def trust_ratios(
+    params: list[Tensor],
+    grads: list[Tensor],
+    *,
+    coefficient: float,
+    decay: float,
+    eps: float,
+    norms: Callable[[Sequence[Tensor]], Tensor] = norms,
+) -> Tensor:
     """One ratio a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
-    weights = torch.stack(torch._foreach_norm(params))
-    gradients = torch.stack(torch._foreach_norm(grads))
+    weights, gradients = norms(params), norms(grads)
     ratios = coefficient * weights / (gradients + decay * weights + eps)
     return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)

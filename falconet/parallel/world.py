@@ -1,13 +1,16 @@
 """World: which process this is, on which device, and how the processes agree. A world of one is a real World."""
 
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from falconet.errors import DeviceError
+from falconet.parallel.environment import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,81 @@ class World:
         """The sum over all processes, on each of them."""
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """The largest over all processes, element by element, on each of them."""
+        return values
 
-def open_world(device: Literal["auto", "cpu", "cuda"], *, threads: int, deterministic: bool) -> World:
-    """The world of this one process, on the device asked for."""
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The first process's values, on each of them."""
+        return values
+
+    def barrier(self, operation: str) -> None:
+        """Until every process is here; `operation` is what a time-out is told with."""
+
+    def once(self, make: Callable[[], str]) -> str:
+        """What `make` returns on the first process, which alone calls it."""
+        return make()
+
+    def agree(self, what: str, mine: str) -> None:
+        """Raise DeviceError where the processes differ in what must be the same on all."""
+
+    def vote(self) -> Callable[[bool], bool]:
+        """Asks, once an update, whether any process says yes; no device is waited for."""
+        return bool
+
+    def at(self, moment: str) -> None:
+        """What this process is about, for the others to read when it does not answer any more."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave the world."""
+
+
+ALONE = World(device=torch.device("cpu"))
+
+
+def open_world(
+    device: Literal["auto", "cpu", "cuda"],
+    *,
+    threads: int,
+    deterministic: bool,
+    place: Place | None = None,
+    timeout: float = 600.0,
+) -> World:
+    """The world on the device asked for: of this one process, or of those that a launcher started with it.
+
+    `timeout`: seconds that one process waits for another.
+    """
     torch.set_num_threads(threads)
-    name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the processor")
-        torch.backends.cudnn.deterministic = deterministic
-        torch.backends.cudnn.benchmark = not deterministic
-        return World(device=torch.device("cuda", torch.cuda.current_device()))
-    return World(device=torch.device("cpu"))
+    chosen = _device(device_kind(device), place, deterministic=deterministic)
+    if place is None:
+        return World(device=chosen)
+    from falconet.parallel.processes import join  # torch.distributed takes a second to import
+
+    return join(place, chosen, timeout=timeout)
+
+
+def device_kind(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic: bool) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the processor")
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = not deterministic
+    if place is not None:
+        count = torch.cuda.device_count()
+        if place.local_size > count:
+            raise DeviceError(
+                f"{place.launcher}: started {place.local_size} processes on this host, which has {count} CUDA devices;"
+                " wanted one process a device"
+            )
+        torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", torch.cuda.current_device())

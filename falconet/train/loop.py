@@ -6,6 +6,7 @@ from typing import Protocol
 from falconet.checkpoint.state import Progress
 from falconet.data.loader import Batch
 from falconet.errors import Interrupted
+from falconet.parallel.world import ALONE, World
 from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
 from falconet.train.step import Step
@@ -28,12 +29,14 @@ def train(
     *,
     updates_of: Callable[[int, int], Iterable[Sequence[Batch]]],
     watch: Watch,
+    world: World = ALONE,
 ) -> None:
     """Train from `progress` to the end of the plan; `updates_of(epoch, skip)` gives an epoch's micro-batches."""
-    meter = Meter(progress)
+    meter = Meter(progress, world)
     first_epoch, done = divmod(progress.update, plan.updates_per_epoch)
     for epoch in range(first_epoch, plan.epochs):
         for micro_batches in updates_of(epoch, done):
+            world.at(f"update {progress.update + 1}")
             meter.add(step(micro_batches, update=progress.update, lr=plan.lr(progress.update)))
             progress.update += 1
             stopping = watch.stop_requested()

@@ -6,6 +6,7 @@ import torch
 
 from falconet.checkpoint.state import Progress, Totals
 from falconet.errors import DivergedError
+from falconet.parallel.world import ALONE, World
 from falconet.train.step import Update
 
 
@@ -18,10 +19,10 @@ class NotFiniteError(DivergedError):
 
 
 class Meter:
-    """Collects updates on the device until somebody wants numbers."""
+    """Collects updates on the device until somebody wants numbers, which are those of all replicas."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress, world: World = ALONE) -> None:
+        self.progress, self._world = progress, world
         self._unread: list[Update] = []
 
     def add(self, update: Update) -> None:
@@ -35,10 +36,12 @@ class Meter:
         if not self._unread:
             return
         first = self.progress.update - len(self._unread) + 1
-        losses = torch.stack([update.loss for update in self._unread]).double().tolist()
-        counts = torch.stack([torch.stack(update[1:]) for update in self._unread]).tolist()
+        losses = torch.stack([update.loss for update in self._unread]).double() / self._world.size
+        counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
+        means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
+        skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same on every replica
         self._unread.clear()
-        for number, (loss, (correct, images, skipped)) in enumerate(zip(losses, counts, strict=True), start=first):
+        for number, (loss, (correct, images), skipped) in enumerate(zip(means, sums, skips, strict=True), start=first):
             if not math.isfinite(loss):
                 raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):

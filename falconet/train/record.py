@@ -53,6 +53,7 @@ class Record:
     writer: Writer
     stop: StopRequest
     offender: Offender
+    vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
     best: tuple[float, int] | None = None  # validation accuracy in percent, update
@@ -148,7 +149,7 @@ class Record:
         return self.last_saved
 
     def stop_requested(self) -> bool:
-        return self.stop.requested
+        return self.vote(self.stop.requested)
 
     def diverged(self, error: NotFiniteError) -> DivergedError:
         """The same error with the last good checkpoint named: one whose weights gave a loss that was a number."""

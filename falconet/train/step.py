@@ -11,6 +11,7 @@ from falconet.data.loader import Batch
 from falconet.data.preprocessing import Normalise
 from falconet.numerics.precision import Regime
 from falconet.optim.ema import Ema
+from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.train.loss import Loss
 from falconet.train.moving import Move
 
@@ -45,9 +46,11 @@ class LocalStep:
         regime: Regime,
         seed: int,
         averages: Sequence[Ema] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         self.model, self.move, self.averages = model, move, averages
         self.normalise, self.loss, self.regime, self.seed = normalise, loss, regime, seed
+        self.replicas = replicas or OneReplica()
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
@@ -55,7 +58,8 @@ class LocalStep:
         self.model.train()
         self.move.begin(update)
         images = sum(len(batch.labels) for batch in micro_batches)
-        parts = [self._backward(batch, images) for batch in micro_batches]
+        parts = [self._backward(batch, images) for batch in self.replicas.announced(micro_batches)]
+        self.replicas.average()
         skipped = self.move.end(update, lr)
         for average in self.averages:
             average.update(self.model)

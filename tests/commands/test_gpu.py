@@ -47,10 +47,11 @@ RUNS = {
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
     from falconet.commands import parts
+    from falconet.commands.launching import prepare
     from falconet.commands.running import Run
     from falconet.data.feed import Feed
 
-    run = Run(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
+    run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
     state = run.new_state()
     step = run.step(state)
     loader = parts.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)

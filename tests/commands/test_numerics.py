@@ -11,6 +11,7 @@ from tiny import TINY
 from torch import nn
 
 from falconet.commands import parts
+from falconet.commands.launching import prepare
 from falconet.commands.running import Run
 from falconet.config.load import load
 from falconet.config.options import options_of
@@ -23,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def run_of(line):
-    return Run(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    return Run(prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))))
 
 
 @pytest.mark.parametrize("device", DEVICES)

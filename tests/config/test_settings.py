@@ -25,7 +25,7 @@ MISTAKES = {
     "--epoch": "--epoch: needs a value, a whole number, at least 1",
     "--epochs 3": "unknown option --epochs; did you mean '--epoch'?",
     "--lr-end-rate 3": "unknown option --lr-end-rate; did you mean '--lr-end-ratio'?",
-    "--replicas 4": "unknown option --replicas",
+    "--zebras 4": "unknown option --zebras",
     "--lr nan": "--lr: got 'nan', wanted a number, at least 0",
     "--lr inf": "--lr: got 'inf', wanted a number, at least 0",
     "--lr 0.1 0.2": "--lr: takes one value, got '0.1 0.2'",

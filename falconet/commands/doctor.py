@@ -1,0 +1,66 @@
+"""`falconet doctor`: what this machine has, and with --distributed whether processes work together on it."""
+
+import os
+import platform
+from collections.abc import Sequence
+
+import torch
+
+import falconet
+from falconet.commands import launching, parts, selftest
+from falconet.commands.reading import load_options
+from falconet.config.schema import DoctorOptions
+from falconet.config.settings import LINE, Setting
+from falconet.errors import DeviceError
+from falconet.parallel import environment
+from falconet.parallel.environment import Place
+from falconet.parallel.world import device_kind, open_world
+
+
+def run(line: Sequence[Setting]) -> int:
+    options, place = load_options(DoctorOptions, line).options, environment.find_place(os.environ)
+    if place is None:
+        for text in machine():
+            launching.spoken()(text)
+    if not options.doctor.distributed:
+        return 0
+    count = processes(options)
+    if place is None and count > 1:
+        from falconet.parallel.launch import Workers, launch
+
+        argv = ["doctor", *(word for setting in line if setting.source == LINE for word in setting.argv())]
+        workers = Workers(argv=argv, processes=count, restarts=0)
+        return launch(workers, progress=lambda: None, say=launching.spoken())
+    return _check(options, place)
+
+
+def machine() -> list[str]:
+    """Versions, cores and devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [f"{torch.cuda.get_device_name(number)}" for number in range(count)]
+    return [
+        f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"{parts.cores()} CPU cores, {count} CUDA devices{': ' + ', '.join(devices) if devices else ''}",
+    ]
+
+
+def processes(options: DoctorOptions) -> int:
+    """As asked; else one a CUDA device, or two on a CPU."""
+    cuda = device_kind(options.machine.device) == "cuda"
+    return parts.value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
+
+
+def _check(options: DoctorOptions, place: Place | None) -> int:
+    """Every check, told by the first process; one that fails is the user's to know, so the exit code is 2."""
+    machine = options.machine
+    threads = parts.value_or(machine.threads, parts.cores())
+    with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
+        say = launching.screen_of(world).line
+        say(f"{world.size} processes on {world.device.type}")
+        failed = []
+        for finding in selftest.findings(world):
+            say(f"{'ok    ' if finding.held else 'FAILED'}  {finding.name}: {finding.words}")
+            failed += [] if finding.held else [finding.name]
+        if failed:
+            raise DeviceError(f"--distributed: {len(failed)} checks failed: {', '.join(failed)}")
+    return 0

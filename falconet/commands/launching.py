@@ -1,0 +1,175 @@
+"""Which processes a run needs, and whether they are to be started or are there already."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import falconet
+from falconet.checkpoint import files
+from falconet.checkpoint.files import Manifest
+from falconet.commands import parts, run_folder
+from falconet.config import schema
+from falconet.config.load import Loaded
+from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
+from falconet.errors import CheckpointError, ConfigError
+from falconet.parallel import environment
+from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
+from falconet.parallel.environment import Place
+from falconet.parallel.world import World, device_kind
+from falconet.report.screen import Screen
+
+Restored = tuple[Path, Manifest] | None
+Options = Loaded[schema.TrainOptions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A run that is about to begin in this process: its options, where it goes on from, and its place in the world."""
+
+    loaded: Options
+    restored: Restored
+    division: Division
+    place: Place | None
+    again: bool  # a worker died, and this is another attempt
+
+
+def prepare(loaded: Options, restored: Restored = None) -> Launch:
+    """Decide everything about processes; nothing is started."""
+    place = environment.find_place(os.environ)
+    loaded = _settled(loaded, restored, place)
+    division = _divided(loaded, place)
+    _check_span(loaded.options.parallel, division)
+    again = environment.attempt(os.environ) > 0
+    if again:
+        restored = _newest(loaded.options, restored) or restored
+    _check_restarts(loaded.options, restored)
+    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again)
+
+
+def must_start(launch: Launch) -> bool:
+    """Whether workers are needed that nobody has started."""
+    return launch.place is None and launch.division.processes > 1 and not launch.loaded.options.run.plan
+
+
+def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
+    """Start the workers of a run and wait for their end; returns the exit code."""
+    from falconet.parallel.launch import Workers  # torch.distributed takes a second to import
+    from falconet.parallel.launch import launch as run_workers
+
+    options = launch.loaded.options
+    argv = [command, *(word for setting in line if setting.source == LINE for word in setting.argv())]
+    home = run_folder.choose(options, restored=launch.restored)
+    if options.run.run_dir == "auto" and launch.restored is None:
+        argv += ["--run-dir", str(home)]  # chosen here, so that another attempt finds it again
+    saved = run_folder.checkpoints(home, options)
+    workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
+    return run_workers(workers, progress=lambda: _names(saved), say=Screen().line)
+
+
+def screen_of(world: World) -> Screen:
+    """Only the first process prints."""
+    return Screen() if world.is_first else Screen(Console(quiet=True))
+
+
+def spoken(world: World | None = None) -> Callable[[str], None]:
+    """How this process says what concerns itself: the first one plainly, others with their rank.
+
+    Before there is a world, only the first one speaks.
+    """
+    if world is None:
+        place = environment.find_place(os.environ)
+        return Screen(Console(quiet=True) if place and place.rank else None).line
+    plain = Screen()
+    return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")
+
+
+def check_alike(world: World, loaded: Options, restored: Restored) -> None:
+    """Every process must run the same program with the same options from the same checkpoint."""
+    world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
+    world.agree("the options", hashlib.sha256(loaded.to_yaml().encode()).hexdigest()[:16])
+    world.agree("the checkpoint", restored[0].name if restored else "none")
+
+
+def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
+    """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
+    options = loaded.options
+    replicas = parts.value_or(options.parallel.replicas, place.size if place else 1)
+    accumulation = options.training.gradient_accumulation
+    if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
+        accumulation = _same_batch(restored[1], accumulation, replicas)
+    options = replace(
+        options,
+        parallel=replace(options.parallel, replicas=replicas),
+        training=replace(options.training, gradient_accumulation=accumulation),
+    )
+    return replace(loaded, options=options)
+
+
+def _asks_for_another_batch(loaded: Options) -> bool:
+    return any(is_asked_for(loaded.sources.get(name)) for name in ("gradient-accumulation", "micro-batch-size"))
+
+
+def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
+    """The accumulation that keeps the checkpoint's global batch on another number of replicas."""
+    total = accumulation * int(manifest.config.get("replicas", {"value": 1})["value"])
+    if total % replicas:
+        raise ConfigError(
+            f"--replicas: got {replicas}, which does not divide the {total} micro-batches of an update that the"
+            " checkpoint was trained with; wanted a divisor, or --gradient-accumulation beside it"
+        )
+    return total // replicas
+
+
+def _divided(loaded: Options, place: Place | None) -> Division:
+    parallel, machine = loaded.options.parallel, loaded.options.machine
+    assert parallel.replicas != "auto"
+    asked = Asked(
+        replicas=parallel.replicas,
+        accumulation=loaded.options.training.gradient_accumulation,
+        strict=parallel.strict_devices,
+        free=loaded.sources.get("replicas") == CHECKPOINT,
+    )
+    if place is not None:
+        return over_processes(asked, size=place.size, launcher=place.launcher)
+    if device_kind(machine.device) == "cuda":
+        count = torch.cuda.device_count()
+        return over_devices(asked, devices=max(1, count), what=f"{count} CUDA devices are here")
+    cores = parts.cores()
+    return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
+
+
+def _check_span(parallel: schema.Parallel, division: Division) -> None:
+    if division.processes % parallel.batchnorm_span:
+        folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
+        raise ConfigError(
+            f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the {division.processes} replicas"
+            f" that run{folded}"
+        )
+
+
+def _newest(options: schema.TrainOptions, restored: Restored) -> Restored:
+    """What an earlier attempt of this run saved last."""
+    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
+    try:
+        folder = files.newest_whole(saved, note=lambda _: None)
+        return folder, files.read_manifest(folder)
+    except CheckpointError:
+        return None  # nothing yet: from the start
+
+
+def _check_restarts(options: schema.TrainOptions, restored: Restored) -> None:
+    """torchrun starts workers again with the same line, which must name the folder they find their checkpoints in."""
+    limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if limit and options.run.run_dir == "auto" and not restored:
+        raise ConfigError(
+            f"--run-dir: is needed under torchrun --max-restarts {limit}: a worker that is started again looks there"
+        )
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -1,0 +1,152 @@
+"""Batch norm whose batch is that of several replicas; one code for CPU and CUDA (torch's own refuses CPU tensors)."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from timm.layers.norm_act import BatchNormAct2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from falconet.errors import ConfigError
+from falconet.parallel.processes import Processes
+from falconet.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Span:
+    """The replicas that normalise together, seen from one of them."""
+
+    world: Processes
+    group: dist.ProcessGroup
+
+    def gathered(self, values: Tensor) -> Tensor:  # N -> replicas x N
+        everyone = values.new_empty(self.group.size() * values.numel())
+        with self.world.waiting("sharing batch norm's statistics"):
+            dist.all_gather_into_tensor(everyone, values, group=self.group)
+        return everyone.view(self.group.size(), -1)
+
+    def summed(self, values: Tensor) -> Tensor:
+        with self.world.waiting("sharing batch norm's gradients"):
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model (its moving average) normalises with the same replicas."""
+        return self
+
+
+def span_batchnorm(model: nn.Module, world: World, *, span: int) -> nn.Module:
+    """`model` with every batch norm changed, in place, to one over `span` replicas; 1 leaves it as it is."""
+    if span == 1:
+        return model
+    if world.size % span:
+        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of the {world.size} replicas that run")
+    assert isinstance(world, Processes)
+    own = Span(world, _own_group(world, span))
+    kinds = {nn.BatchNorm2d: SpanBatchNorm2d, BatchNormAct2d: SpanBatchNormAct2d}
+    for name, layer in model.named_modules():
+        if type(layer) in kinds:
+            layer.__class__ = kinds[type(layer)]  # the parameters and buffers stay the very same
+            layer.span = own
+        elif isinstance(layer, _BatchNorm):
+            raise ConfigError(f"--batchnorm-span {span}: layer '{name}' is a {type(layer).__name__}, which cannot span")
+    return model
+
+
+def _own_group(world: Processes, span: int) -> dist.ProcessGroup:
+    """Ours of all groups; every process takes part in making every one, in the same order."""
+    groups = [dist.new_group(list(range(begin, begin + span))) for begin in range(0, world.size, span)]
+    own = groups[world.rank // span]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+class SpanBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm over a span; its state is that of a plain one."""
+
+    span: Span
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _normalised(self, input) if self.training else super().forward(input)
+
+
+class SpanBatchNormAct2d(BatchNormAct2d):
+    """The same for timm's batch norm with an activation."""
+
+    span: Span
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.act(self.drop(_normalised(self, x)))  # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _normalised(layer: SpanBatchNorm2d | SpanBatchNormAct2d, x: Tensor) -> Tensor:
+    out, mean, variance, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, layer.span)
+    if layer.track_running_stats:
+        _track(layer, mean, variance * (count / (count - 1)))
+    return out  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _track(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    for running, newest in ((layer.running_mean, mean), (layer.running_var, variance)):
+        # Without a momentum, torch keeps a cumulative average; a tensor then, so that the host does not wait.
+        weight = (1.0 / layer.num_batches_tracked).to(running.dtype) if layer.momentum is None else layer.momentum
+        running.lerp_(newest.to(running.dtype), weight)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / std * weight + bias over the span; also the mean, the variance and the number of values a channel.
+
+    Means and variances are merged after Chan et al.: no difference of large squares. Gradients of weight and bias are
+    this replica's own: they are averaged with all others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, span: Span) -> Any:
+        channels, wide = x.shape[1], x.float()  # x: N x C x H x W
+        variance, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+        own = torch.cat((mean, variance, mean.new_full((1,), x.numel() // channels)))
+        means, variances, counts = torch.split(span.gathered(own), [channels, channels, 1], dim=1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        variance = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        inverse = torch.rsqrt(variance + eps)
+        factor = inverse if weight is None else inverse * weight.float()
+        out = (wide - _spread(mean)) * _spread(factor)
+        if bias is not None:
+            out = out + _spread(bias.float())
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.span, ctx.has_bias = span, bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return out.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        incoming = gradients[0].float()
+        normal = (x.float() - _spread(mean)) * _spread(inverse)
+        sums = torch.stack((incoming.sum((0, 2, 3)), (incoming * normal).sum((0, 2, 3))))
+        for_bias, for_weight = sums.clone()
+        whole = ctx.span.summed(sums) / count
+        factor = inverse if weight is None else inverse * weight.float()
+        for_x = _spread(factor) * (incoming - _spread(whole[0]) - normal * _spread(whole[1]))
+        kind = x.dtype if weight is None else weight.dtype
+        return (
+            for_x.to(x.dtype),
+            None if weight is None else for_weight.to(kind),
+            for_bias.to(kind) if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+def _spread(values: Tensor) -> Tensor:  # C -> 1 x C x 1 x 1
+    return values.view(1, -1, 1, 1)

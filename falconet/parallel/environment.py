@@ -1,0 +1,172 @@
+"""What a launcher says in the environment: torchrun, mpirun, MPICH, SLURM, TF_CONFIG, or nobody. No torch in here."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from falconet.errors import ConfigError
+
+PORT = 29500  # torch's own default
+SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two of them
+ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
+OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands among those that somebody started."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int  # among the processes of this host
+    local_size: int
+    address: str = "127.0.0.1"  # of the first process
+    port: int = PORT
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process; None when there is no launcher, or one of a single process."""
+    for read in (_torchrun, _open_mpi, _mpich, _slurm, _tf_config):
+        place = read(environment)
+        if place is not None:
+            _check(place, environment)
+            return place if place.size > 1 else None
+    return None
+
+
+def speaks(environment: Mapping[str, str], message: str) -> bool:
+    """Whether this process prints a mistake: the first one, and any other what concerns itself alone."""
+    try:
+        place = find_place(environment)
+    except ConfigError:
+        return True  # who we are is the very mistake
+    return place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: ")
+
+
+def local_processes(environment: Mapping[str, str]) -> int:
+    """Processes of this run on this host, which share its cores."""
+    place = find_place(environment)
+    return place.local_size if place else 1
+
+
+def attempt(environment: Mapping[str, str]) -> int:
+    """How often this run has been started again after a worker died: by our launcher or by torchrun."""
+    return max(int(environment.get(name) or 0) for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return None
+    return _place(environment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    names = [f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _place(environment, "mpirun", *names)
+
+
+def _mpich(environment: Mapping[str, str]) -> Place | None:
+    if "PMI_RANK" not in environment:
+        return None
+    return _place(environment, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    """Within `srun` alone: a batch script has a SLURM_PROCID as well, but nobody beside it."""
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environment.keys():
+        return None
+    size, tasks = _number(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    node = _number(environment, "SLURM_NODEID", 0)
+    job = _number(environment, "SLURM_JOB_ID", 0)
+    return Place(
+        launcher="srun",
+        rank=_number(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
+        local_size=counts[node] if node < len(counts) else size,
+        address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        port=_number(environment, "MASTER_PORT", SLURM_PORTS[job % len(SLURM_PORTS)]),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: `gpu[03-05,9],cpu1` begins with gpu03."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else nodes
+
+
+def _tf_config(environment: Mapping[str, str]) -> Place | None:
+    """TensorFlow's variable: the chief first, then the workers, each as host:port."""
+    text = environment.get("TF_CONFIG")
+    if not text:
+        return None
+    try:
+        content: Any = json.loads(text)
+        cluster, task = content.get("cluster", {}), content.get("task", {})
+        chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
+        everyone = [*chiefs, *workers]
+        if not everyone:
+            return None
+        rank = int(task["index"]) + (len(chiefs) if task["type"] == "worker" else 0)
+        hosts = [address.rsplit(":", 1)[0] for address in everyone]
+        host, port = everyone[0].rsplit(":", 1)
+        own = [number for number, name in enumerate(hosts) if name == hosts[rank]]
+        place = Place(
+            launcher="TF_CONFIG",
+            rank=rank,
+            size=len(everyone),
+            local_rank=own.index(rank),
+            local_size=len(own),
+            address=host,
+            port=int(port),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            "TF_CONFIG: cannot be read; wanted JSON such as {'cluster': {'worker': ['host:port', ...]}, 'task':"
+            f" {{'type': 'worker', 'index': 0}}}} ({type(error).__name__}: {error})"
+        ) from error
+    return place
+
+
+def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local: str) -> Place:
+    """A place of four variables; without the local ones, all processes are taken to be on this host."""
+    own, everyone = _number(environment, rank), _number(environment, size)
+    local_size = _number(environment, local, everyone)
+    address = environment.get("MASTER_ADDR")
+    if not address and local_size < everyone:
+        raise ConfigError(f"MASTER_ADDR: is needed under {launcher} on several hosts: the address of the first process")
+    return Place(
+        launcher=launcher,
+        rank=own,
+        size=everyone,
+        local_rank=_number(environment, local_rank, own),
+        local_size=local_size,
+        address=address or "127.0.0.1",
+        port=_number(environment, "MASTER_PORT", PORT),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(f"{name}: got '{text or ''}' from the launcher, wanted a whole number") from None
+
+
+def _check(place: Place, environment: Mapping[str, str]) -> None:
+    if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.local_size:
+        raise ConfigError(
+            f"{place.launcher}: says process {place.rank} of {place.size}, {place.local_rank} of {place.local_size} on"
+            " this host; wanted numbers from 0 to one less than there are"
+        )
+    if not 0 < place.port < 65536:
+        raise ConfigError(f"MASTER_PORT: got {environment.get('MASTER_PORT', place.port)}, wanted 1 to 65535")

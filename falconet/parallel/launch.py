@@ -1,0 +1,131 @@
+"""Start the workers a plan needs, when no launcher has: torch's elastic agent, and again when a worker dies."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from falconet.errors import Interrupted, WorldError
+from falconet.parallel import environment
+
+FINAL = (2, 130)  # exit codes of a worker that starting again would not mend: a mistake, an interruption
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
+NOISY = ("torch.distributed.elastic", "torch.distributed.launcher")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What to run, in how many processes; `restarts` in a row that may pass without progress."""
+
+    argv: Sequence[str]  # of `python -m falconet`
+    processes: int
+    restarts: int
+
+
+def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:
+    """Run the workers to their end and return the exit code; `progress` changes when there is a new checkpoint."""
+    attempt, left, stood = 0, workers.restarts, progress()
+    while True:
+        failures = _run(workers, attempt)
+        codes = set(failures.values())
+        if not codes:
+            return 0
+        for code in FINAL:
+            if code in codes:
+                return code
+        stands = progress()
+        attempt, left, stood = attempt + 1, workers.restarts if stands != stood else left, stands
+        what = ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
+        if left == 0:
+            raise WorldError(f"{what}; gave up after {attempt} attempts (--max-restarts {workers.restarts})")
+        left -= 1
+        say(f"{what}; starting all workers again from the newest whole checkpoint")
+
+
+def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
+    """One attempt; the exit codes of the workers that failed, by rank."""
+    own = {
+        environment.OWN: str(os.getpid()),
+        environment.ATTEMPT: str(attempt),
+        # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # What torch's C++ warns about is in our own errors, in one line.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _quiet(), _signals_kept(), _variables(own):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers.processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,  # restarts are ours: the agent would also start again after a user's mistake
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "falconet", *workers.argv)
+        except ChildFailedError as error:
+            return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException:
+            raise Interrupted from None
+        return {}
+
+
+def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:
+    """Without those that the agent itself ended after another one had failed."""
+    return {rank: code for rank, code in failures.items() if code != -signal.SIGTERM} or failures
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+@contextlib.contextmanager
+def _variables(own: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """The agent's handlers go when it goes."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent reports to logs what we say in one line."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(NOISY)]
+    before = [(logger, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)

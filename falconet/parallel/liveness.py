@@ -1,0 +1,107 @@
+"""Who is where: each process says what it is about, so that a time-out can name the one that did not come."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+
+from falconet.errors import WorldError
+from falconet.parallel import environment
+
+EVERY = 0.5  # seconds between two looks; publishing costs one message, and only when something changed
+PATIENCE = 5.0  # seconds to ask the store for the others' last words
+GRACE = 30.0  # seconds from the launcher's end to our own, however busy we are
+GAVE_UP = " (gave up)"
+COURTESY = 3.0  # seconds in which whoever failed first can be seen to have failed
+
+
+class Liveness:
+    """Publishes `doing` from a thread of its own, and reads what the others published."""
+
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.doing = "starting"
+        self._store = store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._publish, name="liveness", daemon=True)
+        self._thread.start()
+
+    def _publish(self) -> None:
+        said = None
+        while True:
+            doing = self.doing
+            if doing != said:
+                try:
+                    self._store.set(_key(self.rank), f"{time.time():.1f} {doing}")
+                except (DistError, RuntimeError):
+                    return  # the store is the first process's: it is gone, and whoever waits for it will say so
+                said = doing
+            if self._ended.wait(EVERY):
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def timed_out(self, seconds: float) -> WorldError:
+        """The error of this process, naming those that are not where it is."""
+        here = self.doing
+        self.doing = f"{here}{GAVE_UP}"
+        said: dict[int, str] = {}
+        # In a thread: the store is the first process's, and a client of a store that is stopped waits for ever.
+        asking = threading.Thread(target=self._ask, args=(said,), name="asking", daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        absent = [f"rank {rank} {_absent(said.get(rank))}" for rank in others if not _is_at(said.get(rank), here)]
+        found = "; ".join(absent) or "every process is there, so the network between them is to blame"
+        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
+
+    def _ask(self, said: dict[int, str]) -> None:
+        """Each process's last words; the first one's last, because it may not answer at all."""
+        for rank in reversed(range(self.size)):
+            with contextlib.suppress(DistError, RuntimeError):
+                self._store.wait([_key(rank)], timedelta(seconds=1))
+                said[rank] = self._store.get(_key(rank)).decode()
+
+
+def _is_at(words: str | None, here: str) -> bool:
+    return words is not None and words.partition(" ")[2].removesuffix(GAVE_UP) == here
+
+
+def _absent(words: str | None) -> str:
+    if words is None:
+        return "does not answer"
+    at, _, doing = words.partition(" ")
+    return f"did not come, it was last seen {time.time() - float(at):.0f} s ago at {doing}"
+
+
+def lost(rank: int, operation: str) -> WorldError:
+    """The error of a process whose neighbour went away; comes late, so that the neighbour's own error is the news."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
+    time.sleep(COURTESY)
+    if environment.OWN in os.environ:
+        os._exit(1)  # our own launcher says who went away
+    return WorldError(f"rank {rank}: another process went away, {operation}")
+
+
+def follow(launcher: int) -> None:
+    """Stop, with a checkpoint if there is time for one, when the process that started us is gone."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _key(rank: int) -> str:
+    return f"doing/{rank}"

@@ -1,0 +1,199 @@
+"""A world of several processes: torch.distributed's collectives, with errors that say who and what."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha256
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError
+from falconet.parallel import environment, liveness
+from falconet.parallel.environment import Place
+from falconet.parallel.liveness import Liveness
+from falconet.parallel.world import World
+
+SAYING = 2.0  # seconds in which the first process may say what went wrong on all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes(World):
+    """Several processes, one replica each."""
+
+    store: Store = field(repr=False)
+    host: dist.ProcessGroup = field(repr=False)  # for what is on the host, whatever the device
+    alive: Liveness = field(repr=False)
+    timeout: float  # seconds
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM, "summing over the processes")
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX, "taking the largest over the processes")
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        received = values.detach().clone()
+        with self.waiting("taking over the first process's values"):
+            dist.broadcast(received, src=0, group=self._group(values))
+        return received
+
+    def barrier(self, operation: str) -> None:
+        with self.waiting(operation):
+            dist.all_reduce(torch.zeros(1), group=self.host)
+
+    def once(self, make: Callable[[], str]) -> str:
+        text = make() if self.is_first else ""
+        return self._texts(text, "waiting for the first process")[0]
+
+    def agree(self, what: str, mine: str) -> None:
+        texts = self._texts(mine, f"comparing {what}")
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise DeviceError(
+                    f"{what}: is '{text}' in process {rank} and '{texts[0]}' in the first; wanted the same in all"
+                )
+
+    def vote(self) -> Callable[[bool], bool]:
+        return _Vote(self)
+
+    def at(self, moment: str) -> None:
+        self.alive.doing = moment
+
+    @contextlib.contextmanager
+    def waiting(self, operation: str) -> Iterator[None]:
+        """Within it, this process may wait for others; what goes wrong is said with rank and operation."""
+        before, self.alive.doing = self.alive.doing, f"{self.alive.doing}, {operation}"
+        try:
+            yield
+        except RuntimeError as error:  # of gloo and of NCCL; neither has a class of its own for a time-out
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise self.alive.timed_out(self.timeout) from error
+            raise liveness.lost(self.rank, operation) from error
+        self.alive.doing = before
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """On an error the others are not waited for: they find this process gone, and go too."""
+        if error is None:
+            self.barrier("ending the run")
+            self.alive.close()
+            dist.destroy_process_group()
+        elif isinstance(error, UserError):
+            raise self._said(error) from None
+
+    def _said(self, error: UserError) -> UserError:
+        """The same error, said by one process: the first if it has it too, else by this one with its rank."""
+        key = f"said/{sha256(str(error).encode()).hexdigest()}"
+        if self.is_first:
+            self.store.set(key, "")
+            return error
+        try:
+            self.store.wait([key], timedelta(seconds=SAYING))
+        except (dist.DistError, RuntimeError):
+            return type(error)(f"rank {self.rank}: {error}")
+        return SaidElsewhereError(str(error))
+
+    def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType, operation: str) -> Tensor:
+        result = values.detach().clone()
+        with self.waiting(operation):
+            dist.all_reduce(result, how, group=self._group(values))
+        return result
+
+    def _group(self, values: Tensor) -> dist.ProcessGroup | None:
+        return self.host if values.device.type == "cpu" else None
+
+    def _texts(self, mine: str, operation: str) -> list[str]:
+        """The texts of all processes, in order; as bytes, because torch's own way is to pickle them."""
+        data = mine.encode()
+        longest = int(self.max(torch.tensor(len(data))))
+        padded = torch.zeros(longest + 1, dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        with self.waiting(operation):
+            dist.all_gather(received, padded, group=self.host)
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in received]
+
+
+class _Vote:
+    """The answer comes one call late, so that nobody waits for the network; it is the same on every process."""
+
+    def __init__(self, world: Processes) -> None:
+        self._world = world
+        self._cast: tuple[dist.Work, Tensor] | None = None
+
+    def __call__(self, mine: bool) -> bool:
+        answer = self._count()
+        ballot = torch.tensor(int(mine))
+        with self._world.waiting("asking whether to stop"):
+            work = dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._world.host, async_op=True)
+        self._cast = work, ballot
+        return answer
+
+    def _count(self) -> bool:
+        if self._cast is None:
+            return False
+        work, ballot = self._cast
+        with self._world.waiting("asking whether to stop"):
+            work.wait()
+        return bool(ballot)
+
+
+def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
+    """Meet the other processes that the launcher started."""
+    if os.environ.get(environment.OWN):
+        liveness.follow(int(os.environ[environment.OWN]))
+    wait = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(place.address, place.port, place.size, is_master=place.rank == 0, timeout=wait)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        own = device if device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=wait, device_id=own
+        )
+        host = dist.new_group(backend="gloo", timeout=wait)
+    except dist.DistNetworkError as error:
+        if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
+            raise _taken(place) from error
+        raise WorldError(
+            f"rank {place.rank}: cannot reach {place.address}:{place.port}: {_first_line(error)}"
+        ) from error
+    except dist.DistError as error:
+        raise WorldError(
+            f"rank {place.rank}: the {place.size} processes did not meet within {timeout:g} s: {_first_line(error)}"
+        ) from error
+    sys.excepthook = _with_rank(place.rank)
+    alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size)
+    assert isinstance(host, dist.ProcessGroup)
+    return Processes(
+        device=device, rank=place.rank, size=place.size, store=store, host=host, alive=alive, timeout=timeout
+    )
+
+
+def _with_rank(rank: int) -> Callable[..., None]:
+    """Prints an error that nobody caught with the rank before each line: several processes share the screen."""
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, at)).splitlines()
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+    return hook
+
+
+def _taken(place: Place) -> ConfigError | WorldError:
+    """Our own launcher tries another port; a port that a person chose is theirs to change."""
+    if os.environ.get(environment.OWN):
+        return WorldError(f"rank {place.rank}: port {place.port} was taken in the meantime")
+    return ConfigError(
+        f"MASTER_PORT: {place.port} is in use on {place.address}; wanted a free one, such as {place.port + 1}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

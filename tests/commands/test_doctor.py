@@ -1,0 +1,38 @@
+"""`falconet doctor`: what there is, and whether it works."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from falconet.commands import selftest
+
+
+def test_versions_cores_and_devices_are_told(falconet):
+    answer = falconet("doctor")
+    assert answer.code == 0
+    assert f"torch {torch.__version__}" in answer.out
+    assert f"{len(os.sched_getaffinity(0))} CPU cores" in answer.out
+
+
+def test_each_check_is_told_and_nothing_is_left_behind(falconet):
+    answer = falconet("doctor --distributed --replicas 1 --device cpu --threads 1")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("\nok ") == len(selftest.CHECKS)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_check_that_fails_is_told_in_one_line_with_exit_code_2(falconet, monkeypatch):
+    monkeypatch.setitem(selftest.CHECKS, "vote", lambda world: (False, "nobody came"))
+    answer = falconet("doctor --distributed --replicas 1 --device cpu --threads 1")
+    assert answer.code == 2
+    assert "FAILED  vote: nobody came" in answer.out
+    assert answer.err == "falconet doctor: --distributed: 1 checks failed: vote\n"
+
+
+@pytest.mark.gpu
+def test_on_cuda_every_check_holds(falconet):
+    answer = falconet("doctor --distributed")
+    assert answer.code == 0, answer.err
+    assert "FAILED" not in answer.out

@@ -1,0 +1,118 @@
+"""Options about replicas: folded, refused, restored onto another number."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TINY
+
+from falconet.checkpoint import files
+from falconet.commands import parts
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(parts, "cores", lambda: 2)
+
+
+def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
+    answer = falconet(f"train {TINY} --replicas 8 --plan")
+    assert answer.code == 0, answer.err
+    assert "global batch 64 = micro-batch 8 x accumulation 2 x replicas 4" in answer.out
+    assert "note: 8 replicas asked for, 2 cores are here, for 2 processes each: 4 run, with 2 times the" in answer.out
+    assert "replicas: 8  # command line" in answer.out
+    assert "gradient-accumulation: 1  # default" in answer.out
+
+
+MISTAKES = {
+    "--replicas 8 --strict-devices": "--strict-devices: --replicas 8 needs as many devices; 2 cores are here",
+    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1 or auto",
+    "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, wanted a divisor of the 4 replicas that run",
+    "--replicas 8 --batchnorm-span 8": "wanted a divisor of the 4 replicas that run, of 8 asked for",
+}
+
+
+@pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
+def test_a_mistake_is_refused_before_a_worker_is_started(falconet, extra, message):
+    answer = falconet(f"train {TINY} {extra}")
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+
+
+WORLDS = {
+    "3 for 4": ({"RANK": "0", "WORLD_SIZE": "3"}, "--replicas 4", "torchrun started 3 processes; wanted 4 processes"),
+    "no folder for restarts": (
+        {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
+        "",
+        "--run-dir: is needed under torchrun --max-restarts 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "extra", "message"), WORLDS.values(), ids=WORLDS.keys())
+def test_a_world_that_contradicts_the_plan_is_refused(falconet, monkeypatch, variables, extra, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    answer = falconet(f"train {TINY} {extra}")
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_only_the_first_process_says_it(falconet, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    answer = falconet(f"train {TINY} --replicas 4")
+    assert (answer.code, answer.err) == (2, "")
+
+
+def test_restoring_onto_another_number_of_replicas_keeps_the_global_batch(falconet):
+    falconet(f"train {TINY} --gradient-accumulation 4 --epoch 1 --run-dir r")
+    line = "restore --checkpoint-input-path r --epoch 2 --plan"
+    assert "global batch 32 = micro-batch 8 x accumulation 4 x replicas 1" in falconet(line).out
+    assert "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2" in falconet(f"{line} --replicas 2").out
+    refused = falconet(f"{line} --replicas 3")
+    assert refused.code == 2
+    assert "--replicas: got 3, which does not divide the 4 micro-batches of an update" in refused.err
+    other = falconet(f"{line} --replicas 3 --gradient-accumulation 1")
+    assert "global batch 24 = micro-batch 8 x accumulation 1 x replicas 3" in other.out
+
+
+def test_a_run_goes_on_in_two_processes_with_the_images_it_would_have_had_in_one(falconet):
+    # Group norm does not see how the images are divided, so the losses are the same.
+    group = "--norm-type group --norm-num-groups 4 --logs-per-epoch 4 --lr-schedule step --lr 0.02"
+    assert falconet(f"train {TINY} {group} --gradient-accumulation 4 --epoch 2 --run-dir straight").code == 0
+    assert falconet(f"train {TINY} {group} --gradient-accumulation 4 --epoch 1 --run-dir r").code == 0
+    restore = "restore --checkpoint-input-path r --epoch 2 --replicas 2"
+    answer = falconet(restore)
+    assert answer.code == 0, answer.err
+    assert files.verify(files.checkpoints_in(Path("r"))[-1]).progress.update == 8
+
+    def losses(run):
+        lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+        return {line["update"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+    straight, moved = losses("straight"), losses("r")
+    assert len(straight) == 8
+    assert moved == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        line = [sys.executable, "-m", "falconet", "train", *TINY.split()]
+        found = subprocess.run(
+            line, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=60
+        )
+    assert found.returncode == 2
+    assert (
+        found.stderr
+        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; wanted a free one, such as {port + 1}\n"
+    )

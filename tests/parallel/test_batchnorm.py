@@ -1,0 +1,51 @@
+"""Batch norm over a span of replicas is batch norm of their batches put together."""
+
+import gloo
+import numpy as np
+import pytest
+from replica_scenarios import alone, one_layer, spanning
+from torch import nn
+
+from falconet.errors import ConfigError
+from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.world import ALONE
+
+NAMES = ("output", "gradient of the input", "gradient of the weight", "of the bias", "running mean", "running variance")
+
+
+@pytest.mark.parametrize("kind", ["plain", "cumulative", "with activation"])
+def test_a_layer_over_two_replicas_is_the_layer_on_the_whole_batch(kind):
+    results = gloo.in_world(2, one_layer, 2, kind)
+    whole = alone(one_layer, 1, kind)
+    together = [np.concatenate([result[number] for result in results]) for number in range(2)]
+    for name, found, expected in zip(NAMES, together, whole[:2], strict=False):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5, err_msg=name)
+    for result in results:
+        for name, found, expected in zip(NAMES[2:], result[2:], whole[2:], strict=True):
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=5e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("model", ["resnet8-cifar", "timm:efficientnet_b0"])
+def test_training_over_a_span_of_all_replicas_is_training_on_the_whole_batch(model):
+    results = gloo.in_world(4, spanning, model, 4, 2 if model.startswith("resnet") else 1)
+    expected = alone(spanning, model, 1, 2 if model.startswith("resnet") else 1)[0]
+    assert len({digest for _, digest, _ in results}) == 1
+    for name, value in expected.items():
+        if value.dtype.kind == "f":
+            difference = np.linalg.norm(results[0][0][name] - value) / max(np.linalg.norm(value), 1e-3)
+            # 49 norms over as little as 16 values magnify rounding; a wrong norm would be off by 1.
+            assert difference < (1e-5 if model.startswith("resnet") else 1e-2), (name, difference)
+
+
+def test_a_span_of_two_among_four_shares_statistics_in_pairs():
+    results = gloo.in_world(4, one_layer, 2, "plain")
+    halves = gloo.in_world(2, one_layer, 1, "plain")
+    for pair, half in ((results[:2], halves[0]), (results[2:], halves[1])):
+        np.testing.assert_allclose(np.concatenate([r[0] for r in pair]), half[0], rtol=1e-4, atol=2e-5)
+
+
+def test_a_span_of_one_changes_nothing_and_one_that_does_not_divide_is_refused():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    assert type(span_batchnorm(model, ALONE, span=1)[0]) is nn.BatchNorm2d
+    with pytest.raises(ConfigError, match="--batchnorm-span: got 2, wanted a divisor of the 1 replicas"):
+        span_batchnorm(model, ALONE, span=2)

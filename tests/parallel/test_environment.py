@@ -1,0 +1,95 @@
+"""Whatever launcher started the processes, each finds its place."""
+
+import json
+
+import pytest
+
+from falconet.errors import ConfigError
+from falconet.parallel.environment import Place, attempt, find_place, first_host
+
+CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+PLACES = {
+    "torchrun": (
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "7",
+        },
+        Place(launcher="torchrun", rank=3, size=4, local_rank=1, local_size=2, address="h", port=7),
+    ),
+    "mpirun": (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        Place(launcher="mpirun", rank=1, size=2, local_rank=1, local_size=2),
+    ),
+    "MPICH": (
+        {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"},
+        Place(launcher="mpiexec", rank=0, size=3, local_rank=0, local_size=3),
+    ),
+    "srun on three nodes": (
+        {
+            "SLURM_PROCID": "4",
+            "SLURM_STEP_NUM_TASKS": "5",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+            "SLURM_NODEID": "2",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_NODELIST": "gpu[07-08],cpu1",
+            "SLURM_JOB_ID": "20003",
+        },
+        Place(launcher="srun", rank=4, size=5, local_rank=0, local_size=1, address="gpu07", port=20_003),
+    ),
+    "TF_CONFIG": (
+        {"TF_CONFIG": json.dumps(CLUSTER)},
+        Place(launcher="TF_CONFIG", rank=2, size=3, local_rank=1, local_size=2, address="a", port=1234),
+    ),
+    "nobody": ({"PATH": "/bin"}, None),
+    "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+    "a batch script without srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
+    "TF_CONFIG of an estimator alone": ({"TF_CONFIG": "{}"}, None),
+}
+
+
+@pytest.mark.parametrize(("variables", "place"), PLACES.values(), ids=PLACES.keys())
+def test_a_process_finds_its_place(variables, place):
+    assert find_place(variables) == place
+
+
+MISTAKES = {
+    "RANK: got 'x' from the launcher, wanted a whole number": {"RANK": "x", "WORLD_SIZE": "2"},
+    "torchrun: says process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
+    "MASTER_PORT: got 99999": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"},
+    "MASTER_ADDR: is needed under mpirun on several hosts": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "TF_CONFIG: cannot be read": {"TF_CONFIG": "{'cluster'"},
+}
+
+
+@pytest.mark.parametrize(("message", "variables"), MISTAKES.items())
+def test_nonsense_is_refused_in_one_line(message, variables):
+    with pytest.raises(ConfigError, match=message) as refused:
+        find_place(variables)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("n1", "n1"), ("n1,n2", "n1"), ("a[3-5],b", "a3"), ("a[007,9]", "a007"), ("a[1-2]-x", "a1-x")]
+)
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_attempts_are_counted_by_either_launcher():
+    assert attempt({}) == 0
+    assert attempt({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
+    assert attempt({"FALCONET_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}) == 1

@@ -1,0 +1,16 @@
+"""Exact evaluation: every image once, however many processes there are."""
+
+import gloo
+import pytest
+from replica_scenarios import alone, measure
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_figure_is_the_same_to_the_last_image(size):
+    for count, batch in ((37, 4), (3, 4)):  # a set that does not divide, and one with fewer images than processes
+        expected, labels = alone(measure, count, batch)
+        results = gloo.in_world(size, measure, count, batch)
+        assert sorted(label for _, seen in results for label in seen) == sorted(labels)
+        for found, _ in results:
+            assert (found.images, found.top1, found.top5) == (count, expected.top1, expected.top5)
+            assert found.loss == pytest.approx(expected.loss, rel=1e-12)

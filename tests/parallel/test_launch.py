@@ -1,0 +1,220 @@
+"""`falconet train --replicas 2` as a person runs it: workers that start, die, hang and stop together."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+from tiny import TINY
+
+from falconet.checkpoint import files
+
+LINE = f"{TINY} --micro-batch-size 4 --replicas 2 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --ema-half-life 1"
+LIMIT = 90  # seconds; a launch takes about 10
+
+
+def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
+    line = [*launcher, *command.split()]
+    env = os.environ | (variables or {})
+    return subprocess.Popen(
+        line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+def children(pid):
+    """Worker processes of a launcher."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(words[1]) == pid:
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def updates(run):
+    log = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [line["update"] for line in lines if "train/loss" in line]
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def state(run):
+    """Every tensor of the newest checkpoint."""
+    folder = files.checkpoints_in(run)[-1]
+    manifest = files.verify(folder)
+    return {
+        f"{name}:{key}": tensor
+        for name in manifest.files
+        for key, tensor in files.read_tensors(folder, name.removesuffix(".safetensors"), verified=manifest).items()
+    }
+
+
+def metrics(run):
+    """The last of each metric for each update, but times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("train/images_per_second", "train/waiting_percent")
+    return {(line["update"], key): value for line in lines for key, value in line.items() if key not in timed}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    home = tmp_path_factory.mktemp("straight")
+    return home, *finish(begin(f"train {LINE} --epoch 12 --run-dir r", home))
+
+
+def test_two_workers_train_and_the_first_alone_prints_and_saves(straight):
+    home, code, out, err = straight
+    assert (code, err) == (0, "")
+    assert out.count("global batch 8 = micro-batch 4 x accumulation 1 x replicas 2") == 1
+    assert len(re.findall(r"^Epoch \d+/12$", out, re.M)) == 12
+    assert updates(home / "r") == list(range(1, 49))
+    assert files.verify(files.checkpoints_in(home / "r")[-1]).runtime["processes"] == 2
+
+
+def test_one_process_with_the_same_global_batch_logs_the_same_losses(straight, falconet, tmp_path):
+    home = straight[0]
+    line = LINE.replace("--replicas 2", "--gradient-accumulation 2")
+    assert falconet(f"train {line} --epoch 12 --norm-type batch --run-dir r").code == 0
+    two, one = metrics(home / "r"), metrics(tmp_path / "r")
+    assert two[1, "train/loss"] == pytest.approx(one[1, "train/loss"], rel=1e-6)
+    assert two[1, "train/accuracy"] == one[1, "train/accuracy"]
+    assert two[4, "validation/images"] == one[4, "validation/images"]
+
+
+def kill_at_random(home, run, *, total, kills, extra=""):
+    """Train `run` while workers are killed with -9 at random updates; returns what it answered."""
+    process = begin(f"train {LINE} {extra} --epoch {total // 4} --run-dir {run}", home)
+    targets = sorted(random.sample(range(1, total - 4), kills))
+    for number, target in enumerate(targets):
+        before = len(updates(home / run))
+        wait_for(
+            lambda at=target, before=before, first=number == 0: (
+                (first or len(updates(home / run)) > before) and max(updates(home / run), default=0) >= at
+            ),
+            f"update {target}; {process.poll()}",
+        )
+        workers = children(process.pid)
+        assert len(workers) == 2
+        os.kill(random.choice(workers), signal.SIGKILL)
+        wait_for(
+            lambda old=workers: len(children(process.pid)) == 2 and not set(children(process.pid)) & set(old), "restart"
+        )
+    return targets, *finish(process)
+
+
+def assert_bitwise(one, other):
+    left, right = state(one), state(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    assert metrics(one) == metrics(other)
+
+
+def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, tmp_path):
+    targets, code, out, err = kill_at_random(tmp_path, "r", total=48, kills=2)
+    assert (code, err) == (0, ""), (targets, out)
+    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 2
+    assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2"])
+def test_twenty_five_kills_and_the_same_bits(tmp_path, extra):
+    assert finish(begin(f"train {LINE} {extra} --epoch 200 --run-dir straight", tmp_path))[0] == 0
+    targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25, extra=extra)
+    assert (code, err) == (0, ""), (targets, out)
+    assert_bitwise(tmp_path / "straight", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM to the launcher"])
+def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
+    process = begin(f"train {LINE} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r", tmp_path)
+    wait_for(lambda: updates(tmp_path / "r"), "the first update")
+    workers = children(process.pid)
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals the whole group
+    else:
+        process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert (code, err) == (130, "")
+    assert out.count("to continue: falconet restore --checkpoint-input-path r") == 1
+    assert len(files.checkpoints_in(tmp_path / "r")) == 1
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
+    process = begin(f"train {LINE} --epoch 5000 --run-dir r", tmp_path)
+    wait_for(lambda: updates(tmp_path / "r"), "the first update")
+    workers = children(process.pid)
+    process.kill()
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "the workers' end")
+    finish(process)
+
+
+def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_again(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.yaml").touch()
+    code, out, err = finish(begin(f"train {LINE} --run-dir r", tmp_path))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith("falconet train: --run-dir: r already holds a run")
+    assert "starting" not in out
+
+
+def test_the_same_program_runs_under_torchrun_and_ends_with_the_same_bits(straight, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "falconet")
+    line = LINE.replace("--replicas 2 ", "")  # as many as torchrun started
+    code, out, err = finish(begin(f"train {line} --epoch 12 --run-dir r", tmp_path, launcher=torchrun))
+    assert code == 0, err
+    assert len(re.findall(r"^Epoch \d+/12$", out, re.M)) == 12
+    assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+def test_the_same_program_runs_under_tf_config_and_ends_with_the_same_bits(straight, tmp_path):
+    cluster = {"worker": [f"127.0.0.1:{gloo.free_port()}", "127.0.0.1:1"]}
+    line = LINE.replace("--replicas 2 ", "")
+    workers = []
+    for index in range(2):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        workers.append(begin(f"train {line} --epoch 12 --run-dir r", tmp_path, variables={"TF_CONFIG": config}))
+    answers = [finish(worker) for worker in workers]
+    assert [code for code, _, _ in answers] == [0, 0], answers
+    assert answers[1][1:] == ("", "")
+    assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(straight, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launcher = (*torchrun, "--max-restarts=2", "-m", "falconet")
+    process = begin(f"train {LINE} --epoch 12 --run-dir r", tmp_path, launcher=launcher, variables=variables)
+    for target in (10, 30):
+        wait_for(lambda at=target: max(updates(tmp_path / "r"), default=0) >= at, f"update {target}")
+        workers = children(process.pid)
+        os.kill(random.choice(workers), signal.SIGKILL)
+        wait_for(lambda old=workers: not set(children(process.pid)) & set(old), "restart")
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert_bitwise(straight[0] / "r", tmp_path / "r")

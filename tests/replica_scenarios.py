@@ -1,0 +1,247 @@
+"""What the processes of tests/parallel do; importable, because they are other processes."""
+
+import copy
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from timm.layers.norm_act import BatchNormAct2d
+from torch import nn
+
+from falconet.checkpoint import files
+from falconet.checkpoint.state import TrainState
+from falconet.commands import selftest
+from falconet.commands.sharding import attach, replicas
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader
+from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.errors import DataError
+from falconet.models import zoo
+from falconet.models.norms import Norm
+from falconet.numerics.precision import REGIMES
+from falconet.optim.build import UpdateRule, build
+from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.replicas import digest
+from falconet.parallel.world import World
+from falconet.train.evaluate import evaluate
+from falconet.train.loss import Loss
+from falconet.train.moving import PlainMove
+from falconet.train.step import LocalStep
+
+CLASSES, GLOBAL, UPDATES = 4, 24, 3
+PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
+
+
+def model_of(kind):
+    if kind == "group":
+        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0, norm=Norm(kind="group", groups=4))
+    if kind == "batch":
+        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0)
+    if kind == "unused":  # a parameter that has no part in the loss
+        model = model_of("group")
+        model.register_parameter("idle", nn.Parameter(torch.ones(3)))
+        return model
+    raise AssertionError(kind)
+
+
+def images(seed):
+    noise = np.random.default_rng(seed)
+    pixels = torch.from_numpy(noise.integers(0, 256, (GLOBAL, 8, 8, 3), dtype=np.uint8)).permute(0, 3, 1, 2)
+    return Batch(pixels, torch.from_numpy(noise.integers(0, CLASSES, GLOBAL)), None)
+
+
+def own_part(batch, world, accumulation):
+    """This replica's micro-batches."""
+    size = GLOBAL // world.size // accumulation
+    parts = [Batch(*part, None) for part in zip(batch.images.split(size), batch.labels.split(size), strict=True)]
+    return parts[world.rank * accumulation : (world.rank + 1) * accumulation]
+
+
+def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
+    """The state after some updates of the same global batches, and the mean loss of each."""
+    model = model_of(kind)
+    step = stepper(model, rule, replicas(model, world, bucket=bucket, sharded=False))
+    losses = []
+    for update in range(updates):
+        found = step(own_part(images(update), world, accumulation), update=update, lr=0.05)
+        losses.append((world.sum(found.loss) / world.size).item())
+    return {name: t.detach().clone().numpy() for name, t in model.state_dict().items()}, losses, digest(model)
+
+
+def spanning(world, name, span, updates=2):
+    """The state after some updates of a model whose batch norm spans replicas."""
+    model = zoo.build(name, classes=CLASSES, seed=0).float()
+    span_batchnorm(model, world, span=span)
+    copied = copy.deepcopy(model)
+    step = stepper(model, "sgd", replicas(model, world, bucket=0.05, sharded=False))
+    for update in range(updates):
+        step(own_part(images(update), world, 1), update=update, lr=0.05)
+    return {name: t.numpy() for name, t in model.state_dict().items()}, digest(model), type(copied).__name__
+
+
+def one_layer(world, span, kind):
+    """Output, gradients and statistics of one layer on this replica's part of a batch, for a loss that weighs them."""
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(5) if kind == "plain" else BatchNormAct2d(5)
+    layer.momentum = None if kind == "cumulative" else 0.1
+    nn.init.uniform_(layer.weight, 0.5, 2)
+    nn.init.uniform_(layer.bias, -1, 1)
+    whole = torch.randn(8, 5, 3, 3) * 3 + 100
+    weights = torch.randn(8, 5, 3, 3)
+    span_batchnorm(layer_in(layer), world, span=span)
+    part = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
+    x = whole[part].clone().requires_grad_()
+    out = layer(x)
+    (out * weights[part]).sum().backward()
+    grads = [world.sum(layer.weight.grad), world.sum(layer.bias.grad)]
+    return [t.detach().numpy() for t in (out, x.grad, *grads, layer.running_mean, layer.running_var)]
+
+
+def layer_in(layer):
+    return nn.Sequential(layer)
+
+
+def late(world, seconds):
+    """The second process does not come to a barrier in time."""
+    world.at("update 7")
+    if world.rank == 1:
+        world.at("update 6, reading images")
+        time.sleep(seconds)
+    world.barrier("waiting for everybody")
+
+
+def stepper(model, rule, exchange, optimizer=None):
+    optimizer = optimizer or build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+    return LocalStep(
+        model,
+        PlainMove(optimizer, device=torch.device("cpu")),
+        normalise=Normalise(PREPROCESSING),
+        loss=Loss(CLASSES, 0.1),
+        regime=REGIMES["32.32"],
+        seed=0,
+        replicas=exchange,
+    )
+
+
+def sharded(world, rule, accumulation, folder, bucket=0.05):
+    """Updates with divided optimizer state, with a save and a load half way; all of the state at the end, in bytes."""
+    first = sharded_state(world, rule, bucket)
+    for update in range(2):
+        first[1](own_part(images(update), world, accumulation), update=update, lr=0.05)
+    saved = first[0].tensors()
+    if world.is_first:
+        files.write(
+            Path(folder), saved, {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
+        )
+    world.barrier("saving")
+    second = sharded_state(world, rule, bucket)
+    second[0].load(Path(folder), name="m")
+    for state, step in (first, second):
+        step(own_part(images(2), world, accumulation), update=2, lr=0.05)
+        state.digest = digest(state.model)
+    assert first[0].digest == second[0].digest, "a restored run is another run"
+    state = first[0]
+    held = sum(t.numel() for slots in state.optimizer.state.values() for t in slots.values() if t.ndim)
+    tensors = {
+        f"{stem}:{name}": t.numpy().copy() for stem, group in state.tensors().items() for name, t in group.items()
+    }
+    return tensors, held, state.digest
+
+
+def sharded_state(world, rule, bucket):
+    model = model_of("group").to(memory_format=torch.channels_last)
+    exchange = replicas(model, world, bucket=bucket, sharded=True)
+    shards = exchange if world.size > 1 else None
+    optimizer = build(shards.trained if shards else model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+    if shards:
+        attach(shards, optimizer)
+    state = TrainState(model, optimizer, shards=shards)
+    return state, stepper(model, rule, exchange, optimizer)
+
+
+def several_sharded(world, calls):
+    return [sharded(world, *call) for call in calls]
+
+
+def messages(world, accumulation):
+    """The messages of one update, and how many of them were under way before its last backward had ended."""
+    model = model_of("batch")
+    exchange = replicas(model, world, bucket=0.05, sharded=False)
+    sent, before = [], []
+    real = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    average = exchange.average
+    exchange.average = lambda: (before.append(len(sent)), average())
+    dist.all_reduce = counted
+    try:
+        stepper(model, "sgd", exchange)(own_part(images(0), world, accumulation), update=0, lr=0.1)
+    finally:
+        dist.all_reduce = real
+    return sent, before
+
+
+def several(world, calls):
+    """Several trainings in one set of processes."""
+    return [train(world, *call) for call in calls]
+
+
+class Rows:
+    """A reader whose image i is all i."""
+
+    size, rows = 8, 4
+
+    def read(self, indices, *, epoch, out):
+        out[:] = indices[:, None, None, None]
+        return np.ones(len(indices), dtype=np.bool_)
+
+
+def measure(world, count, batch):
+    labels = np.arange(count) % CLASSES
+    loader = EvaluationLoader(
+        Rows(), labels, shape=BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
+    seen = [label for each in loader.batches() for label in each.labels.tolist()]
+    found = evaluate(model, loader.batches(), normalise=Normalise(PREPROCESSING), regime=REGIMES["32.32"], world=world)
+    return found, [label for label in seen if label >= 0]
+
+
+def collectives(world):
+    values = torch.tensor([1.0, float(world.rank)])
+    votes = world.vote()
+    return {
+        "sum": world.sum(values).tolist(),
+        "max": world.max(values).tolist(),
+        "broadcast": world.broadcast(values).tolist(),
+        "own": values.tolist(),
+        "once": world.once(lambda: f"said by {world.rank}"),
+        "empty": world.once(lambda: ""),
+        "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],
+    }
+
+
+def doctor(world, folder):
+    os.chdir(folder)
+    return list(selftest.findings(world))
+
+
+def mistaken(world, ranks):
+    """A mistake that some of the processes find; what the command line would be told."""
+    if world.rank in ranks:
+        raise DataError("the photo is torn")
+    world.barrier("waiting for everybody")
+
+
+def disagree(world):
+    world.agree("the colour", "blue" if world.rank == 1 else "red")
+
+
+def alone(scenario, *args):
+    return scenario(World(device=torch.device("cpu")), *args)
