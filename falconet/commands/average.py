@@ -7,7 +7,7 @@ from pathlib import Path
 from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.commands import averaging, opening, parts
+from falconet.commands import averaging, launching, opening, parts
 from falconet.commands.reading import input_path, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
@@ -22,6 +22,8 @@ from falconet.train.batchnorm import reestimate
 
 
 def run(line: Sequence[Setting]) -> int:
+    if launching.is_another_process():
+        return 0
     path, screen = input_path(line), Screen()
     whole = _whole(path, screen.line)
     # What the newest was trained with says how to read its data, not how to average.
@@ -79,9 +81,11 @@ def _measure_batchnorm(
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
-    global_batch = shape.global_batch * training.training.gradient_accumulation
     data = parts.open_images(
-        training.data, model=training.model.model, global_batch=global_batch, seed=training.run.seed
+        training.data,
+        model=training.model.model,
+        global_batch=parts.global_batch(training),
+        seed=training.run.seed,
     )
     loader = parts.training_loader(data, training, shape=shape, world=world, note=note)
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)

@@ -88,6 +88,12 @@ def spoken(world: World | None = None) -> Callable[[str], None]:
     return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")
 
 
+def is_another_process() -> bool:
+    """Whether a launcher started several of us and this is not the first, which works alone in validate and average."""
+    place = environment.find_place(os.environ)
+    return place is not None and place.rank > 0
+
+
 def check_alike(world: World, loaded: Options, restored: Restored) -> None:
     """Every process must run the same program with the same options from the same checkpoint."""
     world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
@@ -147,8 +153,8 @@ def _check_span(parallel: schema.Parallel, division: Division) -> None:
     if division.processes % parallel.batchnorm_span:
         folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
         raise ConfigError(
-            f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the {division.processes} replicas"
-            f" that run{folded}"
+            f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
+            f" {division.processes}{folded}"
         )
 
 
@@ -172,4 +178,5 @@ def _check_restarts(options: schema.TrainOptions, restored: Restored) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    """The checkpoints in a folder; what was being written when a worker died begins with a dot, and is no progress."""
+    return {path.name for path in folder.glob("[!.]*")}

@@ -36,10 +36,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     options = load_options(ValidateOptions, line, manifest.config).options
     # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    replicas = parts.value_or(trained.parallel.replicas, 1)
-    global_batch = trained.data.micro_batch_size * trained.training.gradient_accumulation * replicas
     images = parts.open_images(
-        options.data, model=options.model.model, global_batch=global_batch, seed=trained.run.seed
+        options.data, model=options.model.model, global_batch=parts.global_batch(trained), seed=trained.run.seed
     )
     for stem, suffix in (("model", ""), ("ema", " (moving average)")):
         if f"{stem}.safetensors" not in manifest.files:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import nn
 
 from falconet.config import schema
+from falconet.data import native
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
@@ -36,6 +37,18 @@ def cores() -> int:
 
 def value_or(value: int | Literal["auto"], automatic: int) -> int:
     return automatic if value == "auto" else value
+
+
+def decoder() -> str:
+    """What reads JPEG files here."""
+    library = native.library()
+    return f"the native decoder ({library.processor})" if library else f"Pillow: {native.why_not()}"
+
+
+def global_batch(options: schema.TrainOptions) -> int:
+    """Images in one update of a training."""
+    micro_batches = options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
+    return options.data.micro_batch_size * micro_batches
 
 
 def workers(data: schema.Data) -> int:

@@ -29,13 +29,13 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
     """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
     folder = choose(options, restored=restored)
     known = again or options.run.run_dir == "auto" or (restored and folder == _home(*restored))
-    if (folder / CONFIG).exists() and not known:
+    saved = checkpoints(folder, options)
+    if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
         raise ConfigError(
             f"--run-dir: {folder} already holds a run; `falconet restore --checkpoint-input-path {folder}` goes on"
             " with it, another folder starts a new one"
         )
     _require_writable(folder, "--run-dir")
-    saved = checkpoints(folder, options)
     _require_writable(saved, "--checkpoint-output-path")
     if not restored and checkpoints_in(saved):
         raise ConfigError(

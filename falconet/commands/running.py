@@ -162,7 +162,7 @@ class Run:
         augment = self.images.augment(options.augmentation.augment)
         lines = [
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
-            f"data {options.data.data}: {self.images.describe()}, augment {augment}",
+            f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
             f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.recomputed,
@@ -188,11 +188,7 @@ class Run:
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
-        if scale and shards:
-            raise ConfigError(
-                f"--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32, got"
-                f" '{self.regime.name}'"
-            )
+        assert not (scale and shards), "the rules of the options refuse divided state with a loss scale"
         optimizer = (
             build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
             if scale
@@ -306,6 +302,7 @@ class Run:
                 raise record.diverged(error) from None
             except Interrupted:
                 saved = record.finish()
+                world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
                 self.screen.line(f"saved {saved}")
                 self.screen.line(f"to continue: falconet restore --checkpoint-input-path {folder}")
                 raise
@@ -317,6 +314,9 @@ class Run:
                     averaging.after_training(record, options, world=world, say=self.screen.line)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+
+    def _decoding(self) -> str:
+        return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)

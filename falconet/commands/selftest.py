@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import sharding
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, DeviceError
 from falconet.optim.build import UpdateRule, build, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import Replicas, digest
@@ -91,7 +91,7 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
 
 def _checkpoint(world: World) -> tuple[bool, str]:
     """Divided state, written by the first process, read by each, from a folder that all must see."""
-    folder = Path(world.once(lambda: tempfile.mkdtemp(prefix="falconet-doctor-", dir=Path.cwd()))) / "checkpoint"
+    folder = Path(world.once(_shared_folder)) / "checkpoint"
     first, second = _network(nn.GroupNorm(2, 8)).to(world.device), _network(nn.GroupNorm(2, 8)).to(world.device)
     exchange = sharding.replicas(first, world, bucket=0.001, sharded=True)
     state = _state(first, exchange)
@@ -102,17 +102,29 @@ def _checkpoint(world: World) -> tuple[bool, str]:
             content = {"model": "doctor", "classes": 3, "progress": {"epoch": 0, "images": 0, "update": 2}}
             files.write(folder, tensors, content)
         world.barrier("saving")
+        other = sharding.replicas(second, world, bucket=0.001, sharded=True)
+        again = _state(second, other)
         try:
-            _state(second, sharding.replicas(second, world, bucket=0.001, sharded=True)).load(folder, name="doctor")
+            again.load(folder, name="doctor")
         except CheckpointError as error:
             world.barrier("loading")
             return False, str(error)
         world.barrier("loading")
+        # One more update of both: a momentum that came back wrong would show in the weights.
+        _update(state, _images(world, everyone=False), exchange)
+        _update(again, _images(world, everyone=False), other)
         return digest(first) == digest(second), ""
     finally:
         if world.is_first:
             for path in (*folder.glob("*"), folder, folder.parent):
                 path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _shared_folder() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="falconet-doctor-", dir=Path.cwd())
+    except OSError as error:
+        raise DeviceError(f"--distributed: cannot write to {Path.cwd()}: {error.strerror or error}") from error
 
 
 def _network(norm: nn.Module) -> nn.Module:

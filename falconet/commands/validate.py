@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from falconet.checkpoint import files
-from falconet.commands import opening
+from falconet.commands import launching, opening
 from falconet.commands.reading import input_path
 from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
@@ -21,6 +21,8 @@ Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:
+    if launching.is_another_process():
+        return 0
     path, screen = input_path(line), Screen()
     rows = _table(list(_measured(path, line, screen.line)))
     _show(rows, screen.line)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import tyro
 
 from falconet.config import rules
-from falconet.config.options import Option, options_of
+from falconet.config.options import Option, options_of, value_of
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.errors import ConfigError, did_you_mean
 
@@ -39,7 +39,12 @@ class Loaded(Generic[Options]):
 
     def to_yaml(self) -> str:
         """The same as a file that --config takes, the sources as comments."""
-        lines = (f"{name}: {_yaml(entry['value'])}  # {entry['source']}" for name, entry in self.table().items())
+        known = options_of(type(self.options))
+        lines = []
+        for name, entry in self.table().items():
+            # What nobody asked for stays open: auto is written as auto, whatever it came to here.
+            value = _plain(known[name].default) if entry["source"] == "default" else entry["value"]
+            lines.append(f"{name}: {_yaml(value)}  # {entry['source']}")
         return "\n".join(lines) + "\n"
 
 
@@ -68,12 +73,6 @@ def print_help(command: type, *, prog: str, example: str) -> None:
     description = f"{(command.__doc__ or '').strip()}\n\nExample:\n  {example}"
     with contextlib.suppress(SystemExit):
         tyro.cli(command, args=["--help"], prog=prog, description=description, config=_STYLE)
-
-
-def value_of(options: object, option: Option) -> object:
-    """The value of one option."""
-    section, field = option.path
-    return getattr(getattr(options, section), field)
 
 
 def _parse(command: type[Options], final: Mapping[str, Setting]) -> Options:

@@ -52,6 +52,12 @@ def options_of(command: type[object]) -> dict[str, Option]:
     return _KNOWN[command]
 
 
+def value_of(options: object, option: Option) -> object:
+    """The value of one option."""
+    section, field = option.path
+    return getattr(getattr(options, section), field)
+
+
 def sections_of(command: type[object]) -> dict[str, type[object]]:
     """The sections of a command by field name."""
     return dict(get_type_hints(command))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from falconet.config.options import options_of, value_of
 from falconet.config.schema import MODELS, Augmentation, Numerics, TrainOptions
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
@@ -18,8 +19,10 @@ def check(options: object) -> None:
 
 def notes(options: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
     """One line for each option that was asked for and has no effect here."""
+    known = options_of(type(options))
     for name, condition, holds in EFFECTIVE_WHEN:
-        if is_asked_for(sources.get(name)) and not holds(options):
+        changed = value_of(options, known[name]) != known[name].default  # a stored config.yaml names every default
+        if changed and is_asked_for(sources.get(name)) and not holds(options):
             yield f"--{name} has no effect without {condition}"
 
 
@@ -123,6 +126,15 @@ def _rule_has_a_half_form(options: Any) -> str | None:
     return None
 
 
+def _divided_state_has_no_scale(options: Any) -> str | None:
+    if options.parallel.enable_optimizer_rts and is_scaled(options):
+        return (
+            "--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32 with"
+            f" --loss-scaling 1, got '{options.machine.precision}'"
+        )
+    return None
+
+
 def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
     """What was asked for, the flag of the originals included."""
     if numerics.recompute_mode is not None:
@@ -151,6 +163,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics",), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
+    (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
 )
 
 
@@ -166,11 +179,24 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
+def _host_data(options: TrainOptions) -> bool:
+    return options.data.data != "synthetic"
+
+
+def _has_replicas(options: TrainOptions) -> bool:
+    return options.parallel.replicas != 1
+
+
 def _averages(options: TrainOptions) -> bool:
     return options.averaging.weight_avg_strategy != "none"
 
 
 _OWN_DATA = ("digits", "generated", "synthetic")
+_HOST_OPTIONS = (
+    *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
+    *("dataloader-workers", "bad-images-allowed"),
+)
+_REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
@@ -214,5 +240,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ),
     ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
     ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
+    ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
+    *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
+    *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

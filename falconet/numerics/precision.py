@@ -46,11 +46,6 @@ class Regime:
         """Whether training writes what is stored in 16 bits."""
         return self.update != torch.float32
 
-    @property
-    def needs_scale(self) -> bool:
-        """Whether small gradients vanish and large ones overflow without a loss scale; bf16 has fp32's range."""
-        return torch.float16 in (self.compute, self.update)
-
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The model on the device, its weights stored in the regime's format; in place."""
         for layer in model.modules():

@@ -79,7 +79,7 @@ def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) ->
     predicted = footprint.peak(blocks)
     if budget_bytes is not None and predicted > budget_bytes:
         raise ConfigError(
-            f"--memory-budget: got {budget_bytes / 2**30:.2f} GiB, wanted at least {predicted / 2**30:.2f} GiB for the "
+            f"--memory-budget: got {budget_bytes / 2**30:.3g} GiB, wanted at least {predicted / 2**30:.3g} GiB for the "
             f"activations of {len(example)} images with every block recomputed; a smaller --micro-batch-size needs less"
         )
     patterns = tuple(re.escape(name) for name in footprint.stored_layers(blocks)) if blocks else ()

@@ -46,7 +46,8 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
         attempt, left, stood = attempt + 1, workers.restarts if stands != stood else left, stands
         what = ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
         if left == 0:
-            raise WorldError(f"{what}; gave up after {attempt} attempts (--max-restarts {workers.restarts})")
+            limit = f" after {attempt} attempts (--max-restarts {workers.restarts})" if workers.restarts else ""
+            raise WorldError(f"{what}; gave up{limit}")
         left -= 1
         say(f"{what}; starting all workers again from the newest whole checkpoint")
 

@@ -81,13 +81,15 @@ def _absent(words: str | None) -> str:
     return f"did not come, it was last seen {time.time() - float(at):.0f} s ago at {doing}"
 
 
-def lost(rank: int, operation: str) -> WorldError:
+def lost(rank: int, operation: str, error: RuntimeError) -> WorldError:
     """The error of a process whose neighbour went away; comes late, so that the neighbour's own error is the news."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
+    with contextlib.suppress(ValueError):  # not in autograd's own threads
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
     time.sleep(COURTESY)
     if environment.OWN in os.environ:
         os._exit(1)  # our own launcher says who went away
-    return WorldError(f"rank {rank}: another process went away, {operation}")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return WorldError(f"rank {rank}: another process went away, {operation} ({reason})")
 
 
 def follow(launcher: int) -> None:

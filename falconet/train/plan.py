@@ -70,12 +70,16 @@ class Plan:
             f"{self.updates:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,} updates of {self.images:,}"
             f" images{left}",
             f"learning rate {self.schedule.describe()}",
-            f"validates {self._validation()}; saves every {self.epochs_per_save:g} epochs and at the end",
+            f"validates {self._validation()}; saves {_every(self.epochs_per_save)} and at the end",
         ]
 
     def _validation(self) -> str:
-        words = {"none": "never", "after": "at the end", "during": f"every {self.validation_frequency} epochs"}
-        return words[self.validation_mode].replace("every 1 epochs", "every epoch")
+        words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}
+        return words[self.validation_mode]
+
+
+def _every(epochs: float) -> str:
+    return "every epoch" if epochs == 1 else f"every {epochs:g} epochs"
 
 
 def updates_in_epoch(images: int, global_batch: int) -> int:
@@ -83,6 +87,6 @@ def updates_in_epoch(images: int, global_batch: int) -> int:
     if images < global_batch:
         raise ConfigError(
             f"--micro-batch-size: a global batch of {global_batch:,} is more than the {images:,} training images;"
-            f" wanted a smaller --micro-batch-size or --gradient-accumulation"
+            " wanted a smaller --micro-batch-size, --gradient-accumulation or --replicas"
         )
     return images // global_batch

@@ -219,3 +219,27 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
     answer = falconet(f"train {TINY}")
     assert answer.code == 2
     assert answer.err == "falconet train: the disk is full (metrics.jsonl); what was saved before is whole\n"
+
+
+def test_a_stored_config_runs_again_without_notes_and_leaves_auto_open(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 1")
+    assert "replicas: auto  # default" in Path("r/config.yaml").read_text()
+    answer = falconet("train --config r/config.yaml --plan")
+    assert answer.code == 0, answer.err
+    assert "note:" not in answer.out
+
+
+def test_a_run_folder_without_a_checkpoint_may_be_used_again(falconet):
+    Path("r").mkdir()
+    Path("r/config.yaml").write_text("epoch: 1\n")
+    assert falconet(f"train {TINY} --run-dir r --epoch 1").code == 0
+
+
+def test_the_plan_says_what_decodes_photographs(falconet, image_folder):
+    out = falconet(f"train --data folder --data-dir {image_folder} --micro-batch-size 8 --image-size 32 --plan").out
+    assert re.search(r"decoded by (the native decoder \((avx2|portable)\)|Pillow: \S+)", out)
+
+
+def test_synthetic_data_says_which_options_it_leaves_aside(falconet):
+    out = falconet(f"train {TINY} --data synthetic --mixup-alpha 0.2 --plan").out
+    assert "note: --mixup-alpha has no effect without data from the host, not --data synthetic" in out

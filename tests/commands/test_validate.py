@@ -235,3 +235,11 @@ def test_photos_of_which_none_can_be_read_give_no_accuracy(falconet, image_folde
     answer = falconet("validate --checkpoint-input-path r --bad-images-allowed 100")
     assert answer.code == 2
     assert answer.err == "falconet validate: validation: not one image could be read, so there is no accuracy to tell\n"
+
+
+def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert falconet("validate --checkpoint-input-path nowhere") == (0, "", "")

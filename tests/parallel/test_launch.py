@@ -173,7 +173,8 @@ def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
 
 
 def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_again(tmp_path):
-    (tmp_path / "r").mkdir()
+    (tmp_path / "r/checkpoints/one").mkdir(parents=True)
+    (tmp_path / "r/checkpoints/one/model.safetensors").touch()
     (tmp_path / "r/config.yaml").touch()
     code, out, err = finish(begin(f"train {LINE} --run-dir r", tmp_path))
     assert code == 2

@@ -107,7 +107,7 @@ def test_a_global_batch_larger_than_the_data_is_one_line_that_names_the_options(
         updates_in_epoch(1437, 5000)
     assert str(refused.value) == (
         "--micro-batch-size: a global batch of 5,000 is more than the 1,437 training images;"
-        " wanted a smaller --micro-batch-size or --gradient-accumulation"
+        " wanted a smaller --micro-batch-size, --gradient-accumulation or --replicas"
     )
 
 
@@ -117,7 +117,7 @@ def test_the_plan_in_words():
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
         "1,320 updates = 30 epochs x 44 updates of 1,437 images; 29 images sit out each epoch, others each time",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
-        "validates every epoch; saves every 1 epochs and at the end",
+        "validates every epoch; saves every epoch and at the end",
     ]
 
 
