@@ -14,7 +14,6 @@ SHARE = 1e-7  # of gradients above the edge that is one too many
 HISTORY = 256  # updates whose scale is remembered
 
 _ALL = 1e18  # counts for more than all gradients there can be
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Scale(Protocol):
@@ -193,16 +192,6 @@ def find_non_finite(grads: Sequence[Tensor]) -> NonFinite:
     bad = ~torch.stack([largest[number] for number in range(len(grads))]).isfinite()
     found = bad.any()
     return NonFinite(found, torch.where(found, bad.to(torch.int32).argmax(), -1))
-
-
-@torch.no_grad()
-def unscale_and_check(grads: Sequence[Tensor], scale: Tensor) -> NonFinite:
-    """Divide fp32 gradients by the scale, in place; half ones would underflow: `optim.half` divides them in fp32."""
-    non_finite = find_non_finite(grads)
-    full = [grad for grad in grads if grad.dtype not in _HALVES]
-    if full:
-        torch._foreach_mul_(full, 1.0 / scale)
-    return non_finite
 
 
 def _count_above(grads: list[Tensor], edge: float) -> Tensor:

@@ -18,7 +18,6 @@ from falconet.numerics.scaling import (
     SteppedScale,
     doublings,
     find_non_finite,
-    unscale_and_check,
     watched,
 )
 
@@ -217,13 +216,6 @@ def test_the_largest_finite_gradients_are_finite():
     assert not find_non_finite(grads).found
 
 
-def test_fp32_gradients_are_divided_in_place_and_half_ones_left():
-    full, half = torch.tensor([3.0, -6.0]), torch.tensor([3.0, -6.0], dtype=torch.float16)
-    assert not unscale_and_check([full, half], torch.tensor(3.0)).found
-    torch.testing.assert_close(full, torch.tensor([1.0, -2.0]))
-    assert half.tolist() == [3.0, -6.0]
-
-
 def test_the_log_names_the_first_offender_since_it_last_asked():
     offender, names = Offender(CPU), ["stem", "body", "head"]
     fine, bad = torch.ones(2), torch.tensor([1.0, math.nan])
@@ -252,7 +244,7 @@ def test_scales_and_checks_never_wait_for_the_device():
         for update in range(3):
             scale.before(update)
             scale.watch(grads)
-            non_finite = unscale_and_check(grads, scale.value)
+            non_finite = find_non_finite(grads)
             offender.note(non_finite)
             scale.after(non_finite.found)
     finally:
