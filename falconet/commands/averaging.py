@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from falconet.checkpoint import files
 from falconet.checkpoint.average import Averaging, average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.config import schema
+from falconet.config import schema, sections
 from falconet.parallel.world import World
 from falconet.train.record import Record
 
 Say = Callable[[str], None]
 
 
-def rule_of(options: schema.Averaging | schema.Average) -> Averaging:
+def rule_of(options: sections.Averaging | sections.Average) -> Averaging:
     assert options.weight_avg_strategy != "none"
     last = options.weight_avg_N
     return Averaging(

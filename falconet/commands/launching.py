@@ -13,7 +13,7 @@ import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.files import Manifest
 from falconet.commands import parts, run_folder
-from falconet.config import schema
+from falconet.config import schema, sections
 from falconet.config.load import Loaded
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
@@ -149,7 +149,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
 
 
-def _check_span(parallel: schema.Parallel, division: Division) -> None:
+def _check_span(parallel: sections.Parallel, division: Division) -> None:
     if division.processes % parallel.batchnorm_span:
         folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from falconet.config import schema
+from falconet.config import schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
@@ -51,7 +51,7 @@ def global_batch(options: schema.TrainOptions) -> int:
     return options.data.micro_batch_size * micro_batches
 
 
-def workers(data: schema.Data) -> int:
+def workers(data: sections.Data) -> int:
     return value_or(data.dataloader_workers, min(8, cores()))
 
 
@@ -83,7 +83,7 @@ class Images:
         )
 
 
-def open_images(data: schema.Data, *, model: str, global_batch: int, seed: int) -> Images:
+def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int) -> Images:
     """The data that the options name, at the model's size."""
     size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
     splits = open_source(
@@ -98,7 +98,7 @@ def open_images(data: schema.Data, *, model: str, global_batch: int, seed: int) 
     return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)
 
 
-def build_model(model: schema.Model, *, classes: int, seed: int) -> nn.Module:
+def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
     norm = Norm(
         kind=model.norm_type,
         eps=None if model.norm_eps == "auto" else model.norm_eps,
@@ -152,7 +152,7 @@ def training_loader(
     )
 
 
-def mixing_of(augmentation: schema.Augmentation) -> Mixing | None:
+def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
     mixing = Mixing(
         mixup_alpha=augmentation.mixup_alpha,
         cutmix_lambda_low=augmentation.cutmix_lambda_low,
@@ -163,7 +163,7 @@ def mixing_of(augmentation: schema.Augmentation) -> Mixing | None:
 
 
 def evaluator(
-    images: Images, data: schema.Data, *, regime: Regime, world: World, note: Note
+    images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
     source = images.splits.validation

@@ -23,8 +23,8 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Options"
     yield ""
-    yield "Generated from `falconet/config/schema.py` by `make docs`; a test fails when it is stale. A switch `--x` has"
-    yield "a counterpart `--no-x`. In a YAML config the same names are keys, with `-` or `_`."
+    yield "Generated from `falconet/config/sections.py` by `make docs`; a test fails when it is stale. A switch `--x`"
+    yield "has a counterpart `--no-x`. In a YAML config the same names are keys, with `-` or `_`."
     shown: set[type[object]] = set()
     for name, command in PAGES:
         sections = sections_of(command)

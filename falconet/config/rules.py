@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from falconet.config.options import options_of, value_of
-from falconet.config.schema import MODELS, Augmentation, Numerics, TrainOptions
+from falconet.config.schema import TrainOptions
+from falconet.config.sections import MODELS, Augmentation, Numerics
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
 

@@ -1,268 +1,27 @@
-"""Every option, once: name, type, default, help, in the section it is shown under."""
+"""Which sections of options each command has."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Literal
 
-from falconet.config.ranges import AtLeast, Between, MoreThan
-
-Auto = Literal["auto"]
-
-# The zoo's names, repeated here so that a typo is answered without importing torch; a test compares the two lists.
-MODELS = (
-    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50", "resnext101"),
-    *(f"efficientnet-b{size}" for size in range(8)),
-    *("mobilenet", "mobilenet-v3-small", "mobilenet-v3-large"),
-    *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110)),
+from falconet.config.sections import (
+    Augmentation,
+    Average,
+    Averaging,
+    Checkpoints,
+    Data,
+    Doctor,
+    Input,
+    LearningRate,
+    Logging,
+    Machine,
+    Model,
+    Numerics,
+    Optimizer,
+    Parallel,
+    Run,
+    Table,
+    Training,
+    Validation,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is run, and where its results go."""
-
-    config: str | None = None
-    """A named config (`falconet configs` lists them) or a YAML file of options; the command line overrides it."""
-    plan: bool = False
-    """Print the plan and every option with its source, and exit."""
-    run_dir: Path | Auto = "auto"
-    """The run folder; auto: runs/<model>_<data>_<time>."""
-    seed: Annotated[int, Between(0, 2**32 - 1)] = 0
-    """Seed of every random choice; the same seed gives the same run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What is trained."""
-
-    model: str = "resnet8-cifar"
-    """A name of `falconet models`, or timm:NAME for any other model of timm."""
-    norm_type: Literal["batch", "group", "none"] = "batch"
-    """Normalisation layers: as the model has them, group norm instead, or none."""
-    norm_eps: Annotated[float, MoreThan(0)] | Auto = "auto"
-    """Epsilon of the normalisation layers; auto: the model's own."""
-    norm_num_groups: Annotated[int, AtLeast(1)] = 32
-    """Groups of group norm; must divide the channels of every layer."""
-    enable_fast_groupnorm: bool = False
-    """Group norm by a fused kernel on CUDA; the same groups and checkpoints as without."""
-    disable_stable_batchnorm: bool = False
-    """Batch norm's variance in one pass over the images: less exact where the mean is far from zero."""
-    batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
-    """Weight of a new batch in batch norm's running statistics; auto: the model's own."""
-    efficientnet_expand_ratio: Annotated[int, AtLeast(1)] = 6
-    """EfficientNet: expansion of every stage after the first."""
-    efficientnet_group_dim: Annotated[int, AtLeast(1)] = 1
-    """EfficientNet: channels per group of the depthwise convolutions."""
-    input_image_padding: bool = False
-    """Give the first convolution a fourth, zero, input channel: the same function, sometimes faster."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Where images come from."""
-
-    data: Literal["digits", "cifar10", "cifar100", "folder", "generated", "synthetic"] = "digits"
-    """folder: train/ and val/, one folder a class; generated: random, by the host; synthetic: random, on the device."""
-    data_dir: Path | None = None
-    """Where the data lies; without it, the environment variable DATA_DIR."""
-    image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
-    classes: Annotated[int, AtLeast(2)] | Auto = "auto"
-    """Classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks. Other data has its own."""
-    iterations: Annotated[int, AtLeast(1)] = 100
-    """Updates in an epoch of generated or synthetic data."""
-    micro_batch_size: Annotated[int, AtLeast(1)] = 64
-    """Images in one forward and backward pass on one replica."""
-    dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 8 at most."""
-    bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Undecodable images skipped before the run stops; auto: 1 in 1,000 in training, none in validation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How long, and in which portions."""
-
-    epoch: Annotated[int, AtLeast(1)] = 30
-    """Passes over the training images."""
-    gradient_accumulation: Annotated[int, AtLeast(1)] = 1
-    """Micro-batches in one update."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """How weights move."""
-
-    optimizer: Literal["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"] = "sgd"
-    """The update rule; sgd_combined keeps gradient and velocity in one tensor, rmsprop_tf is TensorFlow's form."""
-    momentum: Annotated[float, Between(0, 1)] = 0.9
-    """Momentum of sgd, rmsprop and lars."""
-    weight_decay: Annotated[float, AtLeast(0)] = 5e-4
-    """Decay of parameters with more than one dimension; biases and norms are not decayed."""
-    optimizer_eps: Annotated[float, AtLeast(0)] = 1e-8
-    """Epsilon of adamw, rmsprop and lars."""
-    rmsprop_decay: Annotated[float, Between(0, 1)] = 0.99
-    """Smoothing constant of rmsprop's squared gradients."""
-    lars_eeta: Annotated[float, MoreThan(0)] = 0.001
-    """Trust coefficient of lars."""
-    ema_half_life: Annotated[float, MoreThan(0)] | None = None
-    """Keep an exponential moving average of the weights with this half-life in epochs; validated beside them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningRate:
-    """The learning rate over time."""
-
-    lr: Annotated[float, AtLeast(0)] = 0.1
-    """Peak learning rate, for the global batch as it is."""
-    lr_schedule: Literal["step", "cosine", "exponential", "polynomial"] = "cosine"
-    """step: drops at --lr-epoch-decay; cosine: to 0; exponential: drops at each change; polynomial: to an end ratio."""
-    lr_decay: Annotated[float, MoreThan(0)] = 0.5
-    """Factor of a drop in the step and exponential schedules."""
-    lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
-    """Epochs at which the step schedule drops."""
-    lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
-    """Changes per epoch; 0: at every update."""
-    lr_power: Annotated[float, MoreThan(0)] = 2.0
-    """Exponent of the polynomial schedule."""
-    lr_end_ratio: Annotated[float, Between(0, 1)] = 1e-5
-    """End of the polynomial schedule, as a share of the peak."""
-    warmup_epoch: Annotated[float, AtLeast(0)] = 1.0
-    """Epochs of linear warm-up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Half precision without losing accuracy, and memory."""
-
-    enable_stochastic_rounding: bool = False
-    """Round what is written to 16 bits up with the probability of its distance, instead of to the nearest."""
-    loss_scaling: Annotated[float, MoreThan(0)] = 1.0
-    """Factor of the loss before the backward pass; the last of a stepped scale, the first of an automatic one."""
-    initial_loss_scaling: Annotated[float, MoreThan(0)] | None = None
-    """Begin with this scale and double it in equal stretches of epochs until it is --loss-scaling."""
-    auto_loss_scaling: bool = False
-    """Halve the scale when gradients come near overflow, double it otherwise."""
-    auto_loss_scaling_period: Annotated[int, AtLeast(1)] = 1
-    """Updates between changes of the automatic scale."""
-    half_partial: bool = False
-    """Let matrix products add up in half precision, where the device can."""
-    enable_recompute: bool = False
-    """Compute activations again in the backward pass instead of keeping all of them."""
-    recompute_mode: Literal["none", "auto", "manual"] | None = None
-    """auto: choose blocks, to fit --memory-budget; manual: keep --recompute-checkpoints; none: keep everything."""
-    recompute_checkpoints: tuple[str, ...] = ()
-    """Regular expressions of the layers whose outputs are kept, such as layer1/.*; the rest is computed again."""
-    memory_budget: Annotated[float, MoreThan(0)] | None = None
-    """GiB that activations may take; recomputes as many blocks as that needs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """What keeps the model from learning by heart."""
-
-    augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
-    """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
-    label_smoothing: Annotated[float, Between(0, 1)] = 0.0
-    """Share of the target spread evenly over all classes."""
-    mixup_alpha: Annotated[float, Between(0, 1)] = 0.0
-    """Mix each image with its neighbour, share drawn from Beta(a, a); 0: no mixup."""
-    cutmix_lambda_low: Annotated[float, Between(0, 1)] = 0.0
-    """Least share of the own image in cutmix; both bounds 0 or both 1: no cutmix."""
-    cutmix_lambda_high: Annotated[float, Between(0, 1)] = 0.0
-    """Greatest share of the own image in cutmix; equal bounds fix the share."""
-    cutmix_disable_prob: Annotated[float, Between(0, 1)] = 0.0
-    """Chance that a micro-batch skips cutmix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """When accuracy is measured."""
-
-    validation_mode: Literal["none", "during", "after"] = "during"
-    """Never, every --validation-frequency epochs (and at the end), or once at the end."""
-    validation_frequency: Annotated[int, AtLeast(1)] = 1
-    """Epochs between validations in mode during."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints:
-    """What is saved."""
-
-    checkpoint_output_path: Path | None = None
-    """Folder of the checkpoints; without it, checkpoints/ in the run folder."""
-    checkpoint_save_freq: Annotated[float, MoreThan(0)] = 1.0
-    """Epochs between checkpoints; 0.25 saves four times an epoch. The end of training is always saved."""
-    checkpoints_kept: Annotated[int, AtLeast(1)] | Literal["auto", "all"] = "auto"
-    """Newest checkpoints to keep, beside the best validated one; auto: 3, or what the averaging needs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaging:
-    """The average of the checkpoints, made after training."""
-
-    weight_avg_strategy: Literal["none", "mean", "exponential"] = "none"
-    """Average the saved checkpoints, all alike or the newer ones more."""
-    weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
-    """Decay of the exponential average."""
-    weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logging:
-    """What is reported."""
-
-    logs_per_epoch: Annotated[int, AtLeast(1)] = 1
-    """Log points in each epoch."""
-    tensorboard: bool = False
-    """Also write TensorBoard files into the run folder."""
-    wandb: bool = False
-    """Also log to Weights & Biases (WANDB_MODE=offline works)."""
-    wandb_project: str = "falconet"
-    """Weights & Biases project."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What it runs on."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
-    precision: Literal["16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
-    """Number formats of compute, and of weights, gradients and their update; docs/numerics.md has the table."""
-    threads: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """CPU threads of one process; auto: one a core, or what the restored run had, because the number changes bits."""
-    deterministic: bool = True
-    """On CUDA, use only kernels that give the same bits every time, so that a restored run equals a straight one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallel:
-    """How many devices share the work."""
-
-    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Copies of the model, one process each; auto: as many as torchrun, mpirun or srun started, else 1."""
-    strict_devices: bool = False
-    """Refuse to run on fewer devices than replicas, instead of folding replicas into accumulation."""
-    bucket_size: Annotated[float, MoreThan(0)] = 25.0
-    """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
-    batchnorm_span: Annotated[int, AtLeast(1)] = 1
-    """Replicas that share the statistics of a batch in batch norm; must divide the replicas."""
-    enable_optimizer_rts: bool = False
-    """Divide the optimizer's state over the replicas: the same update with a share of the memory."""
-    max_restarts: Annotated[int, AtLeast(0)] = 3
-    """Times in a row that dead workers are started again without a new checkpoint in between."""
-    collective_timeout: Annotated[float, MoreThan(0)] = 600.0
-    """Seconds that one process waits for another before the run stops and names the one that is missing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """What is read."""
-
-    checkpoint_input_path: Path | None = None
-    """A checkpoint, a folder of checkpoints, or a run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,14 +52,6 @@ class RestoreOptions(TrainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """Where the result goes."""
-
-    output: Path | None = None
-    """The CSV file; without it, validation.csv beside the checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
     """Measure the accuracy of a checkpoint, or of each one in a folder."""
 
@@ -312,24 +63,6 @@ class ValidateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average:
-    """How the average is made."""
-
-    checkpoint_output_path: Path | None = None
-    """The averaged checkpoint; without it, <model>_<data>_<epoch>_averaged beside the others."""
-    weight_avg_strategy: Literal["mean", "exponential"] = "mean"
-    """All alike, or the newer ones more."""
-    weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
-    """Decay of the exponential average."""
-    weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
-    batchnorm_images: Annotated[int, AtLeast(0)] = 0
-    """Re-estimate batch norm's statistics on this many training images; 0: average the statistics too."""
-    validate: bool = False
-    """Measure the accuracy of the result."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AverageOptions:
     """Average the checkpoints of a run into one."""
 
@@ -337,16 +70,6 @@ class AverageOptions:
     average: Average = field(default_factory=Average)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """What is looked at."""
-
-    distributed: bool = False
-    """Start processes and check every collective, averaged gradients, shared batch norm and divided checkpoints."""
-    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
