@@ -183,7 +183,8 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
-def _crops_photos(options: TrainOptions) -> bool:
+def crops_photos(options: TrainOptions) -> bool:
+    """Whether random crops of photos are drawn."""
     return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
 
 
@@ -222,7 +223,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("classes", "--data generated or synthetic", _random_data),
-    ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", _crops_photos),
+    ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     (

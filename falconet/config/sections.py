@@ -66,8 +66,6 @@ class Data:
     generated: random, by the host; synthetic: random, on the device."""
     data_dir: Path | None = None
     """Where the data lies (--imagenet-data-path is the same); without it, the environment variable DATA_DIR."""
-    use_bbox_info: bool = False
-    """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -166,6 +164,8 @@ class Augmentation:
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
+    use_bbox_info: bool = False
+    """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0

@@ -121,9 +121,20 @@ class Ranges(NamedTuple):
 class Places:
     """Where in the shards the images lie."""
 
-    shards: IntArray  # N
-    ranges: IntArray  # N x (begin, size, skip, length), as in Ranges
-    checksums: ChecksumArray | None  # N
+    shards: npt.NDArray[np.int32]  # N, numbers
+    begins: IntArray  # N, where a shard is read from
+    sizes: npt.NDArray[np.uint32]  # N, bytes that are read
+    checksums: ChecksumArray | None = None  # N, of the bytes that are read
+    skips: npt.NDArray[np.uint32] | None = None  # N, bytes before the image; none: the image is all that is read
+    lengths: npt.NDArray[np.uint32] | None = None  # N, bytes of the image
+
+    def ranges(self, indices: IntArray) -> IntArray:  # N x (begin, size, skip, length), as in Ranges
+        found = np.zeros((len(indices), 4), np.int64)
+        found[:, 0], found[:, 1] = self.begins[indices], self.sizes[indices]
+        found[:, 3] = found[:, 1]
+        if self.skips is not None and self.lengths is not None:
+            found[:, 2], found[:, 3] = self.skips[indices], self.lengths[indices]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +156,7 @@ class ShardSource:
 
     def where(self, index: int) -> str:
         """How a message names this image."""
-        begin, _, skip, _ = self.places.ranges[index].tolist()
+        begin, _, skip, _ = self._range(index)
         name = self.name(index) or f"image at byte {begin + skip}"
         return f"{self.shards.paths[int(self.places.shards[index])]}: {name}"
 
@@ -154,7 +165,7 @@ class ShardSource:
 
     def encoded(self, index: int) -> bytes:
         """The image's bytes, once they were found to have their checksum; else UnreadableImageError."""
-        begin, size, skip, length = self.places.ranges[index].tolist()
+        begin, size, skip, length = self._range(index)
         try:
             data = self.shards.read(int(self.places.shards[index]), begin=begin, size=size)
         except OSError as error:
@@ -164,6 +175,10 @@ class ShardSource:
         if self.places.checksums is not None and crc32c(data) != int(self.places.checksums[index]):
             raise UnreadableImageError("its bytes do not have their checksum")
         return data[skip : skip + length]
+
+    def _range(self, index: int) -> list[int]:
+        found: list[int] = self.places.ranges(np.array([index]))[0].tolist()
+        return found
 
 
 PhotoSource = FileSource | ShardSource  # encoded images of many sizes

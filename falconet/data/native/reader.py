@@ -82,6 +82,6 @@ def shard_opener(source: ShardSource) -> Opener:
         ahead.advance()
         checksums = None if places.checksums is None else places.checksums[indices]
         with source.shards.files(places.shards[indices].tolist()) as files:
-            return workspace.open_ranges(Ranges(files, places.ranges[indices], checksums))
+            return workspace.open_ranges(Ranges(files, places.ranges(indices), checksums))
 
     return opened

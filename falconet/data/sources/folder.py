@@ -121,12 +121,12 @@ def _image_names(folder: str, prefix: str, folders: list[Path]) -> Iterator[str]
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _image_names(entry.path, f"{prefix}{entry.name}/", folders)
-            elif os.path.splitext(entry.name)[1].lower() in _extensions():  # noqa: PTH122, a million names
+            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122, a million names
                 yield prefix + entry.name
 
 
 @cache
-def _extensions() -> frozenset[str]:
+def image_extensions() -> frozenset[str]:
     """The endings of formats that Pillow can read, not only write."""
     known = Image.registered_extensions()  # also loads Pillow's plugins
     return frozenset(ending for ending, kind in known.items() if kind in Image.OPEN)
