@@ -11,6 +11,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from falconet.data.packing import Packer, Recipe, made, plan
+from falconet.data.sources import folder
+
 CLASSES = ("n01440764", "n01443537", "n02102040")
 
 
@@ -141,3 +144,22 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
     archive.addfile(member, io.BytesIO(data))
+
+
+def pack(root: Path, target: Path, *, shard_size: int = 5, workers: int = 2, **recipe) -> Path:
+    """The class folders of `root` as packed shards in `target`, as the command makes them."""
+    target.mkdir(exist_ok=True)
+    splits = folder.load(root)
+    packer = Packer(target, recipe=Recipe(**recipe), workers=workers)
+    for shard in plan({"train": splits.train, "validation": splits.validation}, shard_size=shard_size):
+        if not made(shard, target, Recipe(**recipe)):
+            packer.pack(shard, done=lambda: None)
+    return target
+
+
+LAYOUTS = {
+    "class folders": lambda root, target: root,
+    "TFRecords": tfrecords,
+    "tar archives": tar_archives,
+    "packed shards": pack,
+}

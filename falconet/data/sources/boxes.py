@@ -13,6 +13,7 @@ import numpy as np
 from falconet.data.index import Found, indexed
 from falconet.data.objects import BoxArray, key, match, proper
 from falconet.data.source import PhotoSource, Splits, names_of
+from falconet.data.sources.photos import INNER
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.counting import Counting
@@ -49,11 +50,12 @@ def _matched(train: PhotoSource, data_dir: Path) -> tuple[PhotoSource, str]:
 
 def read(data_dir: Path) -> tuple[dict[str, BoxArray], Path]:
     """Boxes by image name without its ending, and where they were found."""
-    for path in sorted(data_dir.glob(CSV_NAMES)):
-        return _read_csv(path), path
-    for name in XML_FOLDERS:
-        if (data_dir / name).is_dir():
-            return _read_folder(data_dir, data_dir / name), data_dir / name
+    for place in (data_dir, data_dir / INNER):
+        for path in sorted(place.glob(CSV_NAMES)):
+            return _read_csv(path), path
+        for name in XML_FOLDERS:
+            if (place / name).is_dir():
+                return _read_folder(place, place / name), place / name
     wanted = f"{CSV_NAMES} or a folder {', '.join(XML_FOLDERS)} of XML files"
     raise DataError(f"{data_dir}: --use-bbox-info: no bounding boxes there; wanted {wanted}")
 

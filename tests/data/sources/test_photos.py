@@ -3,30 +3,11 @@
 import layouts
 import pytest
 
-from falconet.data.packing import Packer, Recipe, plan
 from falconet.data.sources import photos
 from falconet.errors import DataError
 
 
-def packed(root, target, *, shard_size=5, **recipe):
-    """The class folders of `root` as packed shards."""
-    target.mkdir()
-    splits = photos.load(root)
-    packer = Packer(target, recipe=Recipe(**recipe), workers=2)
-    for shard in plan({"train": splits.train, "validation": splits.validation}, shard_size=shard_size):
-        packer.pack(shard, done=lambda: None)
-    return target
-
-
-LAYOUTS = {
-    "class folders": lambda root, target: root,
-    "TFRecords": layouts.tfrecords,
-    "tar archives": layouts.tar_archives,
-    "packed shards": packed,
-}
-
-
-@pytest.mark.parametrize(("name", "made"), LAYOUTS.items())
+@pytest.mark.parametrize(("name", "made"), layouts.LAYOUTS.items())
 def test_every_layout_is_recognised(tmp_path, name, made):
     splits = photos.load(made(layouts.class_folders(tmp_path / "folders"), tmp_path / "made"))
     assert (splits.layout, len(splits.train), len(splits.validation)) == (name, 18, 6)
