@@ -7,6 +7,7 @@ from pathlib import Path
 from falconet.data.shards import Shards
 
 STRIDE = 32 << 20  # bytes asked for with each part that is read: many times what the part itself takes
+REQUEST = 128 << 10  # bytes; of a longer one Linux reads only a beginning, by default as much as this
 SHARE = 0.5  # of the memory that is free: the rest is for everybody else
 
 
@@ -48,7 +49,8 @@ class Readahead:
 def _expect(shards: Shards, shard: int, begin: int, size: int) -> None:
     if size > 0 and hasattr(os, "posix_fadvise"):
         with shards.files([shard]) as (file,):
-            os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
+            for at in range(begin, begin + size, REQUEST):
+                os.posix_fadvise(file, at, min(REQUEST, begin + size - at), os.POSIX_FADV_WILLNEED)
 
 
 def free_memory(root: Path = Path("/")) -> int:

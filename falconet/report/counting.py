@@ -7,6 +7,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+GLANCE = 0.1  # seconds between two looks of the bar
 SILENCE = 10.0  # seconds between lines where there is no terminal
 
 
@@ -28,12 +29,17 @@ class Counting:
         self._task = self._bar.add_task(what, total=total)
         self._what, self._total = what, total
         self._count, self._said = 0, time.monotonic()
+        self._every = GLANCE if self._console.is_terminal else SILENCE
 
     def add(self, count: int = 1) -> None:
         self._count += count
-        self._bar.update(self._task, completed=self._count)
-        if not self._console.is_terminal and time.monotonic() - self._said >= SILENCE:
-            self._said = time.monotonic()
+        now = time.monotonic()
+        if now - self._said < self._every:
+            return
+        self._said = now
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=self._count)
+        else:
             of = f" of {self._total:,}" if self._total is not None else ""
             self._console.print(f"{self._what}: {self._count:,}{of}", markup=False, emoji=False)
 

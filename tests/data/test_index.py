@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -164,3 +166,21 @@ def test_nothing_is_left_of_a_write_that_failed(root, monkeypatch):
     monkeypatch.setattr("pathlib.Path.replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "full")))
     indexed(root, kind="test", search=Search(root))
     assert list((root / FOLDER).iterdir()) == []
+
+
+def test_of_several_at_once_one_searches_and_the_others_wait(root):
+    search, found = Search(root), []
+
+    def slow():
+        time.sleep(0.2)
+        return search()
+
+    threads = [
+        threading.Thread(target=lambda: found.append(indexed(root, kind="test", search=slow).facts)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert search.times == 1
+    assert found == [{"names": ["a.png"]}] * 4

@@ -17,6 +17,7 @@ SYNSET, TEXT = b"image/class/synset", b"image/class/text"
 SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax", b"ymax"))
 WANTED = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
 
+MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
 WINDOW = 4096  # bytes looked at at once; all of a record but the image itself usually fits
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 Read = Callable[[int, int], bytes]  # from where, how many
@@ -36,49 +37,49 @@ class Example(NamedTuple):
 
 def parse(read: Read, size: int) -> Example:
     """The Example in a record of `size` bytes."""
-    found: dict[bytes, tuple[int, int]] = {}  # feature -> its place in the record
+    image: list[tuple[int, int]] = []
+    small: dict[bytes, bytes] = {}  # features but the image, taken along as they are passed
     for number, begin, end in _fields(read, 0, size):
-        if number == 1:
-            for inner, entry, entry_end in _fields(read, begin, end):
-                if inner == 1:
-                    key, place = _entry(read, entry, entry_end)
-                    if key in WANTED:
-                        found[key] = place
-    if IMAGE not in found or LABEL not in found:
-        raise MalformedError(f"no '{(IMAGE if IMAGE not in found else LABEL).decode()}' in it")
-    image = _values(read, *found[IMAGE], kind=1)
-    labels = [int(value) for value in _integers(read, *found[LABEL])]
+        for inner, entry, entry_end in _fields(read, begin, end) if number == 1 else ():
+            key, place, place_end = _entry(read, entry, entry_end) if inner == 1 else (b"", 0, 0)
+            if key == IMAGE:
+                image = _values(read, place, place_end, kind=1)
+            elif key in WANTED:
+                small[key] = read(place, min(place_end - place, MOST_SMALL))
+    if not image or LABEL not in small:
+        raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}' in it")
+    labels = _integers(small[LABEL])
     if len(image) != 1 or len(labels) != 1:
         raise MalformedError(f"{len(image)} images and {len(labels)} labels in it, wanted one of each")
-    return Example(image[0][0], image[0][1] - image[0][0], labels[0], _name(read, found), _boxes(read, found))
+    return Example(image[0][0], image[0][1] - image[0][0], labels[0], _name(small), _boxes(small))
 
 
-def _name(read: Read, found: dict[bytes, tuple[int, int]]) -> str:
+def _name(small: dict[bytes, bytes]) -> str:
     for key in (SYNSET, TEXT):
-        values = _values(read, *found[key], kind=1) if key in found else []
+        values = _lists(small.get(key, b""), kind=1)
         if values:
-            return read(values[0][0], values[0][1] - values[0][0]).decode("utf-8", "replace")
+            return values[0].decode("utf-8", "replace")
     return ""
 
 
-def _boxes(read: Read, found: dict[bytes, tuple[int, int]]) -> BoxArray:
-    if not all(side in found for side in SIDES):
+def _boxes(small: dict[bytes, bytes]) -> BoxArray:
+    if not all(side in small for side in SIDES):
         return np.zeros((0, 4), np.float32)
-    sides = [_floats(read, *found[side]) for side in SIDES]
+    sides = [_floats(small[side]) for side in SIDES]
     if len({len(side) for side in sides}) != 1:
         raise MalformedError("its object boxes have sides of different numbers")
     return proper(np.array(sides, np.float32).T)
 
 
-def _entry(read: Read, begin: int, end: int) -> tuple[bytes, tuple[int, int]]:
-    """Key and place of the value of one entry of the map."""
+def _entry(read: Read, begin: int, end: int) -> tuple[bytes, int, int]:
+    """Key, and the place of the value, of one entry of the map."""
     key, place = b"", (end, end)
     for number, inner, inner_end in _fields(read, begin, end):
         if number == 1:
             key = read(inner, min(inner_end - inner, 64))  # longer ones are none of ours
         elif number == 2:
             place = (inner, inner_end)
-    return key, place
+    return (key, *place)
 
 
 def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, int]]:
@@ -92,23 +93,28 @@ def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, i
     ]
 
 
-def _integers(read: Read, begin: int, end: int) -> list[int]:
+def _lists(data: bytes, *, kind: int) -> list[bytes]:
+    """The values of a Feature that is at hand."""
+    places = _values(lambda at, count: data[at : at + count], 0, len(data), kind=kind)
+    return [data[begin:end] for begin, end in places]
+
+
+def _integers(data: bytes) -> list[int]:
     numbers = []
-    for inner, inner_end in _values(read, begin, end, kind=3):
-        data, at = read(inner, inner_end - inner), 0
-        while at < len(data):
-            value, at = _varint(data, at)
+    for packed in _lists(data, kind=3):
+        at = 0
+        while at < len(packed):
+            value, at = _varint(packed, at)
             numbers.append(value - (1 << 64) if value >> 63 else value)
     return numbers
 
 
-def _floats(read: Read, begin: int, end: int) -> list[float]:
+def _floats(data: bytes) -> list[float]:
     numbers: list[float] = []
-    for inner, inner_end in _values(read, begin, end, kind=2):
-        data = read(inner, inner_end - inner)
-        if len(data) % 4:
+    for packed in _lists(data, kind=2):
+        if len(packed) % 4:
             raise MalformedError("a list of numbers ends within one")
-        numbers += struct.unpack(f"<{len(data) // 4}f", data)
+        numbers += struct.unpack(f"<{len(packed) // 4}f", packed)
     return numbers
 
 
