@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 REGIMES = {
@@ -47,34 +47,47 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--extra", default="", help="further lines of `falconet train` to run beside, separated by ;")
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--no-speeds", action="store_true", help="accuracies alone")
     args = parser.parse_args()
+    regimes = args.regimes
     home = Path(tempfile.mkdtemp())
     lines = {
-        f"{name}/{seed}": f"{RECIPE} --data-dir {args.data_dir} {regime} --seed {seed}"
+        f"{name}/{seed}": f"{RECIPE} --data-dir {args.data_dir} {REGIMES[name]} --seed {seed}"
         for seed in range(args.seeds)
-        for name, regime in REGIMES.items()
+        for name in regimes
     }
     lines |= {f"extra/{number}": line for number, line in enumerate(filter(None, args.extra.split(";")))}
+    results: dict[str, dict[str, object]] = {}
+    speeds: dict[str, dict[str, object]] = {}
+
+    def keep() -> None:
+        """After every run: a borrowed machine may go at any moment."""
+        args.output.write_text(json.dumps({"runs": results, "speeds": speeds, "lines": lines}, indent=1))
+
     with ThreadPoolExecutor(args.parallel) as pool:
         ordered = sorted(lines, key=lambda name: not name.startswith("extra"))  # the long ones first
-        results = dict(
-            zip(ordered, pool.map(lambda name: train(lines[name], home / name.replace("/", "_")), ordered), strict=True)
-        )
-    speeds = {name: train(f"{SPEED} {regime}", home / f"speed_{name}") for name, regime in REGIMES.items()}
-    args.output.write_text(json.dumps({"runs": results, "speeds": speeds, "lines": lines}, indent=1))
+        begun = {pool.submit(train, lines[name], home / name.replace("/", "_")): name for name in ordered}
+        for done in as_completed(begun):
+            results[begun[done]] = done.result()
+            keep()
+    for name in [] if args.no_speeds else regimes:
+        speeds[name] = train(f"{SPEED} {REGIMES[name]}", home / f"speed_{name}")
+        keep()
     for name, result in results.items():
         if name.startswith("extra"):
             print(name, lines[name], result.get("metrics", {}).get("validation/accuracy"), result.get("best"),
                   result.get("training_seconds"))  # fmt: skip
     print(f"{'regime':22}{'accuracy %':>12}{'sd':>7}{'min':>8}{'max':>8}{'ResNet-50 images/s':>20}{'peak GiB':>10}")
-    for name in REGIMES:
+    for name in regimes:
         runs = [results[f"{name}/{seed}"] for seed in range(args.seeds)]
         found = [run["metrics"]["validation/accuracy"] for run in runs if "metrics" in run]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        speed = speeds[name]
+        speed = speeds.get(name, {})
         logged = [line["train/images_per_second"] for line in speed.get("log", []) if "train/images_per_second" in line]
         print(
-            f"{name:22}{statistics.mean(found):12.2f}{spread:7.2f}{min(found):8.2f}{max(found):8.2f}"
+            f"{name:22}{statistics.mean(found or [0]):12.2f}{spread:7.2f}"
+            f"{min(found, default=0):8.2f}{max(found, default=0):8.2f}"
             f"{max(logged, default=0):20,.0f}{speed.get('peak_memory_bytes', 0) / 2**30:10.2f}"
         )
 

@@ -12,10 +12,13 @@ from torch import Tensor
 MIX = (0x7FEB352D, 0x846CA68B)
 UPDATE_STRIDE = 0x9E3779B1  # odd, so that no two updates (or tensors) meet within 2^32
 TENSOR_STRIDE = 0x85EBCA77
+SLOT_STRIDE = 0xC2B2AE3D
+
+SMALLEST = 2.0**-24  # positive number of fp16, and its spacing below 2^-14
 
 _MAGNITUDE = 0x7FFFFFFF  # of an fp32 number's bits; the last bit is the sign
 _LARGEST = {torch.float16: 0x477FE000, torch.bfloat16: 0x7F7F0000}  # the largest finite numbers, as fp32 bits
-_HALF_NORMAL = 0x38800000  # 2^-14: below it fp16's spacing is 2^-24 throughout
+_SMALLEST = 0x33800000  # 2^-24 as fp32 bits
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,21 @@ class RoundingKey:
 
     seed: int
     update: int | Tensor  # a 0-d integer tensor may lie on the device
-    tensor: int
+    tensor: int  # a parameter's number
+    slot: int = 0  # the parameter itself, or which of its states
     first: int = 0  # number of the first element, for a piece of a larger tensor
 
 
 class Store(Protocol):
     """How a computed fp32 value becomes what is stored in `dtype`."""
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor: ...
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor: ...
 
 
 class Nearest:
     """IEEE: to the nearest, ties to even."""
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor:  # noqa: ARG002
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor:  # noqa: ARG002
         return value.to(dtype)
 
 
@@ -55,10 +59,10 @@ class Stochastic:
         numbers = torch.arange(tensors, dtype=torch.int32, device=update.device)
         self._streams = _streams(rounding.seed, update, numbers)
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, first: int) -> Tensor:
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor:
         if dtype == torch.float32:
             return value
-        return _round(value, dtype, _hash(_numbered(value, first), self._streams[tensor]))
+        return _round(value, dtype, _hash(_numbered(value, first), self._streams[tensor], slot))
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, key: RoundingKey) -> Tensor:
@@ -66,23 +70,21 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, *, key: RoundingKey) -> 
 
     A value that `dtype` has stays as it is, infinities and NaN too. Beyond the largest finite number there is no
     neighbour above to be fair to: there it is IEEE's nearest, which overflows to infinity halfway to the next step.
-    Probabilities are exact, but for fp16 values below 2^-30, where they are right to 2^-30.
+    Probabilities are exact, but for fp16 values below 2^-24, where they are right to 2^-25.
 
     Elements are numbered by their logical index, so the result does not depend on the memory format. For a
     channels-last tensor that costs a strided copy of the numbers here, two integer divisions in the Triton kernel.
     """
     stream = _streams(key.seed, key.update, torch.tensor(_signed(key.tensor), dtype=torch.int32, device=x.device))
-    return _round(x, dtype, _hash(_numbered(x, key.first), stream))
+    return _round(x, dtype, _hash(_numbered(x, key.first), stream, key.slot))
 
 
-def noise(
-    shape: int | Sequence[int], *, seed: int, update: int | Tensor, tensor: int, device: torch.device | str
-) -> Tensor:
-    """32 random bits an element, as int32: a hash of (seed, update, tensor, element)."""
+def noise(shape: int | Sequence[int], *, key: RoundingKey, device: torch.device | str) -> Tensor:
+    """32 random bits an element, as int32: a hash of (seed, update, tensor, slot, element)."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     elements = torch.arange(math.prod(shape), dtype=torch.int32, device=device).view(shape)
-    number = torch.tensor(_signed(tensor), dtype=torch.int32, device=device)
-    return _hash(elements, _streams(seed, update, number))
+    number = torch.tensor(_signed(key.tensor), dtype=torch.int32, device=device)
+    return _hash(elements + key.first, _streams(key.seed, key.update, number), key.slot)
 
 
 def seed_bits(seed: int) -> int:
@@ -99,9 +101,10 @@ def _streams(seed: int, update: int | Tensor, tensors: Tensor) -> Tensor:
     return _mix(tensors * _signed(TENSOR_STRIDE) + base)
 
 
-def _hash(elements: Tensor, stream: Tensor) -> Tensor:
-    # Mixed in twice: once alone, two streams would be the same numbers in another order.
-    return _mix(_mix(elements ^ stream) + stream)
+def _hash(elements: Tensor, stream: Tensor, slot: int) -> Tensor:
+    # The stream is mixed in twice: once alone, two streams would be the same numbers in another order. The slot comes
+    # in between, so that a kernel mixes a parameter and its states once more each, not twice.
+    return _mix(_mix(elements ^ stream) + (stream + _signed(slot * SLOT_STRIDE)))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -139,15 +142,13 @@ def _round_bfloat16(magnitude: Tensor, bits: Tensor) -> Tensor:
 
 
 def _round_float16(magnitude: Tensor, bits: Tensor) -> Tensor:
-    normal = (magnitude + (bits & 0x1FFF)) & ~0x1FFF  # 13 bits more than fp16 has
-    # Below 2^-14: in units of 2^-24, with ever more bits to drop.
-    dropped = 126 - (magnitude >> 23)
-    beyond = (dropped - 30).clamp_(0, 31)  # more than the noise has
-    dropped.clamp_(0, 30)
-    significand = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
-    units = (significand + (bits & ((1 << dropped) - 1))) >> dropped
-    small = (units.float() * 2.0**-24).view(torch.int32)
-    return torch.where(magnitude < _HALF_NORMAL, small, normal)
+    # 13 bits more than fp16 has; below 2^-14, where its spacing is 2^-24 throughout, one more with every halving.
+    dropped = (126 - (magnitude >> 23)).clamp_(13, 23)
+    below = (1 << dropped) - 1
+    rounded = (magnitude + (bits & below)) & ~below
+    # Below 2^-24 there is no bit left to round to: 2^-24 itself, or 0.
+    up = (bits & 0x3FFFFFFF).float() * 2.0**-54 < magnitude.view(torch.float32)
+    return torch.where(magnitude < _SMALLEST, up.int() * _SMALLEST, rounded)
 
 
 def _signed(number: int) -> int:

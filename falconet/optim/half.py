@@ -15,9 +15,8 @@ from torch.optim.optimizer import ParamsT
 
 from falconet.numerics.kernels import rules
 from falconet.numerics.kernels.table import Control, Group, Tables, is_dense, same_layout
-from falconet.numerics.rounding import Nearest, Rounding, Stochastic, Store
+from falconet.numerics.rounding import SMALLEST, Nearest, Rounding, Stochastic, Store
 
-TENSORS_A_WEIGHT = 4  # numbers of the noise: the weight itself, its states, one to spare
 PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
 
 Arithmetic = Callable[..., tuple[Tensor, ...]]
@@ -38,7 +37,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         self.scale: Tensor | None = None
         self.found: Tensor | None = None
         self._params = [p for group in self.param_groups for p in group["params"]]
-        self._numbers = {p: TENSORS_A_WEIGHT * number for number, p in enumerate(self._params)}
+        self._numbers = {p: number for number, p in enumerate(self._params)}
         device = self._params[0].device
         self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
         self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
@@ -77,7 +76,11 @@ class HalfOptimizer(torch.optim.Optimizer):
         """Two fp32 numbers of each parameter's own that the rule wants, on the device."""
         return self._one.expand(len(params), 2)
 
-    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+    def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
+        """The same for a batch on CUDA, contiguous."""
+        return self.own(group, batch.weights).contiguous()
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
         """The plain rule for one parameter, given its own two numbers."""
         return partial(arithmetic, lr=lr)
 
@@ -86,15 +89,15 @@ class HalfOptimizer(torch.optim.Optimizer):
         inverse = self._one / self.scale if self.scale is not None else self._one
         slots, (_, arithmetic, _) = self.slots(group), self.rule(group)
         for p, numbers in zip(params, own, strict=True):
-            bound = self.bind(arithmetic, numbers, lr)
+            bound = self.bind(arithmetic, p, own=numbers, lr=lr)
             assert p.grad is not None
             stored = [p, *(self.state[p][slot] for slot in slots)]
             for first, (grad, *tensors) in _pieces(p.grad, *stored):
                 before = [t.float() for t in tensors]
                 after = bound(before[0], grad.float() * inverse, *before[1:])
-                for place, (t, old, new) in enumerate(zip(tensors, before, after, strict=True)):
+                for slot, (t, old, new) in enumerate(zip(tensors, before, after, strict=True)):
                     kept = new if self.found is None else torch.where(self.found, old, new)
-                    t.copy_(store(kept, t.dtype, tensor=self._numbers[p] + place, first=first))
+                    t.copy_(store(kept, t.dtype, tensor=self._numbers[p], slot=slot, first=first))
 
     def _fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         from falconet.numerics.kernels import fused  # Triton is there on CUDA alone
@@ -115,14 +118,13 @@ class HalfOptimizer(torch.optim.Optimizer):
                 states=[[self.state[p][slot] for slot in self.slots(group)] for p in same],
                 numbers=[self._numbers[p] for p in same],
             )
-            own = self.own(group, same).contiguous()
+            own = self.fused_own(group, batch)
             fused.launch(name, batch, control, own=own, constants=constants, tables=self._tables)
 
     def _store(self) -> Store:
         if self.rounding is None:
             return Nearest()
-        tensors = TENSORS_A_WEIGHT * len(self._params)
-        return Stochastic(self.rounding, update=self.rounding_update, tensors=tensors)
+        return Stochastic(self.rounding, update=self.rounding_update, tensors=len(self._params))
 
     def _lr(self, group: dict[str, Any]) -> Tensor:
         rate = group["lr"]
@@ -186,7 +188,17 @@ class HalfLars(HalfOptimizer):
         trust = torch.where((weights > 0) & (grads > 0), ratios, 1.0)
         return torch.stack((trust, trust), dim=1)
 
-    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:
+    def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
+        """In two launches: torch's norms and the arithmetic after them would be a dozen, more than the update takes."""
+        if not group["adapts"]:
+            return super().fused_own(group, batch)
+        from falconet.numerics.kernels import norms
+
+        constants = norms.Trust(coefficient=group["trust"], decay=group["weight_decay"], eps=group["eps"])
+        scale = self._one if self.scale is None else self.scale
+        return norms.trust_ratios(batch, constants, scale=scale, tables=self._tables)
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
         return partial(arithmetic, rate=own[0] * lr)
 
 
@@ -230,6 +242,7 @@ class HalfAdamW(HalfOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, rounding=rounding)
+        self._pairs: dict[tuple[float, float], Tensor] = {}
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
         return {"exp_avg": 0.0, "root_exp_avg_sq": 0.0}
@@ -240,12 +253,20 @@ class HalfAdamW(HalfOptimizer):
         return "adamw", plain, (decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
 
     def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
-        """The bias corrections, 1 - beta^updates."""
+        """The bias corrections, 1 / (1 - beta1^updates) and 1 / sqrt(1 - beta2^updates)."""
         steps = torch.stack([self.state[p]["step"] for p in params])
-        return torch.stack([1.0 - beta**steps for beta in group["betas"]], dim=1)
+        betas, powers = self._numbers_of(group["betas"]), self._numbers_of((-1.0, -0.5))
+        return (1.0 - betas ** steps[:, None]) ** powers  # few launches: each takes as long as a tenth of the update
 
-    def bind(self, arithmetic: Arithmetic, own: Tensor, lr: Tensor) -> Arithmetic:
-        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1])
+    def _numbers_of(self, values: tuple[float, float]) -> Tensor:
+        """On the device, made there: a copy from the host would be waited for."""
+        if values not in self._pairs:
+            self._pairs[values] = torch.stack([torch.full_like(self._one, value) for value in values])
+        return self._pairs[values]
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:
+        smallest = SMALLEST if p.dtype == torch.float16 else 0.0
+        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1], smallest=smallest)
 
 
 def _adamw(*tensors: Tensor, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:

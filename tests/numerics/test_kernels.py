@@ -5,13 +5,15 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from falconet.numerics.kernels.table import Group, Tables, is_dense, same_layout
+from falconet.numerics.kernels.table import Group, Tables, _division, is_dense, same_layout
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
 
-FUSED = "falconet.numerics.kernels.fused"
+MODULES = ("fused", "norms")
 MAKERS = {
     "descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.0, rounding=r),
     "momentum descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.9, rounding=r),
@@ -30,8 +32,9 @@ def interpreter(monkeypatch):
     from falconet.numerics import kernels
 
     def forget():
-        sys.modules.pop(FUSED, None)
-        vars(kernels).pop("fused", None)
+        for name in MODULES:
+            sys.modules.pop(f"falconet.numerics.kernels.{name}", None)
+            vars(kernels).pop(name, None)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     forget()
@@ -93,7 +96,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize("type_", TYPES)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "lars"])
 def test_a_kernel_equals_its_plain_rule_bit_for_bit(name, type_, interpreter):
     dtype, rounding = TYPES[type_]
     plain, fused = network(dtype), network(dtype)
@@ -102,6 +105,42 @@ def test_a_kernel_equals_its_plain_rule_bit_for_bit(name, type_, interpreter):
     train(plain, first, range(2))
     train(fused, second, range(2))
     check_equal(plain, fused, first, second)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_lars_equals_its_plain_rule_where_the_norms_are_the_same(type_, interpreter, monkeypatch):
+    dtype, rounding = TYPES[type_]
+    plain, fused = network(dtype), network(dtype)
+    first, second = make("lars", plain, rounding), make("lars", fused, rounding)
+    second._fuses = True
+    monkeypatch.setattr(HalfLars, "fused_own", HalfOptimizer.fused_own)
+    train(plain, first, range(2))
+    train(fused, second, range(2))
+    check_equal(plain, fused, first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_kernels_of_lars_find_the_trust_ratios_of_float64(dtype, interpreter):
+    from falconet.numerics.kernels import norms
+
+    weights = [torch.randn(40, 100), torch.zeros(3, 3), torch.randn(7, 5) * 1e-3, torch.randn(70, 900)]
+    grads = [torch.randn_like(w) * 10 for w in weights]
+    grads[2].zero_()
+    group = Group([w.to(dtype) for w in weights], [g.to(dtype) for g in grads], [[]] * 4, range(4))
+    trust = norms.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
+    found = norms.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
+    for w, g, (ratio, again) in zip(group.weights, group.grads, found.tolist(), strict=True):
+        size, slope = w.double().norm().item(), g.double().norm().item() / 4
+        wanted = 0.01 * size / (slope + 0.1 * size + 1e-6) if size and slope else 1.0
+        assert ratio == again == pytest.approx(wanted, rel=1e-6)
+
+
+@given(by=st.integers(2, 2**24), number=st.integers(0, 2**31 - 1))
+def test_a_division_is_a_product_and_a_shift(by, number):
+    for n in (number, by * (number // by), max(by * (number // by) - 1, 0)):
+        multiplier, shift = _division(by)
+        assert multiplier < 2**32
+        assert (n * multiplier >> 32) >> shift == n // by
 
 
 def test_a_kernel_changes_nothing_where_a_gradient_was_not_finite(interpreter):

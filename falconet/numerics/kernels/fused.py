@@ -11,13 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.numerics.kernels.table import COLUMNS, Control, Group, Tables
-from falconet.numerics.rounding import MIX, TENSOR_STRIDE, UPDATE_STRIDE, seed_bits
+from falconet.numerics.rounding import MIX, SLOT_STRIDE, SMALLEST, TENSOR_STRIDE, UPDATE_STRIDE, seed_bits
 
 _MIX1, _MIX2 = tl.constexpr(MIX[0]), tl.constexpr(MIX[1])
 _UPDATE_STRIDE, _TENSOR_STRIDE = tl.constexpr(UPDATE_STRIDE), tl.constexpr(TENSOR_STRIDE)
+_SMALLEST = tl.constexpr(SMALLEST)
+_FIRST_SLOT, _SECOND_SLOT = tl.constexpr(SLOT_STRIDE), tl.constexpr(2 * SLOT_STRIDE % 2**32)
 _COLUMNS = tl.constexpr(COLUMNS)
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_ELEMENTS_A_WARP = 512
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+ELEMENTS_A_WARP = 256  # 8 a thread: one 16-byte load, and few enough registers for many warps
 
 
 @triton.jit
@@ -34,15 +36,13 @@ def _round_float16(x, noise):
     """`rounding._round_float16`, signs and overflow included, as an fp32 number that fp16 has."""
     pattern = x.to(tl.uint32, bitcast=True)
     magnitude = pattern & 0x7FFFFFFF
-    normal = (magnitude + (noise & 0x1FFF)) & 0xFFFFE000
     exponent = (magnitude >> 23).to(tl.int32)
-    beyond = tl.minimum(tl.maximum(96 - exponent, 0), 31).to(tl.uint32)
-    dropped = tl.minimum(tl.maximum(126 - exponent, 0), 30).to(tl.uint32)
-    significand = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
+    dropped = tl.minimum(tl.maximum(126 - exponent, 13), 23).to(tl.uint32)
     one = dropped * 0 + 1
-    units = (significand + (noise & ((one << dropped) - 1))) >> dropped
-    small = (units.to(tl.float32) * 5.9604644775390625e-08).to(tl.uint32, bitcast=True)  # 2^-24
-    rounded = tl.where(magnitude < 0x38800000, small, normal)
+    below = (one << dropped) - 1
+    rounded = (magnitude + (noise & below)) & ~below
+    up = (noise & 0x3FFFFFFF).to(tl.int32).to(tl.float32) * 5.551115123125783e-17 < tl.abs(x)  # 2^-54
+    rounded = tl.where(magnitude < 0x33800000, tl.where(up, one * 0x33800000, 0), rounded)  # 2^-24
     rounded = tl.where(magnitude < 0x477FE000, rounded, magnitude)
     return (rounded | (pattern & 0x80000000)).to(tl.float32, bitcast=True)
 
@@ -64,10 +64,10 @@ def _load(pointer, offsets, elements, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, value, offsets, elements, numbers, stream, ROUNDED: tl.constexpr, MASKED: tl.constexpr):
+def _store(pointer, value, offsets, elements, mixed, ROUNDED: tl.constexpr, MASKED: tl.constexpr):
     TYPE: tl.constexpr = pointer.dtype.element_ty
     if ROUNDED and TYPE != tl.float32:
-        noise = _mix(_mix(numbers ^ stream) + stream)
+        noise = _mix(mixed)
         if TYPE == tl.float16:
             value = _round_float16(value, noise)
         else:
@@ -79,19 +79,27 @@ def _store(pointer, value, offsets, elements, numbers, stream, ROUNDED: tl.const
 
 
 @triton.jit
-def _logical(offsets, channels, pixels):
+def _logical(offsets, row):
     """From the place in memory to the logical number of the element."""
     numbers = offsets.to(tl.uint32)
+    pixels = tl.load(row + 7).to(tl.uint32)
     if pixels > 1:  # channels last
-        image = numbers // (channels * pixels)
+        channels = tl.load(row + 6).to(tl.uint32)
+        image = _divided(numbers, row + 8)
         within = numbers - image * (channels * pixels)
-        pixel = within // channels
+        pixel = _divided(within, row + 10)
         numbers = image * (channels * pixels) + (within - pixel * channels) * pixels + pixel
     return numbers
 
 
 @triton.jit
-def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.constexpr):
+def _divided(numbers, row):
+    """`table._division`."""
+    return tl.umulhi(numbers, tl.load(row).to(tl.uint32)) >> tl.load(row + 1).to(tl.uint32)
+
+
+@triton.jit
+def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.constexpr, TYPE: tl.constexpr):
     """The functions of `rules.py`, operation for operation; `own` numbers are a tensor's, `k` numbers the rule's."""
     if RULE == "descent":
         w = w - (g + w * decay) * lr
@@ -113,10 +121,10 @@ def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.const
     else:  # own: corrections; k1, k2: beta1, 1 - beta1; k3, k4: beta2, 1 - beta2; k5: eps
         tl.static_assert(RULE == "adamw")
         s = s * k1 + g * k2
-        square = t * t * k3 + g * g * k4
-        step = tl.div_rn(tl.div_rn(s, own1), tl.sqrt_rn(tl.div_rn(square, own2)) + k5)
-        w = w - (step + w * decay) * lr
-        t = tl.sqrt_rn(square)
+        t = tl.sqrt_rn(t * t * k3 + g * g * k4)
+        w = w - (tl.div_rn(s * own1, t * own2 + k5) + w * decay) * lr
+        if TYPE == tl.float16:
+            t = tl.where(t > 0, tl.maximum(t, _SMALLEST), t)
     return w, s, t
 
 
@@ -130,9 +138,9 @@ def _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
     first = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(TYPE)), 16)
     second = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(TYPE)), 16)
     elements = tl.load(row + 4).to(tl.int32)
-    number = tl.load(row + 7).to(tl.uint32)
     offsets = start + tl.arange(0, CHUNK)
-    numbers = _logical(offsets, tl.load(row + 5).to(tl.uint32), tl.load(row + 6).to(tl.uint32))
+    stream = _mix(tl.load(row + 5).to(tl.uint32) * _TENSOR_STRIDE + base)
+    mixed = _mix(_logical(offsets, row) ^ stream) + stream
 
     w = _load(weight, offsets, elements, MASKED)
     g = _load(grad, offsets, elements, MASKED) * inverse
@@ -141,12 +149,12 @@ def _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
         s = _load(first, offsets, elements, MASKED)
     if STATES == 2:
         t = _load(second, offsets, elements, MASKED)
-    w, s, t = _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE)
-    _store(weight, w, offsets, elements, numbers, _mix(number * _TENSOR_STRIDE + base), ROUNDED, MASKED)
+    w, s, t = _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE, TYPE)
+    _store(weight, w, offsets, elements, mixed, ROUNDED, MASKED)
     if STATES >= 1:
-        _store(first, s, offsets, elements, numbers, _mix((number + 1) * _TENSOR_STRIDE + base), ROUNDED, MASKED)
+        _store(first, s, offsets, elements, mixed + _FIRST_SLOT, ROUNDED, MASKED)
     if STATES == 2:
-        _store(second, t, offsets, elements, numbers, _mix((number + 2) * _TENSOR_STRIDE + base), ROUNDED, MASKED)
+        _store(second, t, offsets, elements, mixed + _SECOND_SLOT, ROUNDED, MASKED)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -196,10 +204,10 @@ def launch(
         *[0.0] * (5 - len(rest)),
         RULE=rule,
         STATES=len(group.states[0]),
-        TYPE=_TYPES[weight.dtype],
-        GRAD=_TYPES[grad.dtype],
+        TYPE=TYPES[weight.dtype],
+        GRAD=TYPES[grad.dtype],
         ROUNDED=control.rounding is not None,
         CHUNK=tables.chunk,
-        num_warps=tables.chunk // _ELEMENTS_A_WARP,
+        num_warps=tables.chunk // ELEMENTS_A_WARP,
         enable_fp_fusion=False,  # each operation rounded by itself, as torch does
     )

@@ -13,13 +13,14 @@ Number = float | Tensor
 
 
 class Adam(NamedTuple):
-    """AdamW's constants and its two bias corrections, 1 - beta^updates."""
+    """AdamW's constants and its two bias corrections: 1 / (1 - beta1^updates), 1 / sqrt(1 - beta2^updates)."""
 
     beta1: float
     beta2: float
     eps: float
     correction1: Number
     correction2: Number
+    smallest: float = 0.0  # positive number of the type that state is kept in, where gradients come near it
 
 
 def descent(w: Tensor, g: Tensor, *, lr: Number, decay: float) -> tuple[Tensor]:
@@ -61,11 +62,14 @@ def momentum_rmsprop(
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: float, adam: Adam) -> tuple[Tensor, ...]:
-    """AdamW whose second moment is kept as its root `r`: a half has the range of gradients, not of their squares."""
+    """AdamW whose second moment is kept as its root `r`: a half has the range of gradients, not of their squares.
+
+    A root that is not 0 is not kept as 0 either: rounded down to it, by chance, the next step would be `m / eps`.
+    """
     m = m * adam.beta1 + g * (1.0 - adam.beta1)
-    square = r * r * adam.beta2 + g * g * (1.0 - adam.beta2)
-    step = (m / adam.correction1) / (_root(square / adam.correction2) + adam.eps)
-    return w - (step + w * decay) * lr, m, _root(square)
+    r = _root(r * r * adam.beta2 + g * g * (1.0 - adam.beta2))
+    step = (m * adam.correction1) / (r * adam.correction2 + adam.eps)
+    return w - (step + w * decay) * lr, m, torch.where(r > 0, r.clamp_min(adam.smallest), r)
 
 
 def _root(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from falconet.numerics.rounding import Rounding
 
-CHUNK = 4096  # elements a program updates
-COLUMNS = 8  # of a row: weight, gradient, two states, elements, channels, pixels, number
+CHUNK = 1024  # elements a program updates
+# Of a row: weight, gradient, two states, elements, number, channels, pixels; multiplier and shift that divide by
+# channels x pixels, and by channels.
+COLUMNS = 12
 MOST_STATES = 2
 ALIGNMENT = 16  # bytes; torch's own allocations have 64 or more
 KEPT = 64  # sets of addresses; gradients return to the same few places update after update
@@ -50,6 +53,7 @@ class Tables:
 
     chunk: int = CHUNK
     _chunks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _firsts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _rows: dict[tuple[int, ...], Upload] = field(default_factory=dict)
     _captured: list[Upload] = field(default_factory=list)  # each replay of the graph copies them again
     _spare: dict[int, Tensor] = field(default_factory=dict)  # by size, because a capture cannot make pinned memory
@@ -61,6 +65,14 @@ class Tables:
             pairs = [(row, part) for row, size in enumerate(sizes) for part in range(-(-size // self.chunk))]
             self._chunks[sizes] = _upload(torch.tensor(pairs, dtype=torch.int32), group.weights[0].device).there
         return self._chunks[sizes]
+
+    def firsts(self, group: Group) -> Tensor:
+        """The number of each weight's first program, and how many there are, int32."""
+        sizes = tuple(w.numel() for w in group.weights)
+        if sizes not in self._firsts:
+            counts = accumulate((-(-size // self.chunk) for size in sizes), initial=0)
+            self._firsts[sizes] = _upload(torch.tensor(list(counts), dtype=torch.int32), group.weights[0].device).there
+        return self._firsts[sizes]
 
     def rows(self, group: Group) -> Tensor:
         """One row a weight, int64; the host waits for nothing."""
@@ -104,8 +116,18 @@ def _rows(group: Group) -> list[list[int]]:
         channels, pixels = (1, 1) if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
         pointers = [w.data_ptr(), g.data_ptr(), *pointers]
         assert all(pointer % ALIGNMENT == 0 for pointer in pointers), "the kernels load 16 bytes at a time"
-        rows.append([*pointers, w.numel(), channels, pixels, number])
+        divisions = [*_division(channels * pixels), *_division(channels)]
+        rows.append([*pointers, w.numel(), number, channels, pixels, *divisions])
     return rows
+
+
+def _division(by: int) -> tuple[int, int]:
+    """Multiplier and shift: n // by is the upper half of the 64-bit n * multiplier, shifted, for any n below 2^31.
+
+    A GPU has no division; its emulation, twice an element, would cost as much as all of the noise.
+    """
+    shift = (by - 1).bit_length()
+    return -(-(1 << (31 + shift)) // by), shift - 1
 
 
 def _upload(host: Tensor, device: torch.device) -> Upload:
