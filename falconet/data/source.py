@@ -15,6 +15,7 @@ from falconet.data.decode import UnreadableImageError
 from falconet.data.keyed import IntArray
 from falconet.data.objects import Objects
 from falconet.data.preprocessing import Channels, Preprocessing, short_side
+from falconet.data.readahead import Readahead
 from falconet.data.shards import Shards
 
 PixelArray = npt.NDArray[np.uint8]
@@ -147,6 +148,7 @@ class ShardSource:
     class_names: tuple[str, ...]
     names: Names | None = None  # as the archive has them, where it has them
     objects: Objects | None = None
+    ahead: Readahead | None = None  # asked to go on with every reading
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -166,6 +168,7 @@ class ShardSource:
     def encoded(self, index: int) -> bytes:
         """The image's bytes, once they were found to have their checksum; else UnreadableImageError."""
         begin, size, skip, length = self._range(index)
+        self.advance()
         try:
             data = self.shards.read(int(self.places.shards[index]), begin=begin, size=size)
         except OSError as error:
@@ -175,6 +178,10 @@ class ShardSource:
         if self.places.checksums is not None and crc32c(data) != int(self.places.checksums[index]):
             raise UnreadableImageError("its bytes do not have their checksum")
         return data[skip : skip + length]
+
+    def advance(self) -> None:
+        if self.ahead is not None:
+            self.ahead.advance()
 
     def _range(self, index: int) -> list[int]:
         found: list[int] = self.places.ranges(np.array([index]))[0].tolist()

@@ -4,11 +4,16 @@ import os
 import threading
 from pathlib import Path
 
+import layouts
 import numpy as np
 import pytest
 
+from falconet.data import native
+from falconet.data.native.binding import Workspace
+from falconet.data.native.reader import shard_opener
 from falconet.data.readahead import Readahead, free_memory
 from falconet.data.shards import Shards
+from falconet.data.sources import photos
 from falconet.errors import DataError
 
 
@@ -122,3 +127,19 @@ def test_free_memory_is_the_systems_or_the_containers(tmp_path, files, free):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory(tmp_path) == free
+
+
+def test_every_way_of_reading_a_shard_draws_the_next_ones_in(tmp_path, asked):
+    root = layouts.tar_archives(layouts.class_folders(tmp_path / "folders"), tmp_path / "tar")
+    for read in (read_natively, lambda source: source.encoded(0)):
+        source = photos.load(root).train
+        asked.clear()
+        read(source)
+        assert sum(size for _, size in asked) == sum(path.stat().st_size for path in source.shards.paths)
+
+
+def read_natively(source):
+    library = native.library()
+    if library is None:
+        pytest.skip(native.why_not())
+    shard_opener(source)(Workspace(library), np.array([0]))

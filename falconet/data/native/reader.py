@@ -12,7 +12,6 @@ from falconet.data.augment import Augment, Crops
 from falconet.data.keyed import IntArray
 from falconet.data.native.binding import MOST_PIXELS, Library, SizeArray, Status, StatusArray, Workspace
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.readahead import Readahead
 from falconet.data.source import BoolArray, FileSource, PhotoSource, PixelArray, Ranges, ShardSource
 
 if TYPE_CHECKING:
@@ -76,10 +75,9 @@ def file_opener(source: FileSource) -> Opener:
 
 def shard_opener(source: ShardSource) -> Opener:
     places = source.places
-    ahead = Readahead(source.shards)
 
     def opened(workspace: Workspace, indices: IntArray) -> tuple[SizeArray, StatusArray]:
-        ahead.advance()
+        source.advance()
         checksums = None if places.checksums is None else places.checksums[indices]
         with source.shards.files(places.shards[indices].tolist()) as files:
             return workspace.open_ranges(Ranges(files, places.ranges(indices), checksums))

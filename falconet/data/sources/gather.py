@@ -10,6 +10,7 @@ import numpy as np
 from falconet.data.index import Array
 from falconet.data.objects import BoxArray, Objects
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from falconet.data.readahead import Readahead
 from falconet.data.shards import Shards
 from falconet.data.source import Names, Places, ShardSource, Splits
 from falconet.errors import DataError
@@ -74,8 +75,9 @@ def source_of(
         return arrays.get(f"{split}.{name}")
 
     names, boxes = part("names"), part("boxes")
+    shards = Shards(paths)
     return ShardSource(
-        Shards(paths),
+        shards,
         Places(
             shards=arrays[f"{split}.shards"],
             begins=arrays[f"{split}.begins"],
@@ -88,6 +90,7 @@ def source_of(
         class_names,
         names=None if names is None else Names(names.tobytes(), arrays[f"{split}.offsets"]),
         objects=None if boxes is None else Objects(boxes, arrays[f"{split}.firsts"]),
+        ahead=Readahead(shards),
     )
 
 
