@@ -62,7 +62,7 @@ class Data:
     """Where images come from."""
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
-    """imagenet, folder: photos, in any layout of docs/data.md; generated: random, by the host; synthetic: on the device."""
+    """imagenet, folder: photos, layouts in docs/data.md; generated: random, by the host; synthetic: on the device."""
     data_dir: Path | None = None
     """Where the data lies (--imagenet-data-path is the same); without it, the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
