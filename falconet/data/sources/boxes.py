@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from falconet.data.index import Found, indexed
-from falconet.data.objects import BoxArray, key, match, proper
-from falconet.data.source import PhotoSource, Splits, names_of
+from falconet.data.index import Array, Found, indexed
+from falconet.data.objects import BoxArray, Objects, key, match, proper
+from falconet.data.source import Names, PhotoSource, Splits, names_of
 from falconet.data.sources.photos import INNER
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
@@ -84,9 +84,9 @@ def _read_csv(path: Path) -> dict[str, BoxArray]:
 def _read_folder(data_dir: Path, folder: Path) -> dict[str, BoxArray]:
     """Half a million small files take minutes, so what they say is kept as an index is."""
     found = indexed(data_dir, kind=f"boxes-{folder.name}", search=lambda: _search(folder))
-    names = [os.fsdecode(bytes.fromhex(name)) for name in found.facts["names"]]
-    boxes, firsts = found.arrays["boxes"], found.arrays["firsts"].tolist()
-    return {name: boxes[begin:end] for name, begin, end in zip(names, firsts, firsts[1:], strict=False)}
+    arrays = found.arrays
+    names, objects = Names(arrays["names"].tobytes(), arrays["offsets"]), Objects(arrays["boxes"], arrays["firsts"])
+    return {names[number]: objects[number] for number in range(len(names))}
 
 
 def _search(folder: Path) -> Found:
@@ -95,12 +95,17 @@ def _search(folder: Path) -> Found:
     folders: list[Path] = []
     with Counting(f"reading {folder}", quiet=not is_first(os.environ)) as counting:
         for path in _xml_files(folder, folders):
-            names.append(os.fsencode(path.stem).hex())
+            names.append(path.stem)
             boxes.append(parse_xml(path))
             counting.add()
-    firsts = np.cumsum([0, *map(len, boxes)], dtype=np.int64)
-    joined = np.concatenate([np.zeros((0, 4), np.float32), *boxes])
-    return Found({"boxes": joined, "firsts": firsts}, {"names": names}, folders)
+    objects, block = Objects.of(boxes), Names.of(names)
+    arrays: dict[str, Array] = {
+        "boxes": objects.boxes,
+        "firsts": objects.first,
+        "names": np.frombuffer(block.block, np.uint8),
+        "offsets": block.offsets,
+    }
+    return Found(arrays, {}, folders)
 
 
 def _xml_files(folder: Path, folders: list[Path]) -> Iterator[Path]:

@@ -21,6 +21,7 @@ LABEL_FILES = (
 )
 
 
+MOST_CLASSES = 1_000_000  # a label beyond is a damaged file, not a class
 COLUMNS = {  # typecode while they grow, and type when they are done
     "shards": ("i", np.int32),
     "begins": ("q", np.int64),

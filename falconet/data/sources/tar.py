@@ -13,7 +13,7 @@ import numpy as np
 from falconet.data.index import Array, Found, indexed
 from falconet.data.source import Splits
 from falconet.data.sources.folder import image_extensions
-from falconet.data.sources.gather import Gathered, class_names, label_file, source_of, splits_of
+from falconet.data.sources.gather import MOST_CLASSES, Gathered, class_names, label_file, source_of, splits_of
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
 from falconet.report.counting import Counting
@@ -22,6 +22,7 @@ SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|
 LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample's counts
 JSON_KEYS = ("label", "cls", "class", "class_id")
 MOST_LABEL = 1 << 20  # bytes of a label file
+MOST_IMAGE = 1 << 30  # bytes of an image
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
@@ -85,12 +86,15 @@ def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) 
 
 def _classes(data_dir: Path, said: list[str]) -> tuple[list[str], Array]:
     """The classes, and the number of each label in the order they were found."""
-    if all(label.isdigit() for label in said):
-        values = np.array([int(label) for label in said], np.int32)
+    if all(label.isdecimal() for label in said):
+        numbers = [int(label) for label in said]
+        if max(numbers) >= MOST_CLASSES:
+            raise DataError(f"{data_dir}: the label {max(numbers)} in an archive; wanted less than {MOST_CLASSES:,}")
+        values = np.array(numbers, np.int32)
         return list(class_names(data_dir, count=int(values.max()) + 1)), values
-    mixed = next((label for label in said if label.isdigit()), None)
+    mixed = next((label for label in said if label.isdecimal()), None)
     if mixed is not None:
-        other = next(label for label in said if not label.isdigit())
+        other = next(label for label in said if not label.isdecimal())
         raise DataError(f"{data_dir}: labels that are numbers, such as {mixed}, and others that are not: '{other}'")
     named = class_names(data_dir, count=0) if label_file(data_dir) else tuple(sorted(set(said)))
     unknown = next((label for label in said if label not in named), None)
@@ -107,7 +111,7 @@ def _label(path: Path, sample: Sample) -> str:
             continue
         label = _from_json(text) if ending == "json" else text.strip()
         if label:
-            return str(int(label)) if label.isdigit() else label
+            return str(int(label)) if label.isdecimal() else label
     wanted = ", ".join(f".{ending}" for ending in LABELS)
     raise DataError(f"{path}: {sample.key}: an image without a label; wanted one in {wanted}")
 
@@ -154,5 +158,7 @@ def _samples(path: Path) -> Iterator[Sample]:
 
 
 def _check_plain(path: Path, member: tarfile.TarInfo) -> None:
-    if member.issparse() or member.offset_data + member.size > path.stat().st_size:
-        raise DataError(f"{path}: {member.name}: is stored in pieces, or the archive is cut short")
+    """One stretch of the file, and no longer than an image can be."""
+    end = member.offset_data + member.size
+    if member.issparse() or member.size > MOST_IMAGE or end > path.stat().st_size:
+        raise DataError(f"{path}: {member.name}: is stored in pieces or too large, or the archive is cut short")

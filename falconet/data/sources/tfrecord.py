@@ -17,7 +17,7 @@ from falconet.data.shards import open_shard, pread
 from falconet.data.source import Splits
 from falconet.data.sources import example
 from falconet.data.sources.example import Example, MalformedError
-from falconet.data.sources.gather import COLUMNS, Gathered, class_names, source_of, splits_of
+from falconet.data.sources.gather import COLUMNS, MOST_CLASSES, Gathered, class_names, source_of, splits_of
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.counting import Counting
@@ -145,7 +145,8 @@ def _record(file: int, path: Path, at: int, total: int) -> Record:
         parsed = example.parse(read, size)
     except MalformedError as error:
         raise DataError(f"{path}: the record at byte {at} cannot be used: {error}") from None
-    if parsed.label < 1:
-        raise DataError(f"{path}: the record at byte {at} has the label {parsed.label}; wanted 1 or more")
+    if not 1 <= parsed.label <= MOST_CLASSES:
+        wanted = f"1 to {MOST_CLASSES:,}"
+        raise DataError(f"{path}: the record at byte {at} has the label {parsed.label}; wanted {wanted}")
     (checksum,) = struct.unpack("<I", read(size, TAIL))
     return Record(begin, size, unmasked(checksum), parsed)

@@ -79,6 +79,12 @@ def test_numbers_and_names_do_not_mix(root):
     assert str(caught.value) == f"{root}: labels that are numbers, such as 1, and others that are not: 'dog'"
 
 
+def test_a_label_that_no_class_can_have_is_refused(root):
+    archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"99999999999"})
+    with pytest.raises(DataError, match=r"the label 99999999999 in an archive; wanted less than 1,000,000"):
+        photos.load(root)
+
+
 @pytest.mark.parametrize("damage", [gzip.compress, lambda data: data[:700], lambda data: b"", lambda data: b"x" * 5000])
 def test_what_is_no_plain_archive_is_refused(root, damage):
     path = root / "train.tar"

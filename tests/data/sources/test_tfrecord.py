@@ -126,8 +126,14 @@ DAMAGE = {
     "ends within the record at byte 0; cut short? ": lambda path: path.write_bytes(path.read_bytes()[:7]),
     "the record at byte 0 cannot be used: not a tf.train.Example": text,
     "the record at byte 0 cannot be used: no 'image/class/label' in it": unlabelled,
-    "the record at byte 0 has the label 0; wanted 1 or more": lambda path: layouts.write_records(
+    "the record at byte 0 has the label 0; wanted 1 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", 0)]
+    ),
+    f"the record at byte 0 has the label {2**62}; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+        path, [layouts.example(b"x", 2**62)]
+    ),
+    "the record at byte 0 has the label -1; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+        path, [layouts.example(b"x", -1)]
     ),
 }
 
@@ -181,8 +187,8 @@ def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
 
 
 def test_only_the_heads_are_read_for_the_index(records, monkeypatch):
-    """A record of 2 MB takes a few pages: ImageNet's 150 GB are not read to know what is in them."""
-    image = bytes(2_000_000)
+    """A record of 500 kB takes a few pages: ImageNet's 150 GB are not read to know what is in them."""
+    image = bytes(500_000)
     layouts.write_records(records / "train-00000-of-00003", [layouts.example(image, 1, synset="n01440764")] * 3)
     read = []
     plain = tfrecord.pread
