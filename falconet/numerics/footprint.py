@@ -34,6 +34,18 @@ class Footprint:
         """Blocks that may be recomputed: not the last, whose backward pass comes at once."""
         return range(len(self.blocks) - 1)
 
+    @property
+    def every(self) -> frozenset[int]:
+        """All blocks, for a stage of a pipeline: other micro-batches run before its backward pass."""
+        return frozenset(range(len(self.blocks)))
+
+    def stored(self, recomputed: frozenset[int]) -> int:
+        """Bytes of a micro-batch between its forward and its backward pass."""
+        kept: dict[int, int] = {}
+        for number, block in enumerate(self.blocks):
+            kept.update(block.entering if number in recomputed else block.needed)
+        return _bytes(kept)
+
     def name(self, block: int) -> str:
         return self.blocks[block].layers[-1]
 
@@ -61,15 +73,15 @@ class Footprint:
         return names
 
 
-def measure(model: nn.Module, example: Tensor) -> Footprint:
-    """The footprint of a training forward pass on a micro-batch of the example's shape and type."""
-    traced = trace(copy.deepcopy(model).to("meta", example.dtype).train())
+def measure(model: nn.Module, *examples: Tensor) -> Footprint:
+    """The footprint of a training forward pass on a micro-batch of the examples' shape and type."""
+    traced = trace(copy.deepcopy(model).to("meta", examples[0].dtype).train())
     meter = _Meter(traced)
-    images = torch.empty_like(example, device="meta")
+    given = [torch.empty_like(example, device="meta") for example in examples]
     with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda packed: packed):
-        meter.run(images)
+        meter.run(*given)
     blocks: list[Block] = []
-    entering = _storages([images])
+    entering = _storages(given)
     for nodes in _blocks(traced):
         needed: dict[int, int] = {}
         for node in nodes:
