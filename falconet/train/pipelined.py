@@ -179,7 +179,8 @@ def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFin
     def everywhere(own: NonFinite) -> NonFinite:
         # One message: the first place of all is the largest negated one, and a large number where there is none.
         nowhere = torch.iinfo(torch.int64).max
-        place = torch.where(own.found, places[own.first.clamp_min(0)], nowhere)
+        mine = places.index_select(0, own.first.clamp_min(0).view(1))[0]  # places[...] would wait for the device
+        place = torch.where(own.found, mine, nowhere)
         first = -grid.stages.max(-place)
         return NonFinite(first < nowhere, torch.where(first < nowhere, first, -1))
 
