@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny import TINY
 
 from falconet.checkpoint import files
@@ -57,6 +59,21 @@ def test_what_has_no_device_is_folded_and_it_is_said(falconet, asked, plan):
     assert batch in answer.out
     assert model in answer.out
     assert f"note: {note}" in answer.out
+
+
+def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
+    monkeypatch.setattr(parts, "cores", lambda: 1)
+    line = f"train {TINY} --gradient-accumulation 2 --epoch 1"
+    assert falconet(f"{line} --run-dir whole").code == 0
+    answer = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0 --run-dir stages")
+    assert answer.code == 0, answer.err
+    assert "note: 4 stages asked for, 1 cores are here" in answer.out
+    assert "recomputes 4 blocks" in answer.out
+    one, other = (load_file(next(Path(run).glob("checkpoints/*/model.safetensors"))) for run in ("whole", "stages"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    refused = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer9/0 layer3/0 --run-dir refused")
+    assert refused.code == 2
+    assert "'layer9/0' is no layer" in refused.err
 
 
 MISTAKES = {

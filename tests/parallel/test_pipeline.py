@@ -7,6 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.parallel.pipeline import in_flight
+
 pytestmark = pytest.mark.dist
 
 LINE = (
@@ -123,6 +125,13 @@ def test_a_plan_says_each_stages_layers_weights_and_memory(two_stages):
     )
     assert lines[begin + 2].startswith("stage 1: layer2/0/conv1 to fc, 70,154 parameters, 1 micro-batch in flight, ")
     assert lines[begin + 2].endswith(" GiB predicted")
+
+
+def test_micro_batches_in_flight_are_those_that_a_stage_has_begun_and_not_ended():
+    stages, kinds = range(4), ("grouped", "interleaved", "sequential")
+    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=8) for s in stages] for kind in kinds}
+    assert found == {"grouped": [8, 8, 8, 8], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
+    assert in_flight("interleaved", stage=0, stages=4, micro_batches=3) == 3
 
 
 MESHES = {  # replicas x stages -> one process with the same global batch
