@@ -83,19 +83,26 @@ class StagedModel:
         kind = self._setup.regime.formats(self._setup.grid.world.device)["activations"]
         images = [torch.empty(shape.micro_batch, 3, side, side, dtype=kind, device="meta")]
         given = [images, *self._boundaries]
-        return [measure(stage.module, *own) for stage, own in zip(self._stages, given, strict=True)]
+        stored = self._kept if self._mode == "manual" else None
+        return [measure(stage.module, *own, stored=stored) for stage, own in zip(self._stages, given, strict=True)]
+
+    @property
+    def _mode(self) -> str:
+        return rules.recompute_mode(self._setup.options.numerics, self._setup.options.parallel)
+
+    @cached_property
+    def _kept(self) -> list[str]:
+        """The layers that --recompute-checkpoints names."""
+        return matching(self._whole, self._setup.options.numerics.recompute_checkpoints)
 
     @cached_property
     def model(self) -> nn.Module:
         """Our stage, on its device."""
-        options, rank = self._setup.options, self._setup.grid.stages.rank
-        mode = rules.recompute_mode(options.numerics, options.parallel)
-        stored = matching(self._whole, options.numerics.recompute_checkpoints) if mode == "manual" else []
-        if mode == "auto":
-            footprint = self._footprints[rank]
-            stored = footprint.stored_layers(footprint.every)
+        rank = self._setup.grid.stages.rank
+        footprint = self._footprints[rank]
+        stored = self._kept if self._mode == "manual" else footprint.stored_layers(footprint.every)
         model = self._setup.regime.prepare(self._stages[rank].module, self._setup.grid.world.device)
-        if mode != "none":
+        if self._mode != "none":
             recompute_stage(model, stored)
         return model
 
@@ -110,21 +117,19 @@ class StagedModel:
     def lines(self) -> list[str]:
         options, shape = self._setup.options, self._setup.shape
         kind = options.parallel.pipeline_schedule
-        mode = rules.recompute_mode(options.numerics, options.parallel)
         lines = [
             f"pipeline of {self._count} stages, {kind}: {shape.accumulation} micro-batches an update; each stage"
-            f" recomputes {_RECOMPUTED[mode]}"
+            f" recomputes {_RECOMPUTED[self._mode]}"
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
             weights = numbers.training_bytes(stage.module, options, regime=self._setup.regime)
-            recomputed = footprint.every if mode == "auto" else frozenset()
+            recomputed = frozenset() if self._mode == "none" else footprint.every
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
-            most = "at most " if mode == "manual" else ""
             lines.append(
                 f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
                 f" {flights} micro-batch{'es' if flights > 1 else ''} in flight,"
-                f" {most}{(weights + activations) / numbers.GIB:.3f} GiB predicted"
+                f" {(weights + activations) / numbers.GIB:.3f} GiB predicted"
             )
         return lines
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from falconet.errors import ConfigError
 from falconet.numerics.footprint import measure
-from falconet.numerics.segments import computed, cut, is_random, name_of, owner, trace
+from falconet.numerics.segments import computed, cut, is_random, last_nodes, trace
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -49,7 +49,7 @@ def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The layers whose names match, each pattern at least one."""
-    names = list(_last_nodes(trace(model), model))
+    names = list(last_nodes(trace(model), model))
     for pattern in patterns:
         _check_pattern(pattern, names)
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
@@ -65,7 +65,7 @@ def recompute_stage(stage: nn.Module, stored: Sequence[str]) -> None:
 
 def _segments(model: nn.Module, stored: Sequence[str]) -> list["_Segment"]:
     traced = trace(model)
-    last = _last_nodes(traced, model)
+    last = last_nodes(traced, model)
     return [_Segment.of(piece) for piece in cut(traced, (last[name] for name in stored if name in last))]
 
 
@@ -158,20 +158,6 @@ def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
     finally:
         for norm, buffers in zip(training, kept, strict=True):
             norm._buffers.update(buffers)
-
-
-def _last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
-    """For every layer that computes, by name, the node that gives its output."""
-    last: dict[str, fx.Node] = {}
-    for node in computed(traced):
-        if node.op == "get_attr":
-            continue
-        last[name_of(node)] = node
-        parts = owner(node).split(".") if owner(node) else []
-        for depth in range(1, len(parts) + 1):
-            last["/".join(parts[:depth])] = node
-    order = {name.replace(".", "/"): place for place, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(last.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:

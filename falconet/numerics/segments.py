@@ -84,6 +84,20 @@ def computed(traced: fx.GraphModule) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
 
 
+def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
+    """For every layer that computes, by name, the node that gives its output."""
+    last: dict[str, fx.Node] = {}
+    for node in computed(traced):
+        if node.op == "get_attr":
+            continue
+        last[name_of(node)] = node
+        parts = owner(node).split(".") if owner(node) else []
+        for depth in range(1, len(parts) + 1):
+            last["/".join(parts[:depth])] = node
+    order = {name.replace(".", "/"): place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(last.items(), key=lambda item: order.get(item[0], len(order))))
+
+
 def is_random(piece: fx.GraphModule) -> bool:
     """Whether it draws random numbers, which running it again must repeat."""
     return any(

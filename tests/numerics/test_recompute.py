@@ -96,6 +96,16 @@ def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
     assert kept < saved_bytes(plain, images(name)) / 2
 
 
+def test_what_named_layers_leave_stored_is_predicted():
+    model = build("resnet8-cifar")
+    names = ["layer1/0/conv2", "add", "add_2"]
+    footprint = measure(model, images("resnet8-cifar"), stored=names)
+    assert len(footprint.blocks) == 4
+    recompute_stage(model, names)
+    kept = saved_bytes(model, images("resnet8-cifar"))
+    assert kept == pytest.approx(footprint.stored(footprint.every), rel=0.05)
+
+
 def counted(layers):
     """How often each layer was begun, and how often it came to its end."""
     begun, ended = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)

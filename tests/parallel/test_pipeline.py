@@ -31,6 +31,7 @@ TWO_STAGES = {
         "--pipeline-splits layer2/0 --pipeline-schedule interleaved",
     ),
     "adamw": ("--optimizer adamw --norm-type group --norm-num-groups 4", "--pipeline-splits layer3/0"),
+    "combined": ("--optimizer sgd_combined", "--pipeline-splits layer2/0 --pipeline-schedule interleaved"),
     "one pass": ("--disable-stable-batchnorm --input-image-padding", "--pipeline-splits layer3/0"),
     "loss scale": ("--loss-scaling 1024 --optimizer lars", "--pipeline-splits layer2/0"),
     "half": ("--precision 16.16 --auto-loss-scaling --loss-scaling 64", "--pipeline-splits layer2/0"),
