@@ -13,7 +13,7 @@ import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.files import Manifest
 from falconet.commands import parts, run_folder
-from falconet.config import schema, sections
+from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
@@ -42,6 +42,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     loaded = _settled(loaded, restored, place)
+    rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _divided(loaded, place)
     _check_span(loaded.options.parallel, division)
     again = environment.attempt(os.environ) > 0
@@ -104,7 +105,8 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    replicas = parts.value_or(options.parallel.replicas, place.size if place else 1)
+    stages = rules.stages_of(options.parallel)
+    replicas = parts.value_or(options.parallel.replicas, max(1, place.size // stages) if place else 1)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
         accumulation = _same_batch(restored[1], accumulation, replicas)
@@ -137,6 +139,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     asked = Asked(
         replicas=parallel.replicas,
         accumulation=loaded.options.training.gradient_accumulation,
+        stages=rules.stages_of(parallel),
         strict=parallel.strict_devices,
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
@@ -150,11 +153,11 @@ def _divided(loaded: Options, place: Place | None) -> Division:
 
 
 def _check_span(parallel: sections.Parallel, division: Division) -> None:
-    if division.processes % parallel.batchnorm_span:
-        folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
+    if division.replicas % parallel.batchnorm_span:
+        folded = f", of {parallel.replicas} asked for" if division.replicas != parallel.replicas else ""
         raise ConfigError(
             f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
-            f" {division.processes}{folded}"
+            f" {division.replicas}{folded}"
         )
 
 

@@ -175,22 +175,24 @@ def evaluator(
     images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
-    source = images.splits.validation
-    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
-    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
-    loader = EvaluationLoader(
-        reader,
-        source.labels,
-        shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
-        workers=workers(data),
-        pin=world.device.type == "cuda",
-    )
+    shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
+    loader = evaluation_loader(images, data, shape=shape, world=world, note=note)
     normalise = Normalise(images.preprocessing).to(world.device)
 
     def measure(model: nn.Module) -> Evaluation:
         return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world)
 
     return measure
+
+
+def evaluation_loader(
+    images: Images, data: sections.Data, *, shape: BatchShape, world: World, note: Note
+) -> EvaluationLoader:
+    """The validation images of one replica."""
+    source = images.splits.validation
+    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
+    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
+    return EvaluationLoader(reader, source.labels, shape=shape, workers=workers(data), pin=world.device.type == "cuda")
 
 
 def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -> None:

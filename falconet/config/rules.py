@@ -1,14 +1,16 @@
 """What may not be combined, and what has no effect; one small function a rule."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import TrainOptions
-from falconet.config.sections import MODELS, Augmentation, Numerics
+from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
 
+_AUTO = re.compile(r"auto:\d{1,4}")
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 
 
@@ -104,11 +106,12 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 
 def _recompute_is_on_or_off(options: Any) -> str | None:
     numerics = options.numerics
+    mode = recompute_mode(numerics, options.parallel)
     if numerics.recompute_mode == "none" and numerics.enable_recompute:
         return "--recompute-mode none: contradicts --enable-recompute; wanted auto or manual, or neither option"
-    if recompute_mode(numerics) == "manual" and not numerics.recompute_checkpoints:
+    if mode == "manual" and not numerics.recompute_checkpoints:
         return "--recompute-mode manual: needs --recompute-checkpoints, regular expressions of layers to keep"
-    if recompute_mode(numerics) == "manual" and numerics.memory_budget is not None:
+    if mode == "manual" and numerics.memory_budget is not None:
         return "--memory-budget: is for --recompute-mode auto, which --recompute-checkpoints contradicts"
     return None
 
@@ -139,11 +142,42 @@ def _divided_state_has_no_scale(options: Any) -> str | None:
     return None
 
 
-def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
-    """What was asked for, the flag of the originals included."""
+def _splits_are_of_one_kind(options: Any) -> str | None:
+    splits = options.parallel.pipeline_splits
+    wanted = "wanted layers, such as layer2/0 layer3/0, or auto:N alone, N at least 2"
+    for split in splits:
+        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
+            return f"--pipeline-splits: got '{' '.join(splits)}', {wanted}"
+    return None
+
+
+def _interleaving_needs_micro_batches(options: Any) -> str | None:
+    stages, accumulation = stages_of(options.parallel), options.training.gradient_accumulation
+    if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
+        return (
+            f"--gradient-accumulation: got {accumulation}, wanted at least {stages}, the stages, for"
+            " --pipeline-schedule interleaved; grouped takes any number"
+        )
+    return None
+
+
+def _stages_recompute_whole(options: Any) -> str | None:
+    if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
+        return "--memory-budget: does not go with --pipeline-splits, whose stages recompute every block as it is"
+    return None
+
+
+def stages_of(parallel: Parallel) -> int:
+    """Stages of one replica that the options ask for."""
+    splits = parallel.pipeline_splits
+    return int(splits[0][5:]) if splits and _AUTO.fullmatch(splits[0]) else len(splits) + 1
+
+
+def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "auto", "manual"]:
+    """What was asked for, the flag of the originals included; stages of a pipeline recompute unless told not to."""
     if numerics.recompute_mode is not None:
         return numerics.recompute_mode
-    if not numerics.enable_recompute and numerics.memory_budget is None:
+    if not (numerics.enable_recompute or numerics.memory_budget is not None or parallel.pipeline_splits):
         return "none"
     return "manual" if numerics.recompute_checkpoints else "auto"
 
@@ -164,10 +198,13 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
-    (("numerics",), _recompute_is_on_or_off),
+    (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
     (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
+    (("parallel",), _splits_are_of_one_kind),
+    (("parallel", "training"), _interleaving_needs_micro_batches),
+    (("parallel", "numerics"), _stages_recompute_whole),
 )
 
 
@@ -196,6 +233,14 @@ def _has_replicas(options: TrainOptions) -> bool:
     return options.parallel.replicas != 1
 
 
+def _has_stages(options: TrainOptions) -> bool:
+    return bool(options.parallel.pipeline_splits)
+
+
+def _has_processes(options: TrainOptions) -> bool:
+    return _has_replicas(options) or _has_stages(options)
+
+
 def _averages(options: TrainOptions) -> bool:
     return options.averaging.weight_avg_strategy != "none"
 
@@ -205,7 +250,8 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed"),
 )
-_REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
+_REPLICA_OPTIONS = ("bucket-size", "enable-optimizer-rts")
+_PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
@@ -246,12 +292,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     (
         "recompute-checkpoints",
         "--enable-recompute or --recompute-mode manual",
-        lambda options: recompute_mode(options.numerics) == "manual",
+        lambda options: recompute_mode(options.numerics, options.parallel) == "manual",
     ),
-    ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
-    ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
     *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
+    *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
+    ("pipeline-schedule", "--pipeline-splits", _has_stages),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

@@ -245,8 +245,12 @@ class Parallel:
 
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Copies of the model, one process each; auto: as many as torchrun, mpirun or srun started, else 1."""
+    pipeline_splits: tuple[str, ...] = ()
+    """Layers, such as layer3/0, with which a further stage begins, each in a process; auto:N finds N like ones."""
+    pipeline_schedule: Literal["grouped", "interleaved", "sequential"] = "grouped"
+    """grouped: all forward, then all backward; interleaved: by turns, in less memory; sequential: one at a time."""
     strict_devices: bool = False
-    """Refuse to run on fewer devices than replicas, instead of folding replicas into accumulation."""
+    """Refuse fewer devices than replicas x stages, instead of folding replicas into accumulation, stages into one."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0
     """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
     batchnorm_span: Annotated[int, AtLeast(1)] = 1
@@ -298,7 +302,7 @@ class Doctor:
     """What is looked at."""
 
     distributed: bool = False
-    """Start processes and check every collective, averaged gradients, shared batch norm and divided checkpoints."""
+    """Start processes and check every collective, averaged gradients, shared batch norm, pipelines and checkpoints."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
 

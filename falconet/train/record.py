@@ -1,6 +1,6 @@
 """What a run leaves behind: log lines, metrics, validations, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Record:
     writer: Writer
     stop: StopRequest
     offender: Offender
+    trained: Sequence[str] = ()  # names of the weights that the offender counts
     vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
@@ -66,7 +67,6 @@ class Record:
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
-        self._trained = [name for name, weight in self.state.model.named_parameters() if weight.requires_grad]
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
 
     def log(self, meter: Meter) -> None:
@@ -91,7 +91,7 @@ class Record:
         """The loss scale, and what it could not prevent."""
         if self.state.scale is None:
             return {}
-        scale, layer = float(self.state.scale.value), self.offender.read(self._trained)
+        scale, layer = float(self.state.scale.value), self.offender.read(self.trained)
         if layer:
             self.screen.line(
                 f"note: {totals.skipped} of {totals.updates} updates skipped, gradients not finite, first in {layer};"
