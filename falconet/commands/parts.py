@@ -13,7 +13,7 @@ from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
-from falconet.data.open import open_source
+from falconet.data.open import RandomImages, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import Splits
@@ -79,20 +79,29 @@ class Images:
         size = self.preprocessing.image_size
         return (
             f"{len(self.splits.train):,} training and {len(self.splits.validation):,} validation images of"
-            f" {self.classes} classes, {size} x {size}"
+            f" {self.classes} classes, {size} x {size}{self._stored()}"
         )
 
+    def _stored(self) -> str:
+        """How photos lie there, and how many have boxes that crops look at."""
+        objects = getattr(self.splits.train, "objects", None)
+        boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
+        return f", from {self.splits.layout}{boxes}" if self.splits.layout else ""
 
-def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int) -> Images:
+
+def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int, use_objects: bool = False) -> Images:
     """The data that the options name, at the model's size."""
     size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
     splits = open_source(
         data.data,
         data_dir=data.data_dir,
-        image_size=size,
-        classes=value_or(data.classes, 10 if model.endswith("-cifar") else 1000),
-        images=data.iterations * global_batch,
-        seed=seed,
+        random=RandomImages(
+            image_size=size,
+            classes=value_or(data.classes, 10 if model.endswith("-cifar") else 1000),
+            images=data.iterations * global_batch,
+            seed=seed,
+        ),
+        use_objects=use_objects,
     )
     preprocessing = splits.preprocessing(size)
     return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)

@@ -80,6 +80,7 @@ class Run:
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
+            use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
         )
 
     @cached_property

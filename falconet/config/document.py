@@ -12,6 +12,8 @@ PAGES = (
     ("validate", schema.ValidateOptions),
     ("average", schema.AverageOptions),
     ("doctor", schema.DoctorOptions),
+    ("data pack", schema.PackOptions),
+    ("data verify", schema.VerifyOptions),
 )
 
 

@@ -11,6 +11,7 @@ from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
 
 _AUTO = re.compile(r"auto:\d{1,4}")
+PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 
 
 def check(options: object) -> None:
@@ -65,8 +66,9 @@ def _efficientnet_shape_is_for_efficientnets(options: Any) -> str | None:
 
 
 def _folder_needs_a_place(options: Any) -> str | None:
-    if options.data.data == "folder" and options.data.data_dir is None:
-        return "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    kind = options.data.data
+    if kind in PHOTOS and options.data.data_dir is None:
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
     return None
 
 
@@ -218,6 +220,11 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
+def crops_photos(options: TrainOptions) -> bool:
+    """Whether random crops of photos are drawn."""
+    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
+
+
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
@@ -262,7 +269,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("classes", "--data generated or synthetic", _random_data),
-    ("data-dir", "--data folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
+    ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     (
         "validation-frequency",

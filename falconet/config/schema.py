@@ -16,11 +16,13 @@ from falconet.config.sections import (
     Model,
     Numerics,
     Optimizer,
+    Pack,
     Parallel,
     Run,
     Table,
     Training,
     Validation,
+    Verify,
 )
 
 
@@ -78,6 +80,20 @@ class DoctorOptions:
 
     doctor: Doctor = field(default_factory=Doctor)
     machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """Put the images of class folders into checksummed shards; docs/data.md describes them."""
+
+    pack: Pack = field(default_factory=Pack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Check every image of packed shards against its checksum."""
+
+    verify: Verify = field(default_factory=Verify)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,10 +61,10 @@ class Model:
 class Data:
     """Where images come from."""
 
-    data: Literal["digits", "cifar10", "cifar100", "folder", "generated", "synthetic"] = "digits"
-    """folder: train/ and val/, one folder a class; generated: random, by the host; synthetic: random, on the device."""
+    data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
+    """imagenet, folder: photos, layouts in docs/data.md; generated: random, by the host; synthetic: on the device."""
     data_dir: Path | None = None
-    """Where the data lies; without it, the environment variable DATA_DIR."""
+    """Where the data lies (--imagenet-data-path is the same); without it, the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -163,6 +163,8 @@ class Augmentation:
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
+    use_bbox_info: bool = False
+    """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0
@@ -303,3 +305,27 @@ class Doctor:
     """Start processes and check every collective, averaged gradients, shared batch norm, pipelines and checkpoints."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """What is packed, and how."""
+
+    source: Path | None = None
+    """The folder with train/ and val/, one folder a class; also the first word of the command."""
+    target: Path | None = None
+    """The folder for the shards; also the second word."""
+    shard_size: Annotated[int, AtLeast(1)] = 2048
+    """Images in one shard; 2,048 photos of ImageNet are 220 MB."""
+    resize: Annotated[int, AtLeast(1)] | None = None
+    """Lossy: shrink photos to this short side in pixels and encode them anew, quality 90."""
+    workers: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Threads; auto: one a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """What is checked."""
+
+    source: Path | None = None
+    """The folder with the shards; also the first word of the command."""

@@ -13,6 +13,7 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
+SAME = {"imagenet-data-path": "data-dir"}  # other spellings of one option, all alike: the last one given holds
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -121,11 +122,14 @@ def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str)
     for option in options:
         if option.lower() == name.lower():
             return option
+    if SAME.get(name) in options:
+        return SAME[name]
     raise ConfigError(f"{where}unknown option {dashes}{name}{_meant(name, options, dashes)}")
 
 
 def _meant(name: str, options: Mapping[str, Option], dashes: str) -> str:
-    return did_you_mean(dashes + name, [dashes + option for option in options])
+    spellings = [*options, *(other for other, option in SAME.items() if option in options)]
+    return did_you_mean(dashes + name, [dashes + option for option in spellings])
 
 
 def _check_count(setting: Setting, options: Mapping[str, Option], *, spelled: str) -> None:

@@ -46,6 +46,12 @@ def speaks(environment: Mapping[str, str], message: str) -> bool:
     return place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: ")
 
 
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is the process that shows how far things have come."""
+    place = find_place(environment)
+    return place is None or place.rank == 0
+
+
 def local_processes(environment: Mapping[str, str]) -> int:
     """Processes of this run on this host, which share its cores."""
     place = find_place(environment)
