@@ -46,6 +46,16 @@ COMMANDS = {
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
+    "bench": Command(
+        schema.BenchOptions,
+        "run benchmark specs, and compare with an earlier run",
+        "falconet bench --spec smoke --repeat 3 --compare earlier/results.json",
+    ),
+    "bench infer": Command(
+        schema.InferOptions,
+        "throughput and latency of a model that predicts",
+        "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
+    ),
     "doctor": Command(
         schema.DoctorOptions,
         "what this machine has, and whether it works",
@@ -61,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    name = words[0] if words else "--help"
+    name, rest = _command(words)
     try:
-        return _run(name, words[1:])
+        return _run(name, rest)
     except SaidElsewhereError:
         return MISTAKE
     except UserError as error:
@@ -88,6 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
+def _command(words: list[str]) -> tuple[str, list[str]]:
+    """The name of the command, of two words if there is such a one, and the rest of the line."""
+    two = " ".join(words[:2])
+    if two in COMMANDS:
+        return two, words[2:]
+    return (words[0], words[1:]) if words else ("--help", [])
+
+
 def _run(name: str, rest: list[str]) -> int:
     if name in ("-h", "--help", "help"):
         print(_overview())  # noqa: T201
@@ -97,6 +115,10 @@ def _run(name: str, rest: list[str]) -> int:
         return DONE
     if name not in COMMANDS:
         raise UserError(f"'{name}' is not a command{did_you_mean(name, COMMANDS) or '; wanted ' + ', '.join(COMMANDS)}")
+    longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if longer and rest and not rest[0].startswith("-"):
+        meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
+        raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
         print_help(command.options, prog=f"falconet {name}", example=command.example)
@@ -104,7 +126,7 @@ def _run(name: str, rest: list[str]) -> int:
     line = read_line(command.options, rest)
     parse(command.options, line)
     # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
-    code: int = import_module(f"falconet.commands.{name}").run(line)
+    code: int = import_module(f"falconet.commands.{name.replace(' ', '_')}").run(line)
     return code
 
 
