@@ -12,7 +12,7 @@ from falconet.bench.spec import Benchmark
 from falconet.errors import ConfigError, did_you_mean
 from falconet.report.folders import RUNS
 
-_PARAMETER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_PARAMETER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _TRAINS = ("train.py", "resnet_main.py")  # scripts of the originals

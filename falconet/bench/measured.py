@@ -73,6 +73,7 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
     """Everything that a run left behind."""
     found = {name: _found(metric, ended.lines) for name, metric in benchmark.metrics.items()}
     samples, latencies = _from_files(runs)
+    latencies = latencies or found.get("latency", [])
     if not samples:
         samples = [Sample(1.0, 1.0 / value) for value in found.get("throughput", []) if value > 0]
     skip = max(1, benchmark.metrics["throughput"].skip if "throughput" in benchmark.metrics else 1)
@@ -85,11 +86,11 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
     metrics |= {f"latency_{name}": value for name, value in rest.latency().items()}
     return Measured(
         samples=rest.samples,
-        latencies=rest.latencies or [metrics["latency"]] * ("latency" in metrics),
+        latencies=rest.latencies,
         steady=steady,
         metrics=metrics | _derived(benchmark.derived, metrics, parameters),
         peak_memory=_peak_memory(runs) or ended.peak_memory,
-        folded=next((match[1] for line in ended.lines if (match := _FOLDED.search(line))), None),
+        folded="; ".join(match[1] for line in ended.lines if (match := _FOLDED.search(line))) or None,
         seconds=ended.seconds,
     )
 

@@ -76,8 +76,8 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
 
 def _read(process: "subprocess.Popen[str]", log: Path, lines: list[str], echo: Callable[[str], None]) -> None:
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8", buffering=1) as file:
-        for line in process.stdout:
+    with log.open("w", encoding="utf-8", buffering=1) as file, process.stdout as output:
+        for line in output:
             file.write(line)
             lines.append(line.rstrip("\n"))
             echo(lines[-1])
