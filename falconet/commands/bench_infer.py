@@ -33,6 +33,7 @@ from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
+MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,9 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
 
 def _measure(subject: Subject, world: World) -> None:
     options = subject.options
-    screen, count = launching.screen_of(world), options.data.iterations
+    screen, count = launching.screen_of(world), min(options.data.iterations, MOST)
+    if count < options.data.iterations:
+        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
     predict, batches = _predictor(subject, world), _batches(subject, world)
     resident = measure_resident(predict, batches, count=count, world=world)
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
@@ -109,6 +112,9 @@ def _measure(subject: Subject, world: World) -> None:
             screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
     for text in lines.summary(facts, _rates(main), main.latencies):
         screen.line(text)
+    if options.style.log_style == "tensorflow":
+        for text in lines.tensorflow(facts, _rates(main), main.latencies):
+            screen.line(text)
     for text in _own_lines(main, inner, copied=on_host):
         screen.line(text)
     peak = world.peak_memory()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, quantiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +38,14 @@ def summary(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) ->
     if facts.data == "synthetic":
         lines.append("    NOTE: synthetic data is on the device already: its latency is not that of a request")
     return lines
+
+
+def tensorflow(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) -> list[str]:
+    """The two lines of the TensorFlow program's validation; the accuracy of random weights is nobody's concern."""
+    points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
+    return [
+        f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
+        f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
+        f"Validation top-1 accuracy [{facts.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {fmean(rates):6.2f},"
+        f" time: {sum(latencies) / 1000:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+    ]

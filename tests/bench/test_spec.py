@@ -1,5 +1,6 @@
 """Specs: the originals' files are read as they are, and every mistake is one line."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,11 @@ def test_our_specs_have_every_benchmark_of_the_original_that_needs_no_server():
         for benchmark in read_spec(DATA / f"{theirs}_benchmarks.yml"):
             if "tritonserver" not in benchmark.name:
                 assert own[benchmark.name].variants == benchmark.variants
+
+
+def test_the_example_of_the_docs_is_a_spec(spec):
+    text = (Path(__file__).parents[2] / "docs/benchmarking.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (found,) = read_spec(spec(example))
+    assert (found.name, len(found.variants), found.timeout) == ("resnet50_gen", 2, 600.0)
+    assert found.environment == {"OMP_NUM_THREADS": "4"}

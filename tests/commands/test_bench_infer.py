@@ -102,3 +102,12 @@ def test_two_words_are_a_command_too(falconet, line, message):
     assert answer.code == 2
     assert message in answer.err
     assert falconet("bench infer --help").out.count("--micro-batch-size") >= 1
+
+
+def test_too_many_batches_are_measured_in_part_and_said(falconet, monkeypatch):
+    from falconet.commands import bench_infer
+
+    monkeypatch.setattr(bench_infer, "MOST", 6)
+    answer = falconet(f"{SMALL} --log-style tensorflow")
+    assert "note: 6 of 12 batches are measured" in answer.out
+    assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
