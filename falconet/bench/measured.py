@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
     images: float
     seconds: float
-    waiting: float = 0.0  # seconds of it in which the device waited for data
+    waiting: float | None = None  # seconds of it in which the loop waited for data, where somebody measured them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Measured:
 
     @property
     def waiting_percent(self) -> float | None:
-        seconds = sum(sample.seconds for sample in self.samples)
-        return 100 * sum(sample.waiting for sample in self.samples) / seconds if seconds else None
+        known = [sample.waiting for sample in self.samples if sample.waiting is not None]
+        return 100 * sum(known) / sum(sample.seconds for sample in self.samples) if known else None
 
     def within(self) -> Estimate | None:
         """The spread of the throughput within this run, over blocks of neighbours."""
@@ -116,9 +116,8 @@ def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
         if not rate or update <= before:
             continue
         seconds = (update - before) * batch / rate
-        samples.append(
-            Sample((update - before) * batch, seconds, seconds * point.get("train/waiting_percent", 0.0) / 100)
-        )
+        waiting = seconds * point.get("train/waiting_percent", 0.0) / 100
+        samples.append(Sample((update - before) * batch, seconds, waiting))
         latencies.append(1000 * seconds / (update - before))
         before = update
     return samples, latencies

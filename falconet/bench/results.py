@@ -32,11 +32,12 @@ class Result:
     waiting_percent: float | None = None
     peak_memory: int = 0  # bytes
     metrics: Mapping[str, float] = field(default_factory=dict)  # the spec's, mean over the runs
+    output: Mapping[str, str] = field(default_factory=dict)  # what the spec asks to be shown, by its titles
     runs: Sequence[Mapping[str, object]] = ()
 
 
-def summarise(runs: Sequence[Measured], **facts: Any) -> Result:
-    """The result of several runs; with one alone, the spread is that within it."""
+def summarise(runs: Sequence[Measured], output: Sequence[tuple[str, str]] = (), **facts: Any) -> Result:
+    """The result of several runs; with one alone, the spread is that within it. `output`: pairs (title, metric)."""
     rates = [run.throughput for run in runs if run.throughput is not None]
     throughput = estimate(rates) if rates else None
     if len(rates) == 1 and (within := runs[0].within()):
@@ -45,6 +46,7 @@ def summarise(runs: Sequence[Measured], **facts: Any) -> Result:
     latency = _mean([run.latency() for run in runs])
     if latency:
         latency["max"] = max(run.latency()["max"] for run in runs if run.latencies)
+    metrics = _mean([run.metrics for run in runs])
     return Result(
         **facts,
         folded=next((run.folded for run in runs if run.folded), None),
@@ -52,7 +54,8 @@ def summarise(runs: Sequence[Measured], **facts: Any) -> Result:
         latency=latency,
         waiting_percent=fmean(waits) if waits else None,
         peak_memory=max((run.peak_memory for run in runs), default=0),
-        metrics=_mean([run.metrics for run in runs]),
+        metrics=metrics,
+        output={title: f"{metrics[name]:g}" for title, name in output if name in metrics},
         runs=[_stored(run) for run in runs],
     )
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from falconet.bench import command, process
 from falconet.bench.measured import Measured, measure
@@ -81,11 +82,12 @@ def run_all(jobs: Sequence[Job], routine: Routine, say: Say) -> Iterator[Result]
 
 def _run(job: Job, routine: Routine, say: Say) -> Result:
     measured: list[Measured] = []
-    facts = {
+    facts: dict[str, Any] = {
         "name": job.name,
         "command": job.command.shown(),
         "devices": job.devices,
         "profiled": routine.profiled and "--profile" in job.command.argv,
+        "output": job.benchmark.output,
     }
     for number in range(1, routine.repeat + 1):
         home = routine.folder / _safe(job.name) / f"run{number}"

@@ -97,6 +97,8 @@ def _cells(result: Result) -> list[str]:
 
 def _notes(result: Result) -> list[str]:
     notes = [f"{result.name}: {result.reason}"] if result.reason else []
+    if result.output:
+        notes.append(f"{result.name}: " + ", ".join(f"{title} {value}" for title, value in result.output.items()))
     if result.folded:
         notes.append(f"{result.name}: written for {result.devices} devices; {result.folded}")
     if result.throughput and result.throughput.of != "runs":

@@ -36,7 +36,7 @@ def run(line: Sequence[Setting]) -> int:
         return PASSED
     folder = _open_folder(options)
     measured = _measure(jobs, options, folder, screen)
-    _show(measured, folder, screen)
+    _show(measured, options, folder, screen)
     slower = _compare(old, measured, options, folder, screen) if old else False
     if any(result.status == "interrupted" for result in measured):
         return INTERRUPTED
@@ -112,8 +112,11 @@ def _write(measured: Sequence[results.Result], about: dict[str, object], options
     (folder / "results.md").write_text(tables.markdown(measured, about), encoding="utf-8")
 
 
-def _show(measured: Sequence[results.Result], folder: Path, screen: Screen) -> None:
+def _show(measured: Sequence[results.Result], options: Bench, folder: Path, screen: Screen) -> None:
     screen.line("")
+    unknown = [name for name in options.csv_metrics if name not in tables.metric_names(measured)]
+    if unknown:
+        screen.line(f"note: --csv-metrics: nothing measured {', '.join(unknown)}; the columns are empty")
     text = (folder / "results.md").read_text(encoding="utf-8")
     for line in tables.plain(text):
         screen.line(line)

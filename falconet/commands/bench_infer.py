@@ -144,9 +144,15 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
     bad = BadImages(parts.value_or(data.bad_images_allowed, 0), note=launching.spoken(world))
     source = images.splits.validation
     reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
-    pin = world.device.type == "cuda"
-    found = EvaluationLoader(reader, source.labels, shape=shape, workers=parts.workers(data), pin=pin).batches()
-    return list(islice(found, min(HELD, data.iterations)))
+    found = EvaluationLoader(reader, source.labels, shape=shape, workers=parts.workers(data)).batches()
+    held = islice(found, min(HELD, data.iterations))
+    return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
+
+
+def _held(images: Tensor, device: torch.device) -> Tensor:
+    """A copy that stays: channels-last, and pinned where it is copied to a device."""
+    kept = images.permute(0, 2, 3, 1).contiguous().clone()
+    return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
 
 def _steady(series: Series, per_batch: int) -> Measured:

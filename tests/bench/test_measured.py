@@ -98,7 +98,9 @@ def test_the_rate_of_several_lines_is_all_images_over_all_seconds(tmp_path):
     spec = benchmark(tmp_path, metrics={"throughput": THROUGHPUT})
     lines = [f"throughput: {rate} samples/sec" for rate in (5, 100, 50)]
     # as many images at 100 as at 50 in a second: 2 / (1/100 + 1/50)
-    assert measure(spec, {}, ended(*lines), tmp_path).throughput == pytest.approx(200 / 3)
+    found = measure(spec, {}, ended(*lines), tmp_path)
+    assert found.throughput == pytest.approx(200 / 3)
+    assert found.waiting_percent is None  # nobody measured it
 
 
 def test_folding_is_read_off_what_the_trainer_says(tmp_path):

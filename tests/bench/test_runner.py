@@ -39,7 +39,10 @@ def routine(tmp_path, **changes):
 
 def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_the_others(jobs, tmp_path):
     said = []
-    text = "a:\n  parameters:\n    rate: 100,13,200\n  cmd: python program.py {rate} --replicas 8\n"
+    text = (
+        "a:\n  parameters:\n    rate: 100,13,200\n  cmd: python program.py {rate} --replicas 8\n"
+        "  output: [[samples/sec, throughput], [watts, watts]]\n"
+    )
     found = list(run_all(jobs(text), routine(tmp_path), said.append))
     assert [(one.name, one.status) for one in found] == [
         ("a[rate=100]", "passed"),
@@ -48,6 +51,7 @@ def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_th
     ]
     assert [found[number].throughput.mean for number in (0, 2)] == pytest.approx([100.0, 200.0])
     assert found[1].throughput is None
+    assert found[2].output == {"samples/sec": "200"}
     assert found[0].throughput.count == 2
     assert found[1].reason == "exit code 1: it broke"
     assert found[0].folded == "8 replicas asked for, 1 devices are here: 1 run"

@@ -23,6 +23,7 @@ def result(rates, **facts):
     ]
     facts = {"name": "b|c", "command": "falconet train", "status": "passed", "devices": 16} | facts
     facts.pop("folding", None)
+    facts["output"] = (("how wrong", "loss"),)
     return summarise(runs, **facts)
 
 
@@ -36,6 +37,7 @@ def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
     assert failed.startswith("| b/c | FAILED |")
     assert "- b|c: written for 16 devices; 16 replicas asked for, 1 run" in text
     assert "- b|c: why" in text
+    assert "- b|c: how wrong 2\n" in text
     assert "Machine: cores 2\n" in text
 
 
