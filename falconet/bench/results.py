@@ -32,6 +32,8 @@ class Result:
     waiting_percent: float | None = None
     peak_memory: int = 0  # bytes
     metrics: Mapping[str, float] = field(default_factory=dict)  # the spec's, mean over the runs
+    # The other columns over the runs, by the name of the column; nothing where there was one run.
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
     output: Mapping[str, str] = field(default_factory=dict)  # what the spec asks to be shown, by its titles
     runs: Sequence[Mapping[str, object]] = ()
 
@@ -55,9 +57,22 @@ def summarise(runs: Sequence[Measured], output: Sequence[tuple[str, str]] = (), 
         waiting_percent=fmean(waits) if waits else None,
         peak_memory=max((run.peak_memory for run in runs), default=0),
         metrics=metrics,
+        estimates=_over_runs(runs),
         output={title: f"{metrics[name]:g}" for title, name in output if name in metrics},
         runs=[_stored(run) for run in runs],
     )
+
+
+def _over_runs(runs: Sequence[Measured]) -> dict[str, Estimate]:
+    columns = [
+        run.latency()
+        | ({} if run.waiting_percent is None else {"waiting_percent": run.waiting_percent})
+        | {"peak_memory": float(run.peak_memory)}
+        for run in runs
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    values = {name: [column[name] for column in columns if name in column] for name in names}
+    return {name: estimate(found) for name, found in values.items() if len(found) > 1}
 
 
 def write(path: Path, results: Sequence[Result], machine: Mapping[str, object]) -> None:
@@ -86,11 +101,17 @@ def read(path: Path) -> tuple[dict[str, Result], dict[str, object]]:
 
 
 def _read_result(entry: Mapping[str, Any]) -> Result:
-    throughput = entry["throughput"]
-    if throughput is not None:
-        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in throughput.items()}
-        throughput = Estimate(**known)
-    return Result(**{**entry, "throughput": throughput})
+    rate, others = entry["throughput"], entry.get("estimates", {})
+    read = {
+        "throughput": None if rate is None else _read_estimate(rate),
+        "estimates": {name: _read_estimate(one) for name, one in others.items()},
+    }
+    return Result(**{**entry, **read})
+
+
+def _read_estimate(entry: Mapping[str, Any]) -> Estimate:
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in entry.items()}
+    return Estimate(**known)
 
 
 def _stored(run: Measured) -> dict[str, object]:

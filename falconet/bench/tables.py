@@ -88,11 +88,19 @@ def _cells(result: Result) -> list[str]:
     interval = f"{_number(max(0.0, rate.low))} to {_number(rate.high)}" if rate and math.isfinite(rate.low) else ""
     spread = f"{100 * rate.std / rate.mean:.1f} %" if rate and math.isfinite(rate.std) else ""
     marks = ", folded" * bool(result.folded) + ", profiled" * result.profiled
-    latency = [f"{result.latency[name]:.2f}" if name in result.latency else "" for name in _LATENCIES[:3]]
-    waiting = "" if result.waiting_percent is None else f"{result.waiting_percent:.1f} %"
+    latency = [_with_interval(result, name, result.latency.get(name), ".2f") for name in _LATENCIES[:3]]
+    waiting = _with_interval(result, "waiting_percent", result.waiting_percent, ".1f", " %")
     memory = f"{result.peak_memory / 2**30:.2f} GiB" if result.peak_memory else ""
     status = result.status.upper() + marks
     return [result.name, status, _number(rate.mean if rate else None), interval, spread, *latency, waiting, memory]
+
+
+def _with_interval(result: Result, name: str, value: float | None, places: str, unit: str = "") -> str:
+    """A mean over the runs, and half of its 95 % interval."""
+    if value is None:
+        return ""
+    known = result.estimates.get(name)
+    return f"{value:{places}}" + (f" +- {known.half_width:{places}}" if known else "") + unit
 
 
 def _notes(result: Result) -> list[str]:

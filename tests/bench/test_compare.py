@@ -69,6 +69,10 @@ def test_several_runs_are_one_result():
     assert (found.throughput.mean, found.throughput.std, found.throughput.of) == (100.0, 10.0, "runs")
     assert found.latency["max"] == pytest.approx(1000 / 90)
     assert len(found.runs) == 3
+    # latencies of 1000 / rate: 11.11, 10 and 9.09 ms; 4.303 x 1.0113 / sqrt 3 = 2.512
+    assert found.estimates["p50"].mean == pytest.approx(10.0673, abs=1e-3)
+    assert found.estimates["p50"].half_width == pytest.approx(2.512, abs=2e-3)
+    assert "p50" not in result([90]).estimates
 
 
 def test_one_run_has_the_spread_within_it():
@@ -87,6 +91,7 @@ def test_results_survive_their_file(tmp_path):
     assert found["b"].throughput == every[0].throughput
     assert math.isnan(found["one"].throughput.std)
     assert found["none"].throughput is None
+    assert found["b"].estimates == every[0].estimates
     assert "NaN" not in path.read_text()
 
 

@@ -33,7 +33,10 @@ def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
         {"cores": 2, "devices": ""},
     )
     row, failed = text.splitlines()[2:4]
-    assert row == ("| b/c | PASSED, folded | 2,000 | 1,975 to 2,025 | 0.5 % | 8.00 | 8.00 | 8.00 | 25.0 % | 1.00 GiB |")
+    assert row == (
+        "| b/c | PASSED, folded | 2,000 | 1,975 to 2,025 | 0.5 % | 8.00 +- 0.00 | 8.00 +- 0.00 | 8.00 +- 0.00 |"
+        " 25.0 +- 0.0 % | 1.00 GiB |"
+    )
     assert failed.startswith("| b/c | FAILED |")
     assert "- b|c: written for 16 devices; 16 replicas asked for, 1 run" in text
     assert "- b|c: why" in text
