@@ -121,7 +121,7 @@ def _fresh(options: schema.TrainOptions) -> Path:
         micro_batch=options.data.micro_batch_size,
         accumulation=options.training.gradient_accumulation,
         replicas=1 if replicas == "auto" else replicas,
-        pipelined=False,
+        pipelined=bool(options.parallel.pipeline_splits),
         norm=options.model.norm_type,
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,

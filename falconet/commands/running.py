@@ -289,7 +289,7 @@ class Run:
                 style=telling.open_style(
                     self.loaded,
                     self.plan,
-                    parameters=zoo.count_parameters(self.model),
+                    parameters=self.placement.parameters,
                     image_size=self.images.preprocessing.image_size,
                     folder=folder,
                     say=self.screen.line if world.is_first else None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from falconet.config import schema
+from falconet.config import rules, schema
 from falconet.config.load import Loaded
 from falconet.report.originals import style_of
 from falconet.report.styles import Facts, RunLog, Style
@@ -28,6 +28,7 @@ def open_style(
         parameters=parameters,
         global_batch=plan.global_batch,
         replicas=plan.replicas,
+        stages=rules.stages_of(options.parallel),
         image_size=image_size,
         schedule=options.learning_rate.lr_schedule,
     )

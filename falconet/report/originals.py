@@ -38,7 +38,7 @@ class PyTorch:
         self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
         self._say(f"Total replicas: {facts.replicas}")
         self._say(f"Global batch size: {facts.global_batch}")
-        self._say(f"Number of devices: {facts.replicas}")
+        self._say(f"Number of devices: {facts.replicas * facts.stages}")
         self._say(f"Total parameters: {facts.parameters}")
 
     def log(self, point: Point) -> None:

@@ -19,6 +19,7 @@ class Facts:
     parameters: int
     global_batch: int
     replicas: int
+    stages: int  # of one replica
     image_size: int
     schedule: str
 

@@ -19,7 +19,7 @@ from falconet.config.options import options_of
 from falconet.config.settings import from_line
 
 # Options that other branches of this session bring; an entry goes when it is there.
-NOT_YET = {"imagenet-data-path", "use-bbox-info", "dataloader-rebatch-size", "pipeline-splits", "pipeline-schedule"}
+NOT_YET = {"imagenet-data-path", "use-bbox-info", "dataloader-rebatch-size"}
 PROGRAM = "print('throughput: {} samples/sec')"
 
 

@@ -22,7 +22,9 @@ TENSORFLOW_COLUMNS = (
 
 def facts(folder, **changes):
     known = {"options": {"micro-batch-size": "8", "wandb": False}, "folder": folder, "parameters": 75290}
-    return Facts(**known, global_batch=64, replicas=2, image_size=240, schedule=changes.get("schedule", "cosine"))
+    return Facts(
+        **known, global_batch=64, replicas=2, stages=3, image_size=240, schedule=changes.get("schedule", "cosine")
+    )
 
 
 def point(update, *, loss=2.0, accuracy=25.0, lr=0.1, scale=None):
@@ -88,7 +90,7 @@ def test_pytorch_begins_with_its_facts_and_its_file_of_options(told, tmp_path):
     assert one.lines == [
         "[INFO] Total replicas: 2",
         "[INFO] Global batch size: 64",
-        "[INFO] Number of devices: 2",
+        "[INFO] Number of devices: 6",
         "[INFO] Total parameters: 75290",
     ]
     assert json.loads((tmp_path / "app.json").read_text()) == {"micro_batch_size": "8", "wandb": False}
