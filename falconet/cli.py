@@ -48,6 +48,16 @@ COMMANDS = {
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
+    "bench": Command(
+        schema.BenchOptions,
+        "run benchmark specs, and compare with an earlier run",
+        "falconet bench --spec smoke --repeat 3 --compare earlier/results.json",
+    ),
+    "bench infer": Command(
+        schema.InferOptions,
+        "throughput and latency of a model that predicts",
+        "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
+    ),
     "doctor": Command(
         schema.DoctorOptions,
         "what this machine has, and whether it works",
@@ -124,6 +134,10 @@ def _run(name: str, rest: list[str]) -> int:
         raise UserError(
             f"'{name}' is not a command{did_you_mean(name, [*COMMANDS, *GROUPS]) or '; wanted ' + ', '.join(COMMANDS)}"
         )
+    longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if longer and rest and not rest[0].startswith("-"):
+        meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
+        raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
         print_help(command.options, prog=f"falconet {name}", example=command.example)

@@ -13,7 +13,7 @@ from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
+from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
 from falconet.commands.pipelining import StagedModel
 from falconet.commands.placing import Placement, Setup, WholeModel
@@ -287,6 +287,14 @@ class Run:
                 stopwatch=stopwatch,
                 best=self._best(),
                 last_saved=self.restored[0] if self.restored else None,
+                style=telling.open_style(
+                    self.loaded,
+                    self.plan,
+                    parameters=self.placement.parameters,
+                    image_size=self.images.preprocessing.image_size,
+                    folder=folder,
+                    say=self.screen.line if world.is_first else None,
+                ),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             try:

@@ -11,6 +11,8 @@ PAGES = (
     ("restore", schema.RestoreOptions),
     ("validate", schema.ValidateOptions),
     ("average", schema.AverageOptions),
+    ("bench", schema.BenchOptions),
+    ("bench infer", schema.InferOptions),
     ("doctor", schema.DoctorOptions),
     ("data pack", schema.PackOptions),
     ("data verify", schema.VerifyOptions),

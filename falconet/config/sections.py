@@ -70,7 +70,7 @@ class Data:
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
     """Classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks. Other data has its own."""
     iterations: Annotated[int, AtLeast(1)] = 100
-    """Updates in an epoch of generated or synthetic data."""
+    """Updates in an epoch of generated or synthetic data; in `bench infer` batches of any data."""
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"

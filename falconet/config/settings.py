@@ -64,10 +64,10 @@ def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     return from_mapping(read_yaml(path), options, source=str(path))
 
 
-def read_yaml(path: Path) -> object:
+def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:
     """A YAML document with every scalar as it is spelled, so that `16.16` stays text and 1e-5 is not mistaken."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
