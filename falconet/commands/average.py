@@ -31,7 +31,9 @@ def run(line: Sequence[Setting]) -> int:
     data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
     options = load_options(AverageOptions, line, data).options
     how = averaging.rule_of(options.average)
-    folders = select(whole, how.last)
+    folders = select(whole, how.last, discarded=how.discarded)
+    if not folders and how.discarded:
+        raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves none of the checkpoints of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds averages alone; wanted checkpoints of training")
     to = options.average.checkpoint_output_path or averaging.averaged_name(folders[-1])

@@ -75,6 +75,7 @@ def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, st
 
 
 def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
+    repeats: tuple[int, ...]
     if cifar:
         repeats, last, pool = ((int(size) - 2) // 6,) * 3, "relu2", "avgpool"
     else:

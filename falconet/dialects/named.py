@@ -12,7 +12,9 @@ from falconet.errors import ConfigError, did_you_mean
 class _Texts(yaml.SafeLoader):
     """Every scalar as it is spelled, so that 16.16 stays text; `<<` still merges, which the originals' files use."""
 
-    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}
+    yaml_implicit_resolvers = {  # noqa: RUF012, PyYAML's own way
+        "<": [("tag:yaml.org,2002:merge", re.compile("<<"))]
+    }
 
 
 def entry(name: str, path: Path) -> Mapping[str, object]:

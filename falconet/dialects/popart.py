@@ -1,6 +1,7 @@
 """The PopART program's programs."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from falconet.dialects.pytorch import FP_EXCEPTIONS
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
@@ -81,7 +82,7 @@ def schedule(old: Values) -> Iterable[Effect]:
             f"--learning-rate-decay: got {len(multipliers)} multipliers, wanted {len(shares) + 1}, one more than"
             " --learning-rate-schedule has"
         )
-    factors = {round(after / before, 9) for before, after in zip(multipliers, multipliers[1:], strict=False)}
+    factors = {round(after / before, 9) for before, after in pairwise(multipliers)}
     if len(factors) > 1:
         raise ConfigError(
             f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted the same factor at each drop, such"
@@ -184,10 +185,12 @@ MAIN: tuple[Old, ...] = (
         "20",
         "model bottleneck-stride",
         model,
-        "8 and 20 are resnet8-cifar and resnet20-cifar, x50 is resnext50; bottlenecks stride in their first convolution",
+        "20 is resnet20-cifar, 50 is resnet50, x50 is resnext50; bottlenecks stride in their first convolution",
         choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
     ),
-    becomes("--norm-type", "text", "GROUP", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS),
+    becomes(
+        "--norm-type", "text", "GROUP", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+    ),
     part_of("--norm-groups", "whole", "16", "norm-num-groups", "the same"),
     becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
     becomes(
@@ -246,12 +249,21 @@ SYNTHETIC: tuple[Old, ...] = (
         "8 is resnet8-cifar, 50 is resnet50, x50 is resnext50",
         choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
     ),
-    becomes("--norm-type", "text", "BATCH", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS),
+    becomes(
+        "--norm-type", "text", "BATCH", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+    ),
     part_of("--norm-groups", "whole", "32", "norm-num-groups", "the same"),
     becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
     nothing("--log-dir", "text", "what is measured is printed"),
-    becomes("--mode", "text", "infer", "data", synthetic, "train is `falconet train`, else `falconet bench infer`",
-            choices=("infer", "eval", "train")),
+    becomes(
+        "--mode",
+        "text",
+        "infer",
+        "data",
+        synthetic,
+        "train is `falconet train`, else `falconet bench infer`",
+        choices=("infer", "eval", "train"),
+    ),
     part_of("--use-generated-data", "flag", None, "data", "--data generated instead of synthetic"),
     part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches"),
     part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches"),

@@ -52,10 +52,9 @@ def batchnorm_momentum(old: Values) -> Iterable[Effect]:
 
 
 def fast_groupnorm(old: Values) -> Iterable[Effect]:
-    """Theirs grouped every G-th channel, ours is a kernel: both are asked for."""
+    """Theirs grouped every G-th channel, which is what their checkpoints need."""
     if old.flag("--enable-fast-groupnorm") and old.text("--norm-type") == "group":
         yield To("norm-grouping", ("strided",))
-        yield To("enable-fast-groupnorm")
     elif old.flag("--enable-fast-groupnorm"):
         yield Say("--enable-fast-groupnorm: has no effect without --norm-type group")
 
@@ -177,9 +176,9 @@ COMMON: tuple[Old, ...] = (
         "--enable-fast-groupnorm",
         "flag",
         None,
-        "norm-grouping enable-fast-groupnorm",
+        "norm-grouping",
         fast_groupnorm,
-        "every G-th channel in a group, as theirs, and our fused kernel",
+        "strided: every G-th channel in a group, as theirs; our --enable-fast-groupnorm is a kernel for neighbours",
     ),
     becomes(
         "--batchnorm-momentum", "number", "0.1", "batchnorm-momentum", batchnorm_momentum, "the same; auto if not given"
@@ -210,9 +209,7 @@ COMMON: tuple[Old, ...] = (
 TRAINING: tuple[Old, ...] = (
     same("--data", "text", "cifar10", choices=("cifar10", "imagenet", "synthetic", "generated")),
     same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
-    becomes(
-        "--imagenet-data-path", "text", None, "data-dir", imagenet_path, "the same; else DATA_DIR is looked at"
-    ),
+    becomes("--imagenet-data-path", "text", None, "data-dir", imagenet_path, "the same; else DATA_DIR is looked at"),
     same("--gradient-accumulation", "whole", "1"),
     same("--lr", "number", "0.01"),
     same("--weight-decay", "number", "0.0001"),

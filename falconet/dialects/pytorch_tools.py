@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from falconet.dialects.pytorch import COMMON, TRAINING
 from falconet.dialects.rows import becomes, nothing, part_of, same
-from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.table import Effect, Program, Say, To
 from falconet.dialects.values import Values
 
 SERVED = "the served measurement comes with `falconet serve`; the model itself is measured"
@@ -184,4 +184,3 @@ PROGRAMS = (
         about="whether the images are whole",
     ),
 )
-

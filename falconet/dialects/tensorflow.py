@@ -54,7 +54,9 @@ def refuse(_: Values) -> str:
 
 
 _VALIDATING: tuple[Old, ...] = (
-    becomes("--repeat", "whole", "1", "iterations", repeats, "without --restore-path: passes over the validation images"),
+    becomes(
+        "--repeat", "whole", "1", "iterations", repeats, "without --restore-path: passes over the validation images"
+    ),
     nothing("--inference", "text", "what is measured is always said"),
     nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
 )
@@ -120,11 +122,13 @@ PROGRAMS = (
             *_IDLE_ITERATIONS,
             nothing("--iterations", "whole", "is for training"),
             *_VALIDATING,
-            nothing("--num-inference-thread", "whole", "one request at a time; --replicas puts processes side by side", "1"),
+            nothing(
+                "--num-inference-thread", "whole", "one request at a time; --replicas puts processes side by side", "1"
+            ),
             nothing("--force-recompile", "flag", "there is no compiled program to make again"),
             nothing("--tmp-execs", "flag", "there is no compiled program to name"),
         ),
-        command=lambda old: "bench infer",
+        command="bench infer",
         about="how fast the model predicts",
         rule=style,
     ),

@@ -146,7 +146,7 @@ def peak(old: Values) -> float:
     """The learning rate after warm-up."""
     if old.has("--abs-learning-rate"):
         return old.number("--abs-learning-rate")
-    return 2.0 ** base_exponent(old) * total_batch(old)
+    return float(2.0 ** base_exponent(old)) * total_batch(old)
 
 
 def warmup(old: Values) -> float:
@@ -166,7 +166,7 @@ def rmsprop_decay(old: Values) -> float:
         exponent = -14.0
     else:
         raise ConfigError("--rmsprop-decay: is needed with --optimiser RMSprop, or --rmsprop-base-decay-exp")
-    decay = 1.0 - 2.0**exponent * total_batch(old)
+    decay = 1.0 - float(2.0**exponent) * total_batch(old)
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(
             f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, wanted 0 to 1"

@@ -83,7 +83,9 @@ def offloading(old: Values) -> Iterable[Effect]:
     """Their offloading was a matter of fitting into the IPU's memory; here it is asked for by its own option."""
     if old.flag("--offload-fp32-weight-copy"):
         yield To("offload-optimizer")
-        yield Say("--offload-fp32-weight-copy: the optimizer's state goes to the host with it; --precision decides on fp32")
+        yield Say(
+            "--offload-fp32-weight-copy: the optimizer's state goes to the host with it; --precision decides on fp32"
+        )
 
 
 def compile_only(old: Values) -> Iterable[Effect]:
@@ -103,7 +105,9 @@ def half_partials(old: Values) -> Iterable[Effect]:
 def distributed(old: Values) -> Iterable[Effect]:
     if old.flag("--distributed"):
         count = facts.workers(old)
-        yield Say(f"--distributed: {count} workers of TF_CONFIG" if count > 1 else "--distributed: TF_CONFIG lists none")
+        yield Say(
+            f"--distributed: {count} workers of TF_CONFIG" if count > 1 else "--distributed: TF_CONFIG lists none"
+        )
 
 
 MACHINE: tuple[Old, ...] = (

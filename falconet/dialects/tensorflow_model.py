@@ -187,7 +187,9 @@ DATA: tuple[Old, ...] = (
         choices=("imagenet", "cifar-10", "cifar-100", "IMAGENET", "CIFAR-10", "CIFAR-100"),
     ),
     part_of("--data-dir", "text", None, "data-dir", "the same; else DATA_DIR"),
-    same("--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto if not given"),
+    same(
+        "--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto if not given"
+    ),
     part_of("--generated-data", "flag", None, "data", "--data generated"),
     part_of("--synthetic-data", "flag", None, "data", "--data synthetic"),
     becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
@@ -212,6 +214,8 @@ DATA: tuple[Old, ...] = (
     nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),
     becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
     nothing("--dataset-percentage-to-use", "whole", "all images are used; a smaller folder does the same", "100"),
-    becomes("--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"),
+    becomes(
+        "--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"
+    ),
     nothing("--valid-batch-size", "whole", "validation has the micro-batch of training; its result is exact for any"),
 )

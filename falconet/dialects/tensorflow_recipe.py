@@ -34,9 +34,8 @@ def learning_rate(old: Values) -> Iterable[Effect]:
     """2**x times the total batch. A warm-up longer than training is cut where training ends, at the rate it has."""
     rate, warm, whole = facts.peak(old), facts.warmup(old), facts.whole_epochs(old)
     if warm > whole:
-        yield Say(
-            f"warm-up of {warm:g} epochs is longer than the training: it ends at {short(rate * whole / warm)}, as it did"
-        )
+        reached = short(rate * whole / warm)
+        yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
         yield To("lr", (short(rate * whole / warm),))
         yield To("warmup-epoch", (short(whole),))
     else:
@@ -183,9 +182,7 @@ LENGTH: tuple[Old, ...] = (
         "the same; its default depends on model and data, as it did",
         aliases=("--micro-batch-size",),
     ),
-    becomes(
-        "--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"
-    ),
+    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
     becomes("--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here"),
     becomes("--iterations", "whole", None, "iterations", iterations, "random data: updates; else whole epochs of them"),
 )
@@ -257,7 +254,9 @@ UPDATE: tuple[Old, ...] = (
     ),
     same("--rts", "flag", new="enable-optimizer-rts"),
     nothing("--variable-filter", "text", "every weight is trained; there is no filter yet", count="some"),
-    nothing("--init-path", "text", "weights of another run are not taken over yet; `falconet restore` goes on with one"),
+    nothing(
+        "--init-path", "text", "weights of another run are not taken over yet; `falconet restore` goes on with one"
+    ),
 )
 KEEPING: tuple[Old, ...] = (
     becomes(
@@ -276,7 +275,9 @@ KEEPING: tuple[Old, ...] = (
         "the first one; others by `falconet average`",
         count="some",
     ),
-    part_of("--weight-avg-N", "whole", None, "weight-avg-strategy weight-avg-N", "epochs become checkpoints", count="some"),
+    part_of(
+        "--weight-avg-N", "whole", None, "weight-avg-strategy weight-avg-N", "epochs become checkpoints", count="some"
+    ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
     becomes("--log-dir", "text", None, "run-dir", run_folder, "the run folder below it, if given; else runs/"),

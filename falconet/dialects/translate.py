@@ -108,9 +108,7 @@ def _translated(own: Program, given: Given, place: Place) -> Translation:
     )
 
 
-def _effects(
-    own: Program, values: Values, given: Given, command: str
-) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
+def _effects(own: Program, values: Values, given: Given, command: str) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
     whole = _is_whole(own, command)
     if own.rule and whole:
         yield None, own.rule(values)
