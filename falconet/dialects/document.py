@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from falconet.dialects.explain import becomes
+from falconet.dialects.outside import OUTSIDE
 from falconet.dialects.programs import PROGRAMS
 from falconet.dialects.table import Program
 
@@ -36,7 +37,19 @@ What is not the same, whatever the options:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *(line for program in PROGRAMS.values() for line in _program(program))])
+    lines = [line for program in PROGRAMS.values() for line in _program(program)]
+    return "\n".join([INTRODUCTION, *lines, *_outside()])
+
+
+def _outside() -> Iterator[str]:
+    for program, options in OUTSIDE.items():
+        yield f"## {program.replace(':', ': ')}"
+        yield ""
+        yield "| old | new | effect |"
+        yield "|---|---|---|"
+        for option, (new, effect) in options.items():
+            yield f"| `{option}` | {new if new == 'none' else f'`{new}`'} | {effect} |"
+        yield ""
 
 
 def _program(program: Program) -> Iterator[str]:

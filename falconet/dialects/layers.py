@@ -30,6 +30,7 @@ def pytorch_layer(name: str, *, model: str) -> str:
     whole = {"avgpool": "global_pool", "relu": "act1", "first_block/0": "conv_stem", "layer0": "conv1"}
     if name in whole and not model.startswith("efficientnet"):
         return whole[name]
+    name = re.sub(r"/downsample_(\d)$", r"/downsample/\1", name)  # as one of their configs spells it
     name = re.sub(r"^(layer\d)/block(\d+)", r"\1/\2", name)  # as the example of the program's documents spells it
     name = re.sub(r"^(layer\d)/(conv|bn)$", r"\1/0/\2", name)
     name = re.sub(r"^(layer\d/\d+)/(conv|bn)$", r"\1/\g<2>1", name)

@@ -14,6 +14,7 @@ _SHOT = re.compile(r"(?:\[|^)(resnet50|efficientnet-b[04])")
 
 def style(_: Values) -> Iterable[Effect]:
     yield To("log-style", ("pytorch",))
+    yield To("checkpoints-kept", ("all",))  # theirs deleted none
 
 
 def inference_data(old: Values) -> Iterable[Effect]:

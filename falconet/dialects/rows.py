@@ -1,6 +1,7 @@
 """Short ways to write the rows of a dialect's table."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from falconet.dialects.table import Effect, Kind, Old, Rule, Say, To
@@ -42,14 +43,10 @@ def nothing(name: str, kind: Kind, why: str, default: str | None = None, **more:
     return Old(name=name, kind=kind, default=default, effect=why, rule=rule, **more)
 
 
-def switch_off(name: str, new: str, *, effect: str, **more: Any) -> Old:
-    """A switch that turns a canonical one off, which is on in this program."""
-
-    def rule(old: Values) -> Iterable[Effect]:
-        yield To(f"no-{new}" if old.flag(name) else new)
-
-    return Old(name=name, kind="flag", new=(new,), effect=effect, rule=rule, **more)
+def idle(option: Old, why: str) -> Old:
+    """The same option in a program where it does nothing."""
+    passive = nothing(option.name, option.kind, why)
+    return replace(option, rule=passive.rule, new=(), effect=why, required=False)
 
 
 IPU = "only tuned the IPU; nothing to set here"
-HELP = Old(name="--help", kind="flag", effect="prints this program's options and what each becomes", new=("help",))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import ceil
 
 from falconet.dialects import tensorflow_facts as facts
-from falconet.dialects.rows import becomes, nothing, part_of, same
+from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
 from falconet.dialects.tensorflow_machine import MACHINE
 from falconet.dialects.tensorflow_model import DATA, MODEL
@@ -61,7 +61,15 @@ _VALIDATING: tuple[Old, ...] = (
     nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
 )
 _SHARED = (*LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
-_IDLE_ITERATIONS = tuple(option for option in _SHARED if option.name != "--iterations")
+_TRAINING = "is for training"
+_MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_PREDICTING: tuple[Old, ...] = (
+    *(option if option.name in _MEASURED else idle(option, _TRAINING) for option in LENGTH),
+    *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
+    *MACHINE,
+    *MODEL,
+    *DATA,
+)
 
 PROGRAMS = (
     Program(
@@ -73,11 +81,7 @@ PROGRAMS = (
     ),
     Program(
         name="tf1:validation.py",
-        options=(
-            *_IDLE_ITERATIONS,
-            nothing("--iterations", "whole", "is for training"),
-            *_VALIDATING,
-        ),
+        options=(*_PREDICTING, *_VALIDATING),
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         rule=style,
@@ -119,8 +123,7 @@ PROGRAMS = (
     Program(
         name="tf1:inference_embedded.py",
         options=(
-            *_IDLE_ITERATIONS,
-            nothing("--iterations", "whole", "is for training"),
+            *_PREDICTING,
             *_VALIDATING,
             nothing(
                 "--num-inference-thread", "whole", "one request at a time; --replicas puts processes side by side", "1"

@@ -63,14 +63,14 @@ def size(old: Values) -> str:
 def model(old: Values) -> str:
     """Our name of the model; a size that we do not have is refused with those we have."""
     kind, number = family(old), size(old)
-    if kind == "efficientnet" and number in IMAGENET_SIZES[kind]:
-        return f"efficientnet-{number.lower()}"
     if is_imagenet(old) and number in IMAGENET_SIZES[kind]:
-        return f"{kind}{number}"
+        return f"efficientnet-{number.lower()}" if kind == "efficientnet" else f"{kind}{number}"
+    if kind == "efficientnet" and number == "CIFAR" and not is_imagenet(old):
+        return "efficientnet-cifar"
     if kind == "resnet" and number in CIFAR_SIZES and not is_imagenet(old):
         return f"resnet{number}-cifar"
-    known = IMAGENET_SIZES[kind] if is_imagenet(old) or kind == "efficientnet" else CIFAR_SIZES
-    here = ", ".join(known) if kind != "resnext" or is_imagenet(old) else "none for CIFAR; --model resnet has some"
+    cifar = {"resnet": ", ".join(CIFAR_SIZES), "resnext": "none; --model resnet has some", "efficientnet": "cifar"}
+    here = ", ".join(IMAGENET_SIZES[kind]) if is_imagenet(old) else cifar[kind]
     raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {here}")
 
 

@@ -163,7 +163,7 @@ MACHINE: tuple[Old, ...] = (
         "enable-recompute",
         recomputation,
         "the same; a pipeline recomputes within its stages anyway",
-        aliases=("--xla-recompute",),
+        aliases=("--xla-recompute", "--enable-recompute"),
     ),
     becomes("--seed", "text", None, "seed", seed, "the same; 0 if not given, where the original drew one"),
     becomes(

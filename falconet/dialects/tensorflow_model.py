@@ -181,7 +181,7 @@ DATA: tuple[Old, ...] = (
         "--dataset",
         "text",
         None,
-        "data classes",
+        "data classes data-dir",
         data,
         "imagenet, cifar10 or cifar100; read off --data-dir if not given",
         choices=("imagenet", "cifar-10", "cifar-100", "IMAGENET", "CIFAR-10", "CIFAR-100"),

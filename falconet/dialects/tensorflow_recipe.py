@@ -183,7 +183,9 @@ LENGTH: tuple[Old, ...] = (
         aliases=("--micro-batch-size",),
     ),
     becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
-    becomes("--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here"),
+    becomes(
+        "--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here", aliases=("--epoch",)
+    ),
     becomes("--iterations", "whole", None, "iterations", iterations, "random data: updates; else whole epochs of them"),
 )
 RATE: tuple[Old, ...] = (

@@ -10,10 +10,10 @@ from falconet.config.load import parse
 from falconet.config.options import Option, options_of
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.dialects import named
-from falconet.dialects.commands import SCHEMAS
+from falconet.dialects.commands import PENDING, SCHEMAS
 from falconet.dialects.parse import Given, from_line, from_mapping
 from falconet.dialects.programs import PROGRAMS, TRAINERS
-from falconet.dialects.table import Effect, Old, Place, Program, Say, Variable
+from falconet.dialects.table import Effect, Old, Place, Program, Say, To, Variable
 from falconet.dialects.values import Values
 from falconet.errors import ConfigError, did_you_mean
 
@@ -43,19 +43,39 @@ def translate(program: str, argv: Sequence[str], *, place: Place = _HERE) -> Tra
     """A line of one of the originals' programs, such as `tf1:train.py`; its named config comes before what is typed."""
     own = program_named(program)
     typed = from_line(own, argv, others=_others(own))
-    return _translated(own, {**_config(own, typed, place), **typed}, place)
+    return _translated(own, _Asked(typed=typed, config=_config(own, typed, place)), place)
 
 
 def translate_mapping(program: str, mapping: object, *, source: str, place: Place = _HERE) -> Translation:
     """The same for options of the originals written as YAML or JSON."""
     own = program_named(program)
-    return _translated(own, from_mapping(own, mapping, source=source, others=_others(own)), place)
+    return _translated(
+        own, _Asked(typed={}, config=from_mapping(own, mapping, source=source, others=_others(own))), place
+    )
 
 
 def program_named(name: str) -> Program:
     if name not in PROGRAMS:
         raise ConfigError(f"'{name}' is not a program of the originals{did_you_mean(name, PROGRAMS)}")
     return PROGRAMS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Old options that were typed, and those of the named config, which count less."""
+
+    typed: Given
+    config: Given
+
+    @property
+    def all(self) -> Given:
+        return {**self.config, **self.typed}
+
+    def wants(self, option: Old, options: Sequence[Old]) -> bool:
+        """Whether the option was asked for, or one that its rule reads."""
+        given = self.all
+        parts = (part for part in options if part.name in given and part.rule is None)
+        return option.name in given or any(set(part.new) & set(option.new) for part in parts)
 
 
 def _others(own: Program) -> list[Program]:
@@ -74,47 +94,58 @@ def _config(own: Program, typed: Given, place: Place) -> Given:
     return from_mapping(own, entry, source=f"config {name}", others=_others(own))
 
 
-def _translated(own: Program, given: Given, place: Place) -> Translation:
-    values = Values({option.name: option for option in own.options}, given, place)
-    _check_required(own, given)
+def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
+    values = Values({option.name: option for option in own.options}, asked.all, place)
+    _check_required(own, asked.all)
     command = own.command if isinstance(own.command, str) else own.command(values)
-    known = options_of(SCHEMAS[command]) if SCHEMAS.get(command) else None
+    schema = SCHEMAS.get(command)
+    known = options_of(schema) if schema else None
     settings: dict[str, Setting] = {}
     notes: list[str] = []
     environment: dict[str, str] = {}
-    typed: set[str] = set()  # canonical options that somebody asked for
-    for option, effects in _effects(own, values, given, command):
+    wanted: set[str] = set()  # canonical options that somebody asked for
+    for option, effects in _effects(own, values, asked, command):
+        is_wanted = option is not None and asked.wants(option, own.options)
         for effect in effects:
             if isinstance(effect, Say):
                 notes.append(effect.text)
             elif isinstance(effect, Variable):
                 environment[effect.name] = effect.value
-            elif known is not None and _bare(effect.option) not in known:
-                if option and option.name in given:
+            elif known is not None and not _is_known(effect, known):
+                if option is not None and option.name in asked.typed:
                     notes.append(f"{option.name}: has no effect on `falconet {command}`")
             else:
                 name = _bare(effect.option)
                 settings.pop(name, None)
                 settings[name] = Setting(effect.option, effect.values, LINE)
-                if option and option.name in given:
-                    typed.add(name)
-    if known is not None and _is_whole(own, command):
-        settings = _needed(settings, known, command=SCHEMAS[command], typed=typed)
+                wanted |= {name} if is_wanted else set()
+    if schema and known and _is_whole(own, command):
+        settings = _needed(settings, known, command=schema, wanted=wanted)
     return Translation(
         command=command,
         settings=tuple(settings.values()),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=(*dict.fromkeys(notes), *_idle_in_config(own, asked)),
         environment=environment,
     )
 
 
-def _effects(own: Program, values: Values, given: Given, command: str) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
+def _effects(
+    own: Program, values: Values, asked: _Asked, command: str
+) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
     whole = _is_whole(own, command)
     if own.rule and whole:
         yield None, own.rule(values)
     for option in own.options:
-        if option.rule and (whole or option.name in given):
+        idle = not option.has_effect and option.name not in asked.typed  # a config's are said in one line
+        if option.rule and not idle and (whole or asked.wants(option, own.options)):
             yield option, option.rule(values)
+
+
+def _idle_in_config(own: Program, asked: _Asked) -> Iterator[str]:
+    options = {option.name: option for option in own.options}
+    idle = [name for name in asked.config if not options[name].has_effect and name not in asked.typed]
+    if idle:
+        yield f"of the config, these have no effect here: {', '.join(idle)}"
 
 
 def _is_whole(own: Program, command: str) -> bool:
@@ -123,15 +154,28 @@ def _is_whole(own: Program, command: str) -> bool:
 
 
 def _needed(
-    settings: Mapping[str, Setting], known: Mapping[str, Option], *, command: type[object], typed: set[str]
+    settings: Mapping[str, Setting], known: Mapping[str, Option], *, command: type[object], wanted: set[str]
 ) -> dict[str, Setting]:
     """Without what is so anyway, and without defaults of the old program that have no effect here."""
-    changed = {name: setting for name, setting in settings.items() if not _is_default(setting, known[name])}
-    options = parse(command, changed.values()).options
+    changed = {
+        name: setting
+        for name, setting in settings.items()
+        if name not in known or not _is_default(setting, known[name])
+    }
+    there = [setting for name, setting in changed.items() if name in known and not _is_pending(setting)]
+    options = parse(command, there).options
     if "learning_rate" not in vars(options):
         return changed
     idle = {name for name, _, holds in rules.EFFECTIVE_WHEN if name in changed and not holds(options)}  # type: ignore[arg-type]
-    return {name: setting for name, setting in changed.items() if name in typed or name not in idle}
+    return {name: setting for name, setting in changed.items() if name in wanted or name not in idle}
+
+
+def _is_known(effect: To, known: Mapping[str, Option]) -> bool:
+    return _bare(effect.option) in known or _bare(effect.option) in PENDING
+
+
+def _is_pending(setting: Setting) -> bool:
+    return " ".join([_bare(setting.option), *setting.values]) in PENDING
 
 
 def _is_default(setting: Setting, option: Option) -> bool:
