@@ -18,7 +18,7 @@ REPLICAS = "FALCONET_REPLICAS"  # what poprun was asked for
 
 def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
     name = Path(script).name
     try:
         if {"-h", "--help"} & set(words):
@@ -32,18 +32,26 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
         return cli.MISTAKE
     if shown:
-        print("\n".join([translation.line(), *(f"note: {note}" for note in translation.notes)]))  # noqa: T201
+        print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))  # noqa: T201
         return cli.DONE
-    return _run(translation, name)
+    return _run(translation, ours, name)
 
 
-def _run(translation: Translation, name: str) -> int:
+def _run(translation: Translation, ours: list[str], name: str) -> int:
     if _is_first(os.environ):
         for note in translation.notes:
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)
-    return cli.main(translation.argv())
+    return cli.main([*translation.argv(), *ours])
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is theirs, and behind a `--` what is Falconet's own and not translated."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
 
 
 def _place(script: Path, environment: Mapping[str, str]) -> Place:

@@ -15,6 +15,7 @@ Generated from `falconet/dialects/` by `make docs`; a test fails when it is stal
 whatever is different, and exits.
 
 - Defaults are each program's own: what a line leaves out is set as its original did.
+- Behind a lone `--` stand options of Falconet's own, which are not translated: `-- --device cpu --image-size 64`.
 - Options may be shortened as long as it stays clear which is meant, as the originals allowed (`--pipeline-split`).
 - Named configs are read from `configs.yml` beside the script, in the originals' format; yours may stand there too.
 - An option of another original is refused with its name here. What only tuned the IPU is accepted, and said to have no

@@ -19,7 +19,8 @@ def help_of(program: Program) -> str:
         lines += textwrap.wrap(
             f"{becomes(option)}: {option.effect}", 110, initial_indent="      ", subsequent_indent="      "
         )
-    lines += ["", "  --show-translation", "      prints the canonical command line and what is different, and exits"]
+    lines += ["", "  -- OPTIONS", "      options of Falconet's own, taken as they are: -- --device cpu --image-size 64"]
+    lines += ["  --show-translation", "      prints the canonical command line and what is different, and exits"]
     return "\n".join(lines)
 
 

@@ -17,6 +17,12 @@ def style(_: Values) -> Iterable[Effect]:
     yield To("checkpoints-kept", ("all",))  # theirs deleted none
 
 
+def samples(old: Values) -> str:
+    """Where `make get-data` leaves the sample photos: beside the folder of the program."""
+    configs = old.place.configs
+    return str(configs.parent.parent / "data" / "images") if configs else "data/images"
+
+
 def inference_data(old: Values) -> Iterable[Effect]:
     """Their sample photos were read once and repeated; ours is any folder of photos."""
     kind = old.text("--data")
@@ -24,7 +30,7 @@ def inference_data(old: Values) -> Iterable[Effect]:
         yield To("data", (kind,))
         return
     yield To("data", ("folder",))
-    yield To("data-dir", ("data/images",))
+    yield To("data-dir", (samples(old),))
 
 
 def strategy(old: Values) -> Iterable[Effect]:
@@ -46,7 +52,7 @@ def bench_data(old: Values) -> Iterable[Effect]:
     kind = old.text("--data")
     yield To("data", ("folder" if kind == "real" else kind,))
     if kind == "real" and not old.given("--imagenet-data-path"):
-        yield To("data-dir", ("data/images",))
+        yield To("data-dir", (samples(old),))
 
 
 def bench_place(old: Values) -> Iterable[Effect]:
@@ -119,7 +125,7 @@ PROGRAMS = (
                 "real",
                 "data data-dir",
                 inference_data,
-                "real is --data folder --data-dir data/images, which `make get-data` fills",
+                "real is --data folder with the sample photos of `make get-data`",
                 choices=("real", "synthetic", "generated"),
             ),
             same("--precision", "text", "16.16", choices=("16.16", "32.32")),

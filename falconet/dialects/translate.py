@@ -31,12 +31,13 @@ class Translation:
 
     def argv(self) -> list[str]:
         """The canonical command line, without the program's name."""
-        return [*self.command.split(), *(word for setting in self.settings for word in setting.argv())]
+        there = (setting for setting in self.settings if _bare(setting.option) not in PENDING)
+        return [*self.command.split(), *(word for setting in there for word in setting.argv())]
 
-    def line(self) -> str:
-        """The same for a shell, with the variables it needs."""
+    def line(self, more: Sequence[str] = ()) -> str:
+        """The same for a shell, with the variables it needs, and `more` words behind it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(["falconet", *self.argv()])])
+        return " ".join([*variables, shlex.join(["falconet", *self.argv(), *more])])
 
 
 def translate(program: str, argv: Sequence[str], *, place: Place = _HERE) -> Translation:
