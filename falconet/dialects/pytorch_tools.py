@@ -65,6 +65,16 @@ def bench_eight_bit(old: Values) -> Iterable[Effect]:
     yield To("eight-bit-io" if old.flag("--eight-bit-io") else "no-eight-bit-io")
 
 
+def bench_model(_: Values) -> Iterable[Effect]:
+    yield To("model", ("resnet50",))
+
+
+def digest(old: Values) -> Iterable[Effect]:
+    yield from bench_model(old)
+    yield To("data", ("imagenet",))
+    yield To("md5")
+
+
 def sync_loading(old: Values) -> Iterable[Effect]:
     if old.flag("--disable-async-loading"):
         yield To("dataloader-workers", ("0",))
@@ -153,7 +163,7 @@ PROGRAMS = (
         name="pytorch:datasets/host_benchmark.py",
         options=(
             same("--micro-batch-size", "whole", "1024"),
-            same("--iterations", "whole", "2", effect="passes over the images"),
+            same("--iterations", "whole", "2", new="passes", effect="passes over the images"),
             becomes(
                 "--data",
                 "text",
@@ -183,11 +193,13 @@ PROGRAMS = (
         ),
         command="data bench",
         about="how fast the loader is",
+        rule=bench_model,
     ),
     Program(
         name="pytorch:datasets/validate_dataset.py",
         options=(same("--imagenet-data-path", "text", new="data-dir", required=True),),
-        command="data check",
-        about="whether the images are whole",
+        command="data bench",
+        about="whether the images are those of ILSVRC 2012, by md5",
+        rule=digest,
     ),
 )
