@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from falconet.config.load import load
+from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
+from falconet.config.settings import from_environment
 from falconet.dialects.commands import PENDING
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
@@ -130,7 +132,9 @@ def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path)
     pending = {setting.option for setting in translation.settings if setting.option.removeprefix("no-") in PENDING}
     settings = [setting for setting in translation.settings if setting.option not in pending]
     settings = [setting for setting in settings if " ".join((setting.option, *setting.values)) not in PENDING]
-    options = load(RestoreOptions if row["command"] == "restore" else TrainOptions, settings).options
+    command = RestoreOptions if row["command"] == "restore" else TrainOptions
+    place = from_environment({"DATA_DIR": "imagenet"}, options_of(command))
+    options = load(command, [*place, *settings]).options
     rate = options.learning_rate
     schedule = Schedule(
         kind=rate.lr_schedule,
