@@ -137,9 +137,12 @@ def run_folder(old: Values) -> Iterable[Effect]:
 
 
 def recompute(old: Values) -> Iterable[Effect]:
-    """A pipeline recomputes within its stages anyway."""
-    if old.flag("--recompute") and old.whole("--num-ipus") == old.whole("--replication-factor"):
+    """Stages of a pipeline recompute here unless they are told not to."""
+    staged = old.whole("--num-ipus") > old.whole("--replication-factor")
+    if old.flag("--recompute") and not staged:
         yield To("enable-recompute")
+    elif staged and not old.flag("--recompute"):
+        yield To("recompute-mode", ("none",))
 
 
 def replicas(old: Values) -> Iterable[Effect]:
@@ -225,7 +228,7 @@ MAIN: tuple[Old, ...] = (
     same("--weight-decay", "number", "0"),
     becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "divided by --replication-factor: stages"),
     becomes("--replication-factor", "whole", "1", "replicas", replicas, "the same"),
-    becomes("--recompute", "flag", None, "enable-recompute", recompute, "the same; a pipeline recomputes anyway"),
+    becomes("--recompute", "flag", None, "enable-recompute recompute-mode", recompute, "the same"),
     part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential; stages of equal cost"),
     part_of("--batches-per-step", "whole", "250", "logs-per-epoch", "updates of a step; the host starts each itself"),
     nothing("--simulation", "flag", "runs on what is here; --device cpu leaves the GPU alone"),

@@ -109,10 +109,12 @@ def wandb(old: Values) -> Iterable[Effect]:
 
 
 def recompute_layers(old: Values) -> Iterable[Effect]:
-    if old.has("--recompute-checkpoints") and (old.flag("--enable-recompute") or _recompute_mode(old) == "manual"):
+    """The stages of a pipeline recompute anyway, as theirs did."""
+    recomputes = old.flag("--enable-recompute") or _recompute_mode(old) == "manual" or old.has("--pipeline-splits")
+    if old.has("--recompute-checkpoints") and recomputes:
         names = old.texts("--recompute-checkpoints")
         yield To("recompute-checkpoints", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
-    elif old.given("--recompute-checkpoints") and not old.has("--pipeline-splits"):
+    elif old.given("--recompute-checkpoints"):
         yield Say("--recompute-checkpoints: has no effect without --recompute-mode manual or --enable-recompute")
 
 

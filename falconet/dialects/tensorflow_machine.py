@@ -54,9 +54,12 @@ def _layers(old: Values, names: tuple[str, ...], shards: int) -> tuple[str, ...]
 
 
 def recomputation(old: Values) -> Iterable[Effect]:
-    """A pipeline recomputes within its stages anyway."""
-    if old.flag("--enable-recomputation") and not old.flag("--pipeline") and old.whole("--shards") == 1:
+    """Stages of a pipeline recompute here unless they are told not to."""
+    staged = old.whole("--shards") > 1
+    if old.flag("--enable-recomputation") and not staged and not old.flag("--pipeline"):
         yield To("enable-recompute")
+    elif staged and not old.flag("--enable-recomputation"):
+        yield To("recompute-mode", ("none",))
 
 
 def buffer_size(old: Values) -> Iterable[Effect]:
@@ -160,9 +163,9 @@ MACHINE: tuple[Old, ...] = (
         "--enable-recomputation",
         "flag",
         None,
-        "enable-recompute",
+        "enable-recompute recompute-mode",
         recomputation,
-        "the same; a pipeline recomputes within its stages anyway",
+        "the same; stages of a pipeline recompute if it is given, as they did",
         aliases=("--xla-recompute", "--enable-recompute"),
     ),
     becomes("--seed", "text", None, "seed", seed, "the same; 0 if not given, where the original drew one"),
