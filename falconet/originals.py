@@ -22,7 +22,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     name = Path(script).name
     try:
         if {"-h", "--help"} & set(words):
-            print(help_of(program_named(program)))  # noqa: T201
+            _say(help_of(program_named(program)))
             return cli.DONE
         shown = SHOW in words
         place = _place(Path(script), os.environ)
@@ -32,7 +32,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
         return cli.MISTAKE
     if shown:
-        print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))  # noqa: T201
+        _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
         return cli.DONE
     return _run(translation, ours, name)
 
@@ -44,6 +44,11 @@ def _run(translation: Translation, ours: list[str], name: str) -> int:
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)
     return cli.main([*translation.argv(), *ours])
+
+
+def _say(text: str) -> None:
+    if _is_first(os.environ):
+        print(text)  # noqa: T201
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from falconet.dialects.commands import PENDING, SCHEMAS
 from falconet.originals import main
 
 COMPAT = Path(__file__).parents[1] / "compat"
@@ -76,6 +77,74 @@ def test_a_program_trains(original, program, line):
     code, out, err = original(program, line)
     assert code == 0, err
     assert "global batch 4 = micro-batch 4 x accumulation 1 x replicas 1" in out
+
+
+def there(command, *options):
+    """A test waits for what other branches bring."""
+    missing = command not in SCHEMAS or set(options) & PENDING
+    return pytest.mark.skipif(bool(missing), reason=f"falconet {command} {' '.join(options)} is not there yet")
+
+
+STAGED = "--pipeline --shards 2 --pipeline-splits b2/0/relu --gradient-accumulation-count 2 --enable-recompute"
+PIPELINED = {
+    "tensorflow": (
+        "tf1:train.py",
+        f"--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 2 {STAGED} --precision 32.32",
+    ),
+    "pytorch": (
+        "pytorch:train.py",
+        "--data generated --model resnet18 --iterations 1 --epoch 1 --micro-batch-size 2 --gradient-accumulation 2"
+        " --pipeline-splits layer3/0 --norm-type group --precision 32.32 --validation-mode none -- --image-size 32",
+    ),
+}
+
+
+@there("train", "pipeline-splits")
+@pytest.mark.parametrize(("program", "line"), PIPELINED.values(), ids=PIPELINED)
+def test_a_pipelined_program_trains(program, line, tmp_path):
+    """As a process of its own: it starts workers, one a stage."""
+    run = subprocess.run(
+        [sys.executable, PROGRAMS[program], *shlex.split(line)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "pipeline of 2 stages, grouped: 2 micro-batches an update" in run.stdout
+
+
+INFERRED = {
+    "pytorch": (
+        "pytorch:inference/run_benchmark.py",
+        "--data generated --model resnet18 --iterations 4 --micro-batch-size 2 --norm-type group -- --image-size 32",
+    ),
+    "tensorflow": (
+        "tf1:validation.py",
+        "--model resnet --model-size 8 --dataset cifar-10 --batch-size 2500 --generated-data --batch-norm",
+    ),
+    "popart": ("popart:resnet_synthetic_benchmark.py", "--size 8 --batch-size 4 --steps 1 --batches-per-step 4"),
+}
+
+
+@there("bench infer")
+@pytest.mark.parametrize(("program", "line"), INFERRED.values(), ids=INFERRED)
+def test_a_program_measures_inference(original, program, line):
+    code, out, err = original(program, line)
+    assert code == 0, err
+    assert "samples/sec (mean)" in out or "images/s" in out
+
+
+@there("data bench")
+def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
+    code, out, err = original(
+        "pytorch:datasets/host_benchmark.py",
+        f"--data imagenet --imagenet-data-path {image_folder} --micro-batch-size 4 --iterations 1 -- --image-size 32",
+    )
+    assert code == 0, err
+    assert "Throughput of the iteration:" in out
+    _, out, _ = original("pytorch:datasets/validate_dataset.py", f"--imagenet-data-path {image_folder}")
+    assert "corrupted, or not the ILSVRC 2012 folder" in out
 
 
 def test_a_run_is_continued_validated_and_averaged(original):
