@@ -63,7 +63,10 @@ def test_every_script_is_of_a_program():
 
 SHORT = "--iterations 2 --epoch 1 --micro-batch-size 4"
 TRAINED = {
-    "pytorch": ("pytorch:train.py", f"--data generated --model resnet18 {SHORT} --norm-type group -- --image-size 32"),
+    "pytorch": (
+        "pytorch:train.py",
+        f"--data generated --model mobilenet-v3-small {SHORT} --precision 32.32 -- --image-size 32",
+    ),
     "tensorflow": ("tf1:train.py", "--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 4"),
     "popart": (
         "popart:resnet_synthetic_benchmark.py",
