@@ -22,6 +22,7 @@ def rule_of(options: sections.Averaging | sections.Average) -> Averaging:
         strategy=options.weight_avg_strategy,
         decay=options.weight_avg_exp_decay,
         last=None if last in ("all", -1) else int(last),
+        discarded=options.weight_avg_discard if isinstance(options, sections.Average) else 0,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from falconet.config import schema, sections
+from falconet.config import rules, schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
@@ -20,6 +20,7 @@ from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
+from falconet.models.residual import ResidualShape
 from falconet.numerics.precision import Regime
 from falconet.parallel.environment import local_processes
 from falconet.parallel.world import World
@@ -115,16 +116,38 @@ def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
         momentum=None if model.batchnorm_momentum == "auto" else model.batchnorm_momentum,
         fast=model.enable_fast_groupnorm,
         stable=not model.disable_stable_batchnorm,
+        strided=model.norm_grouping == "strided",
     )
-    shape = zoo.EfficientNetShape(expand_ratio=model.efficientnet_expand_ratio, group_dim=model.efficientnet_group_dim)
     return zoo.build(
         model.model,
         classes=classes,
         seed=seed,
         norm=norm,
-        efficientnet=shape,
+        shape=shape_of(model),
         padded_input=model.input_image_padding,
     )
+
+
+def shape_of(model: sections.Model) -> zoo.Shape | None:
+    """What the options change about the model's family; the rules refuse those of another family."""
+    if model.model.startswith("efficientnet"):
+        return zoo.EfficientNetShape(
+            expand_ratio=model.efficientnet_expand_ratio,
+            group_dim=model.efficientnet_group_dim,
+            dropout=None if model.efficientnet_dropout == "auto" else model.efficientnet_dropout,
+            drop_path=model.efficientnet_drop_path,
+            se=model.efficientnet_se,
+            activation=model.efficientnet_activation,
+            divisor=model.efficientnet_depth_divisor,
+            top_width=model.efficientnet_top_width,
+            width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
+            depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
+        )
+    if rules.is_residual(model.model):
+        return ResidualShape(
+            groups=model.resnext_groups, group_dim=model.resnext_group_dim, stride=model.bottleneck_stride
+        )
+    return None
 
 
 def training_loader(

@@ -24,7 +24,7 @@ from falconet.errors import ConfigError, Interrupted
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.scaling import Offender
 from falconet.optim import ema
-from falconet.optim.build import UpdateRule, build, build_scaled
+from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import divide
@@ -36,6 +36,7 @@ from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan, updates_in_epoch
+from falconet.train.profiled import ProfiledStep
 from falconet.train.record import Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
@@ -189,6 +190,7 @@ class Run:
             eps=options.optimizer_eps,
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
+            undecayed=undecayed_names(self.model, options.weight_decay_exclude),
         )
         span_batchnorm(self.model, self.grid.replicas, span=self.options.parallel.batchnorm_span)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
@@ -256,7 +258,7 @@ class Run:
         options, world = self.options, self.world
         folder = Path(world.once(self._open_folder))
         loader = self.placement.loader()
-        step = self.step(state)
+        step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
@@ -315,6 +317,12 @@ class Run:
                     averaging.after_training(record, options, world=world, say=self.screen.line)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+
+    def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
+        """The step, traced for a while if that was asked for; one process is enough to see."""
+        if not self.options.logging.profile or not self.world.is_first:
+            return step
+        return ProfiledStep(step, folder, device=self.world.device, updates=left)
 
     def _decoding(self) -> str:
         return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.options import options_of, value_of
@@ -54,14 +55,24 @@ def _model_is_known(options: Any) -> str | None:
     return f"--model: '{name}' is not a model{meant}"
 
 
-def _efficientnet_shape_is_for_efficientnets(options: Any) -> str | None:
+def is_residual(name: str) -> bool:
+    """Whether a model's name is that of a ResNet or ResNeXt for photos."""
+    return name in MODELS and name.startswith(("resnet", "resnext")) and not name.endswith("-cifar")
+
+
+def _shape_is_of_the_family(options: Any) -> str | None:
+    """An option of a model's shape must not seem to be obeyed by another family."""
     model = options.model
-    if model.model.startswith("efficientnet"):
-        return None
-    if model.efficientnet_expand_ratio != 6:
-        return f"--efficientnet-expand-ratio: '{model.model}' is not an EfficientNet"
-    if model.efficientnet_group_dim != 1:
-        return f"--efficientnet-group-dim: '{model.model}' is not an EfficientNet"
+    name = model.model
+    families = {
+        "efficientnet_": (name.startswith("efficientnet"), "an EfficientNet"),
+        "resnext_": (name.startswith("resnext") and is_residual(name), "a ResNeXt"),
+        "bottleneck_": (is_residual(name), "a ResNet"),
+    }
+    for field in fields(model):
+        for prefix, (is_one, kind) in families.items():
+            if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
+                return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
     return None
 
 
@@ -192,7 +203,7 @@ def is_scaled(options: TrainOptions) -> bool:
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
     (("model",), _model_is_known),
-    (("model",), _efficientnet_shape_is_for_efficientnets),
+    (("model",), _shape_is_of_the_family),
     (("data",), _folder_needs_a_place),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
@@ -263,7 +274,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
-    ("enable-fast-groupnorm", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    (
+        "enable-fast-groupnorm",
+        "--norm-type group of neighbouring channels",
+        lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
+    ),
+    ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
     ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),

@@ -10,8 +10,10 @@ Auto = Literal["auto"]
 
 # The zoo's names, repeated here so that a typo is answered without importing torch; a test compares the two lists.
 MODELS = (
-    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50", "resnext101"),
+    *("resnet10", "resnet14", "resnet18", "resnet26", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("resnext14", "resnext26", "resnext50", "resnext101", "resnext152"),
     *(f"efficientnet-b{size}" for size in range(8)),
+    "efficientnet-cifar",
     *("mobilenet", "mobilenet-v3-small", "mobilenet-v3-large"),
     *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110)),
 )
@@ -45,6 +47,8 @@ class Model:
     """Groups of group norm; must divide the channels of every layer."""
     enable_fast_groupnorm: bool = False
     """Group norm by a fused kernel on CUDA; the same groups and checkpoints as without."""
+    norm_grouping: Literal["contiguous", "strided"] = "contiguous"
+    """Channels of a group: neighbours, or every G-th, as in the TensorFlow original (then without a fused kernel)."""
     disable_stable_batchnorm: bool = False
     """Batch norm's variance in one pass over the images: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
@@ -53,6 +57,28 @@ class Model:
     """EfficientNet: expansion of every stage after the first."""
     efficientnet_group_dim: Annotated[int, AtLeast(1)] = 1
     """EfficientNet: channels per group of the depthwise convolutions."""
+    efficientnet_dropout: Annotated[float, Between(0, 1)] | Auto = "auto"
+    """EfficientNet: dropout before the classifier; auto: by its size."""
+    efficientnet_drop_path: Annotated[float, Between(0, 1)] = 0.2
+    """EfficientNet: chance that the last block is skipped, growing from 0 at the first."""
+    efficientnet_se: bool = True
+    """EfficientNet: squeeze and excitation in every block."""
+    efficientnet_activation: Literal["silu", "relu"] = "silu"
+    """EfficientNet: the activation."""
+    efficientnet_depth_divisor: Annotated[int, AtLeast(1)] = 8
+    """EfficientNet: channels are multiples of this."""
+    efficientnet_top_width: Annotated[int, AtLeast(1)] = 1280
+    """EfficientNet: channels of the last convolution, before the width is applied."""
+    efficientnet_width: Annotated[float, MoreThan(0)] | Auto = "auto"
+    """EfficientNet: factor of all channels; auto: by its size."""
+    efficientnet_depth: Annotated[float, MoreThan(0)] | Auto = "auto"
+    """EfficientNet: factor of all repeats; auto: by its size."""
+    resnext_groups: Annotated[int, AtLeast(1)] = 32
+    """ResNeXt: groups of the middle convolutions."""
+    resnext_group_dim: Annotated[int, AtLeast(1)] = 4
+    """ResNeXt: channels per group in the first stage."""
+    bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
+    """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
     input_image_padding: bool = False
     """Give the first convolution a fourth, zero, input channel: the same function, sometimes faster."""
 
@@ -98,7 +124,9 @@ class Optimizer:
     momentum: Annotated[float, Between(0, 1)] = 0.9
     """Momentum of sgd, rmsprop and lars."""
     weight_decay: Annotated[float, AtLeast(0)] = 5e-4
-    """Decay of parameters with more than one dimension; biases and norms are not decayed."""
+    """Decay of the weights, added to the gradient (decoupled in adamw)."""
+    weight_decay_exclude: Literal["vectors", "norms", "nothing"] = "vectors"
+    """What is not decayed: biases and norms, norms alone, or nothing."""
     optimizer_eps: Annotated[float, AtLeast(0)] = 1e-8
     """Epsilon of adamw, rmsprop and lars."""
     rmsprop_decay: Annotated[float, Between(0, 1)] = 0.99
@@ -221,6 +249,8 @@ class Logging:
     """Also write TensorBoard files into the run folder."""
     wandb: bool = False
     """Also log to Weights & Biases (WANDB_MODE=offline works)."""
+    profile: bool = False
+    """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
     wandb_project: str = "falconet"
     """Weights & Biases project."""
 
@@ -291,6 +321,8 @@ class Average:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
+    weight_avg_discard: Annotated[int, AtLeast(0)] = 0
+    """Leave out this many of the newest checkpoints first."""
     batchnorm_images: Annotated[int, AtLeast(0)] = 0
     """Re-estimate batch norm's statistics on this many training images; 0: average the statistics too."""
     validate: bool = False
