@@ -1,9 +1,11 @@
 """What the processes of tests/parallel do; importable, because they are other processes."""
 
 import copy
+import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,23 +13,28 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from falconet.checkpoint import files
+from falconet.checkpoint import disk, files
 from falconet.checkpoint.state import TrainState
+from falconet.checkpoint.writer import Company, SharedWriter
 from falconet.commands import selftest
 from falconet.commands.sharding import attach, replicas
+from falconet.commands.sharding import step as sharded_step
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
-from falconet.optim.build import UpdateRule, build
+from falconet.numerics.rounding import Rounding
+from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
+from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import digest
+from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove
+from falconet.train.moving import PlainMove, ScaledMove
 from falconet.train.step import LocalStep
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
@@ -125,44 +132,106 @@ def stepper(model, rule, exchange, optimizer=None):
     )
 
 
-def sharded(world, rule, accumulation, folder, bucket=0.05):
-    """Updates with divided optimizer state, with a save and a load half way; all of the state at the end, in bytes."""
-    first = sharded_state(world, rule, bucket)
-    for update in range(2):
-        first[1](own_part(images(update), world, accumulation), update=update, lr=0.05)
-    saved = first[0].tensors()
-    if world.is_first:
-        files.write(
-            Path(folder), saved, {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
-        )
-    world.barrier("saving")
-    second = sharded_state(world, rule, bucket)
-    second[0].load(Path(folder), name="m")
-    for state, step in (first, second):
-        step(own_part(images(2), world, accumulation), update=2, lr=0.05)
-        state.digest = digest(state.model)
-    assert first[0].digest == second[0].digest, "a restored run is another run"
-    state = first[0]
-    held = sum(t.numel() for slots in state.optimizer.state.values() for t in slots.values() if t.ndim)
-    tensors = {
-        f"{stem}:{name}": t.numpy().copy() for stem, group in state.tensors().items() for name, t in group.items()
-    }
-    return tensors, held, state.digest
+class Case(NamedTuple):
+    """A training to compare; `scale` None: automatic, 0: none at all."""
+
+    rule: str = "sgd"
+    regime: str = "32.32"
+    sharded: bool = False
+    stochastic: bool = False
+    scale: float | None = 0.0
+    accumulation: int = 1
+    bucket: float = 0.05
+    kind: str = "group"
+    spoiled: int | None = None  # update whose gradient is not finite, on the last replica alone
+    offloaded: bool = False
 
 
-def sharded_state(world, rule, bucket):
-    model = model_of("group").to(memory_format=torch.channels_last)
-    exchange = replicas(model, world, bucket=bucket, sharded=True)
-    shards = exchange if world.size > 1 else None
-    optimizer = build(shards.trained if shards else model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+def build_case(world, case):
+    """The state of a case before its first update, and its step."""
+    model = REGIMES[case.regime].prepare(model_of(case.kind), world.device).to(memory_format=torch.channels_last)
+    exchange = replicas(model, world, bucket=case.bucket, sharded=case.sharded)
+    shards = exchange if isinstance(exchange, ShardedReplicas) else None
+    trained = shards.trained if shards else model
+    rule = UpdateRule(name=case.rule, weight_decay=1e-3, eps=1e-3)
+    scale = None
+    if case.scale is None:
+        kind = REGIMES[case.regime].compute
+        scale = AutomaticScale(dtype=kind, device=world.device, initial=1024.0, period=2, sum=world.sum)
+    elif case.scale:
+        scale = FixedScale(case.scale, device=world.device)
+    rounding = Rounding(7) if case.stochastic else None
+    optimizer = build_scaled(trained, rule, rounding=rounding) if scale else build(trained, rule)
+    state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:
-        attach(shards, optimizer)
-    state = TrainState(model, optimizer, shards=shards)
-    return state, stepper(model, rule, exchange, optimizer)
+        attach(shards, optimizer, model=model)
+    moved = sharded_step(optimizer, shards)
+    offender = Offender(world.device)
+    move = (
+        ScaledMove(model, optimizer, scale, offender=offender, step=moved, shards=shards)
+        if scale
+        else PlainMove(optimizer, device=world.device, step=moved)
+    )
+    step = LocalStep(
+        model,
+        move,
+        normalise=Normalise(PREPROCESSING),
+        loss=Loss(CLASSES, 0.1),
+        regime=REGIMES[case.regime],
+        seed=0,
+        replicas=exchange,
+    )
+    return state, step, offender
 
 
-def several_sharded(world, calls):
-    return [sharded(world, *call) for call in calls]
+def run_case(world, case, folder, updates=4):
+    """Updates with a save and a load half way, and what there is at the end."""
+    first = build_case(world, case)
+    for update in range(updates // 2):
+        one_update(first, world, case, update)
+    save(world, first[0], Path(folder))
+    second = build_case(world, case)
+    second[0].load(Path(folder), name="m")
+    for each in (first, second):
+        for update in range(updates // 2, updates):
+            one_update(each, world, case, update)
+    assert digest(first[0].model) == digest(second[0].model), f"a restored run is another run: {case}"
+    state, _, offender = first
+    save(world, state, Path(folder))
+    slots = [t for each in state.optimizer.state.values() for t in each.values()]
+    return {
+        "held": sum(t.numel() for t in slots if isinstance(t, torch.Tensor) and t.ndim),
+        "digest": digest(state.model),
+        "scales": state.scale.history[:updates].tolist() if state.scale else [],
+        "skipped": int(state.scale.skipped) if state.scale else 0,
+        "offender": offender.read([name for name, _ in state.model.named_parameters()]),
+    }
+
+
+def one_update(built, world, case, update):
+    state, step, _ = built
+    micro_batches = own_part(images(update), world, case.accumulation)
+    if update == case.spoiled and world.rank == world.size - 1:
+        hook = dict(state.model.named_parameters())["fc.bias"].register_hook(lambda grad: grad * math.inf)
+        step(micro_batches, update=update, lr=0.05)
+        hook.remove()
+    else:
+        step(micro_batches, update=update, lr=0.05)
+
+
+def save(world, state, folder):
+    content = {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
+    if world.size == 1:
+        files.write(folder, state.tensors(), content)
+        return
+    company = Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=30.0)
+    with SharedWriter(company) as writer:
+        writer.save_state(folder, state, content)
+    world.barrier("saving")
+
+
+def run_cases(world, cases, home):
+    return [run_case(world, case, f"{home}/{number}") for number, case in enumerate(cases)]
 
 
 def messages(world, accumulation):

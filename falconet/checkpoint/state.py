@@ -12,7 +12,8 @@ from falconet.checkpoint import files, foreign
 from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.state_names import load_state_tensors, state_tensors
-from falconet.parallel.sharding import Layout, Whole
+from falconet.parallel.sharding import Layout
+from falconet.parallel.slices import Slice, fair_share
 
 
 @dataclass
@@ -68,16 +69,23 @@ class TrainState:
     ema: Ema | None = None
     scale: Scale | None = None
     shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
-
-    @property
-    def layout(self) -> Layout:
-        return self.shards or Whole(self.model)
+    rank: int = 0  # among the processes that hold the same tensors
+    copies: int = 1  # how many of them there are
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Every tensor, by file and name, whole; every process calls it."""
-        optimizer = self.layout.gathered(state_tensors(self.optimizer, self.layout.trained))
-        content = {"model": dict(self.model.state_dict()), "optimizer": optimizer}
+        """Every tensor that this process holds, by file and name."""
+        content = {"model": dict(self.model.state_dict()), "optimizer": state_tensors(self.optimizer, self._trained)}
         return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
+
+    def slices(self) -> dict[str, list[Slice]]:
+        """What this process answers for of all tensors, by file: its share of those that others hold as well."""
+        tensors = self.tensors()
+        slices = {stem: fair_share(group, rank=self.rank, size=self.copies) for stem, group in tensors.items()}
+        return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
+
+    @property
+    def _trained(self) -> nn.Module:
+        return self.shards.trained if self.shards else self.model
 
     def _optional(self) -> dict[str, Ema | Scale]:
         """What not every run has, by the file that holds it."""
@@ -89,6 +97,6 @@ class TrainState:
         weights = files.read_tensors(folder, "model", verified=manifest)
         foreign.load_weights(self.model, weights, where=str(folder), name=name)
         stored = files.read_tensors(folder, "optimizer", verified=manifest)
-        load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(stored))
+        load_state_tensors(self.optimizer, self._trained, self.shards.scattered(stored) if self.shards else stored)
         for stem, part in self._optional().items():
             part.load_state_tensors(files.read_tensors(folder, stem, verified=manifest))

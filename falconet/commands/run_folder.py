@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from falconet.checkpoint.files import Manifest, checkpoints_in
+from falconet.checkpoint.files import checkpoints_in
+from falconet.checkpoint.manifest import Manifest
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError

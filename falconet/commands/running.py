@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from falconet.checkpoint.files import Manifest
-from falconet.checkpoint.idle import IdleWriter
+from falconet.checkpoint import disk
+from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.checkpoint.writer import Writer
+from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
 from falconet.commands.launching import Launch
 from falconet.config import rules
@@ -188,15 +188,16 @@ class Run:
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
-        assert not (scale and shards), "the rules of the options refuse divided state with a loss scale"
+        trained = shards.trained if shards else self.model
         optimizer = (
-            build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
+            build_scaled(trained, rule, rounding=numbers.rounding(self.options, regime=self.regime))
             if scale
-            else build(shards.trained if shards else self.model, rule)
+            else build(trained, rule)
         )
-        state = TrainState(self.model, optimizer, scale=scale, shards=shards)
+        world = self.world
+        state = TrainState(self.model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
         if shards:
-            sharding.attach(shards, optimizer)
+            sharding.attach(shards, optimizer, model=self.model)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
@@ -204,10 +205,14 @@ class Run:
     def step(self, state: TrainState) -> LocalStep:
         """What makes one update of a state."""
         device = self.world.device
-        move: Move = PlainMove(state.optimizer, device=device)
+        shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
+        moved = sharding.step(state.optimizer, shards)
+        move: Move = PlainMove(state.optimizer, device=device, step=moved)
         if state.scale is not None:
             assert isinstance(state.optimizer, HalfOptimizer)
-            move = ScaledMove(state.model, state.optimizer, state.scale, offender=self.offender)
+            move = ScaledMove(
+                state.model, state.optimizer, state.scale, offender=self.offender, step=moved, shards=shards
+            )
         return LocalStep(
             state.model,
             move,
@@ -274,7 +279,7 @@ class Run:
         sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
         with (
             sinks as sink,
-            Writer() if world.is_first else IdleWriter() as writer,
+            self._writer() as writer,
             StopRequest(self.screen.line) as stop,
             self.screen,
         ):
@@ -315,11 +320,22 @@ class Run:
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
 
+    def _writer(self) -> Writer:
+        """One process writes whole tensors, several write their shares of them."""
+        world = self.world
+        if world.size == 1:
+            return Writer()
+        token = world.once(disk.token)
+        timeout = self.options.parallel.collective_timeout
+        return SharedWriter(Company(rank=world.rank, size=world.size, token=token, timeout=timeout))
+
     def _decoding(self) -> str:
         return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)
+        if self.launch.again:  # all of its workers are gone, and nobody else saves there
+            disk.sweep(run_folder.checkpoints(folder, self.options), abandoned=0.0, kinds=("tmp",))
         run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
         return str(folder)
 

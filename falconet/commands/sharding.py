@@ -1,12 +1,18 @@
 """Replicas with whole or divided optimizer state, as the options ask."""
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.optim import Optimizer
 
+from falconet.numerics.rounding import Part
+from falconet.optim.build import decay_groups
+from falconet.optim.half import HalfLars, HalfOptimizer
 from falconet.optim.lars import Lars
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import AveragedReplicas, OneReplica, Replicas
-from falconet.parallel.sharding import ShardedReplicas
+from falconet.parallel.sharding import Piece, ShardedReplicas
+from falconet.parallel.slices import is_channels_last
 from falconet.parallel.world import World
 
 
@@ -17,8 +23,32 @@ def replicas(model: nn.Module, world: World, *, bucket: float, sharded: bool) ->
     return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
-def attach(shards: ShardedReplicas, optimizer: Optimizer) -> None:
-    """Let the optimizer's updates reach the other processes; a rule that goes layer by layer needs whole norms."""
-    shards.attach(optimizer)
-    if isinstance(optimizer, Lars):
+def attach(shards: ShardedReplicas, optimizer: Optimizer, *, model: nn.Module) -> None:
+    """Tell the optimizer that it has pieces: rules that go layer by layer need whole norms, noise the whole's numbers.
+
+    That its updates reach the other processes is `step`'s business.
+    """
+    if isinstance(optimizer, Lars | HalfLars):
         optimizer.norms = shards.norms
+    if isinstance(optimizer, HalfOptimizer):
+        whole = {p: Part(number) for number, p in enumerate(p for group in decay_groups(model) for p in group)}
+        optimizer.parts = {piece.weights: _part(piece, whole[piece.whole]) for piece in shards.pieces}  # type: ignore[index]
+
+
+def step(optimizer: Optimizer, shards: ShardedReplicas | None) -> Callable[[], None]:
+    """One update of all weights: those of this process, and then the others'."""
+
+    def moved() -> None:
+        optimizer.step()
+        if shards:
+            shards.share_weights()
+
+    return moved
+
+
+def _part(piece: Piece, whole: Part) -> Part:
+    """The rounding's numbers of a piece, from those of its whole."""
+    if not is_channels_last(piece.whole):
+        return whole._replace(first=piece.begin)
+    _, channels, height, width = piece.whole.shape
+    return whole._replace(first=piece.begin, channels=channels, pixels=height * width)

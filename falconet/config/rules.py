@@ -127,15 +127,6 @@ def _rule_has_a_half_form(options: Any) -> str | None:
     return None
 
 
-def _divided_state_has_no_scale(options: Any) -> str | None:
-    if options.parallel.enable_optimizer_rts and is_scaled(options):
-        return (
-            "--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32 with"
-            f" --loss-scaling 1, got '{options.machine.precision}'"
-        )
-    return None
-
-
 def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
     """What was asked for, the flag of the originals included."""
     if numerics.recompute_mode is not None:
@@ -164,7 +155,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics",), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
-    (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
 )
 
 

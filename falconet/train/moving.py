@@ -1,6 +1,6 @@
 """From gradients to moved weights: plainly, or with a loss scale."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from falconet.numerics.scaling import Offender, Scale, find_non_finite, watched
 from falconet.optim.build import set_lr
 from falconet.optim.half import HalfOptimizer
+from falconet.parallel.sharding import ShardedReplicas
 
 
 class Move(Protocol):
@@ -28,8 +29,10 @@ class Move(Protocol):
 class PlainMove:
     """The gradients as they are."""
 
-    def __init__(self, optimizer: Optimizer, *, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, *, device: torch.device, step: Callable[[], object] | None = None) -> None:
+        """`step`: what moves the weights, where that is more than the optimizer's own."""
         self.optimizer = optimizer
+        self._step = step or optimizer.step
         self._moved = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin(self, update: int) -> None:  # noqa: ARG002
@@ -40,16 +43,27 @@ class PlainMove:
 
     def end(self, update: int, lr: float) -> Tensor:  # noqa: ARG002
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        self._step()
         return self._moved
 
 
 class ScaledMove:
     """The loss times a scale; an update with gradients that are not finite is skipped, on the device."""
 
-    def __init__(self, model: nn.Module, optimizer: HalfOptimizer, scale: Scale, *, offender: Offender) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: HalfOptimizer,
+        scale: Scale,
+        *,
+        offender: Offender,
+        step: Callable[[], object] | None = None,
+        shards: ShardedReplicas | None = None,  # who have the averaged gradients, if not the model's own parameters
+    ) -> None:
         self.optimizer, self.scale, self.offender = optimizer, scale, offender
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._step = step or optimizer.step
+        self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
+        self._everywhere = shards.flags if shards else _same
         self._watched = watched(model)
 
     def begin(self, update: int) -> None:
@@ -61,14 +75,18 @@ class ScaledMove:
         self.scale.watch(_gradients(self._watched))
 
     def end(self, update: int, lr: float) -> Tensor:
-        non_finite = find_non_finite(_gradients(self._trained))
+        non_finite = find_non_finite(_gradients(self._trained), everywhere=self._everywhere)
         self.offender.note(non_finite)
         self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
         self.optimizer.at(update)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        self._step()
         self.scale.after(non_finite.found)
         return non_finite.found.long()
+
+
+def _same(flags: Tensor) -> Tensor:
+    return flags
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
