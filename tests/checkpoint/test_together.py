@@ -263,7 +263,7 @@ def worker(rank, attempt, first):
 
 random.seed(0)
 found = []
-for attempt in range(12):
+for attempt in range(8):
     children = []
     for rank in range(SIZE):
         child = os.fork()
