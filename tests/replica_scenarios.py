@@ -13,11 +13,9 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from falconet.checkpoint import disk, files
 from falconet.checkpoint.state import TrainState
-from falconet.checkpoint.writer import Company, SharedWriter
 from falconet.commands import selftest
-from falconet.commands.sharding import attach, replicas
+from falconet.commands.sharding import attach, replicas, writer
 from falconet.commands.sharding import step as sharded_step
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
@@ -28,6 +26,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.numerics.rounding import Rounding
 from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
 from falconet.optim.build import UpdateRule, build, build_scaled
+from falconet.optim.offload import HostedState
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import digest
 from falconet.parallel.sharding import ShardedReplicas
@@ -165,7 +164,9 @@ def build_case(world, case):
     state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:
         attach(shards, optimizer, model=model)
-    moved = sharded_step(optimizer, shards)
+    if case.offloaded:
+        state.hosted = HostedState(optimizer, bucket_megabytes=case.bucket, device=world.device)
+    moved = sharded_step(optimizer, shards, state.hosted)
     offender = Offender(world.device)
     move = (
         ScaledMove(model, optimizer, scale, offender=offender, step=moved, shards=shards)
@@ -221,12 +222,8 @@ def one_update(built, world, case, update):
 
 def save(world, state, folder):
     content = {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
-    if world.size == 1:
-        files.write(folder, state.tensors(), content)
-        return
-    company = Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=30.0)
-    with SharedWriter(company) as writer:
-        writer.save_state(folder, state, content)
+    with writer(world, timeout=30.0) as each:
+        each.save_state(folder, state, content)
     world.barrier("saving")
 
 

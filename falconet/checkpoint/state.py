@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import files, foreign
 from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
+from falconet.optim.offload import HostedState
 from falconet.optim.state_names import load_state_tensors, state_tensors
 from falconet.parallel.sharding import Layout
 from falconet.parallel.slices import Slice, fair_share
@@ -69,11 +71,14 @@ class TrainState:
     ema: Ema | None = None
     scale: Scale | None = None
     shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
+    hosted: HostedState | None = None  # keeps the optimizer's state on the host
     rank: int = 0  # among the processes that hold the same tensors
     copies: int = 1  # how many of them there are
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Every tensor that this process holds, by file and name."""
+        if self.hosted:
+            self.hosted.settle()
         content = {"model": dict(self.model.state_dict()), "optimizer": state_tensors(self.optimizer, self._trained)}
         return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
 
@@ -97,6 +102,10 @@ class TrainState:
         weights = files.read_tensors(folder, "model", verified=manifest)
         foreign.load_weights(self.model, weights, where=str(folder), name=name)
         stored = files.read_tensors(folder, "optimizer", verified=manifest)
-        load_state_tensors(self.optimizer, self._trained, self.shards.scattered(stored) if self.shards else stored)
+        own = self.shards.scattered(stored) if self.shards else stored
+        # All of it at once may be more than the device has room for.
+        load_state_tensors(self.optimizer, self._trained, own, home=torch.device("cpu") if self.hosted else None)
+        if self.hosted:
+            self.hosted.adopt()
         for stem, part in self._optional().items():
             part.load_state_tensors(files.read_tensors(folder, stem, verified=manifest))

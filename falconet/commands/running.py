@@ -12,7 +12,6 @@ from torch import nn
 from falconet.checkpoint import disk
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
 from falconet.commands.launching import Launch
 from falconet.config import rules
@@ -26,6 +25,7 @@ from falconet.numerics.scaling import Offender
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.half import HalfOptimizer
+from falconet.optim.offload import HostedState
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import Replicas, digest
@@ -160,6 +160,7 @@ class Run:
         """Everything that was decided, in words."""
         options, world = self.options, self.world
         augment = self.images.augment(options.augmentation.augment)
+        placed = sharding.describe(options.parallel, world)
         lines = [
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
@@ -167,7 +168,7 @@ class Run:
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.recomputed,
             *self.plan.lines(),
-            f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
+            f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",
         ]
         if options.data.data == "synthetic" and options.validation.validation_mode != "none":
             lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
@@ -198,6 +199,9 @@ class Run:
         state = TrainState(self.model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
         if shards:
             sharding.attach(shards, optimizer, model=self.model)
+        if self.options.parallel.offload_optimizer and world.device.type != "cpu":
+            bucket = self.options.parallel.bucket_size
+            state.hosted = HostedState(optimizer, bucket_megabytes=bucket, device=world.device)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
@@ -206,7 +210,7 @@ class Run:
         """What makes one update of a state."""
         device = self.world.device
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
-        moved = sharding.step(state.optimizer, shards)
+        moved = sharding.step(state.optimizer, shards, state.hosted)
         move: Move = PlainMove(state.optimizer, device=device, step=moved)
         if state.scale is not None:
             assert isinstance(state.optimizer, HalfOptimizer)
@@ -279,7 +283,7 @@ class Run:
         sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
         with (
             sinks as sink,
-            self._writer() as writer,
+            sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             StopRequest(self.screen.line) as stop,
             self.screen,
         ):
@@ -319,15 +323,6 @@ class Run:
                     averaging.after_training(record, options, world=world, say=self.screen.line)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
-
-    def _writer(self) -> Writer:
-        """One process writes whole tensors, several write their shares of them."""
-        world = self.world
-        if world.size == 1:
-            return Writer()
-        token = world.once(disk.token)
-        timeout = self.options.parallel.collective_timeout
-        return SharedWriter(Company(rank=world.rank, size=world.size, token=token, timeout=timeout))
 
     def _decoding(self) -> str:
         return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""

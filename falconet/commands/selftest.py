@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from falconet.checkpoint import disk, files
 from falconet.checkpoint.state import TrainState
-from falconet.checkpoint.writer import Company, SharedWriter
 from falconet.commands import sharding
 from falconet.errors import CheckpointError, DeviceError
 from falconet.optim.build import UpdateRule, build, set_lr
@@ -145,11 +143,7 @@ def _state(model: nn.Module, exchange: Replicas | None, world: World) -> TrainSt
 
 
 def _save(state: TrainState, folder: Path, content: dict[str, object], world: World) -> None:
-    if world.size == 1:
-        files.write(folder, state.tensors(), content)
-        return
-    company = Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=SAVING)
-    with SharedWriter(company) as writer:
+    with sharding.writer(world, timeout=SAVING) as writer:
         writer.save_state(folder, state, content)
 
 

@@ -1,14 +1,18 @@
-"""Replicas with whole or divided optimizer state, as the options ask."""
+"""Where optimizer state lies, and who saves what of it, as the options ask."""
 
 from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from falconet.checkpoint import disk
+from falconet.checkpoint.writer import Company, SharedWriter, Writer
+from falconet.config import sections
 from falconet.numerics.rounding import Part
 from falconet.optim.build import decay_groups
 from falconet.optim.half import HalfLars, HalfOptimizer
 from falconet.optim.lars import Lars
+from falconet.optim.offload import HostedState
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import AveragedReplicas, OneReplica, Replicas
 from falconet.parallel.sharding import Piece, ShardedReplicas
@@ -23,6 +27,25 @@ def replicas(model: nn.Module, world: World, *, bucket: float, sharded: bool) ->
     return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
+def describe(parallel: sections.Parallel, world: World) -> str:
+    """Where the optimizer's state lies, in words for the plan; nothing where nobody asked."""
+    words = ""
+    if parallel.enable_optimizer_rts and parallel.replicas != 1:
+        words += ", state divided over the replicas"
+    if not parallel.offload_optimizer:
+        return words
+    if world.device.type == "cpu":
+        return f"{words}, state in host memory (which it is on a CPU anyway: --offload-optimizer has no effect)"
+    return f"{words}, state in host memory, on the device bucket by bucket"
+
+
+def writer(world: World, *, timeout: float) -> Writer:
+    """One process writes whole tensors, several write their shares of them. `timeout`: seconds."""
+    if world.size == 1:
+        return Writer()
+    return SharedWriter(Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=timeout))
+
+
 def attach(shards: ShardedReplicas, optimizer: Optimizer, *, model: nn.Module) -> None:
     """Tell the optimizer that it has pieces: rules that go layer by layer need whole norms, noise the whole's numbers.
 
@@ -35,11 +58,12 @@ def attach(shards: ShardedReplicas, optimizer: Optimizer, *, model: nn.Module) -
         optimizer.parts = {piece.weights: _part(piece, whole[piece.whole]) for piece in shards.pieces}  # type: ignore[index]
 
 
-def step(optimizer: Optimizer, shards: ShardedReplicas | None) -> Callable[[], None]:
-    """One update of all weights: those of this process, and then the others'."""
+def step(optimizer: Optimizer, shards: ShardedReplicas | None, hosted: HostedState | None = None) -> Callable[[], None]:
+    """One update of all weights: those of this process, wherever their state lies, and then the others'."""
+    own = hosted.step if hosted else optimizer.step
 
     def moved() -> None:
-        optimizer.step()
+        own()
         if shards:
             shards.share_weights()
 

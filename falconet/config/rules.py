@@ -127,6 +127,23 @@ def _rule_has_a_half_form(options: Any) -> str | None:
     return None
 
 
+def _state_can_be_offloaded(options: Any) -> str | None:
+    if not options.parallel.offload_optimizer:
+        return None
+    rule = options.optimizer.optimizer
+    if rule == "sgd_combined" and not is_scaled(options):
+        return (
+            "--offload-optimizer: not with --optimizer sgd_combined, whose velocity is the gradient itself and stays on"
+            " the device; wanted sgd"
+        )
+    if rule == "lars" and options.parallel.enable_optimizer_rts:
+        return (
+            "--offload-optimizer: not with --enable-optimizer-rts and --optimizer lars, whose norms are sums over all"
+            " replicas; wanted one of the two options"
+        )
+    return None
+
+
 def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
     """What was asked for, the flag of the originals included."""
     if numerics.recompute_mode is not None:
@@ -155,6 +172,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics",), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
+    (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
 )
 
 
@@ -187,7 +205,7 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed"),
 )
-_REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
+_REPLICA_OPTIONS = ("strict-devices", "enable-optimizer-rts", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
@@ -229,8 +247,16 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--enable-recompute or --recompute-mode manual",
         lambda options: recompute_mode(options.numerics) == "manual",
     ),
-    ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
-    ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
+    (
+        "bucket-size",
+        "--replicas or --offload-optimizer",
+        lambda options: options.parallel.replicas != 1 or options.parallel.offload_optimizer,
+    ),
+    (
+        "offload-optimizer",
+        "an optimizer that has state: --momentum above 0",
+        lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
+    ),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
     *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
