@@ -13,6 +13,7 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
+from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.commands.sharding import attach, replicas, writer
@@ -186,15 +187,14 @@ def build_case(world, case):
 
 
 def run_case(world, case, folder, updates=4):
-    """Updates with a save and a load half way, and what there is at the end."""
+    """Updates with a save after the first, from which another run goes on, and what there is at the end."""
     first = build_case(world, case)
-    for update in range(updates // 2):
-        one_update(first, world, case, update)
-    save(world, first[0], Path(folder))
+    one_update(first, world, case, 0)
+    save(world, first[0], Path(f"{folder}-first"))
     second = build_case(world, case)
-    second[0].load(Path(folder), name="m")
+    second[0].load(Path(f"{folder}-first"), name="m")
     for each in (first, second):
-        for update in range(updates // 2, updates):
+        for update in range(1, updates):
             one_update(each, world, case, update)
     assert digest(first[0].model) == digest(second[0].model), f"a restored run is another run: {case}"
     state, _, offender = first
@@ -225,6 +225,28 @@ def save(world, state, folder):
     with writer(world, timeout=30.0) as each:
         each.save_state(folder, state, content)
     world.barrier("saving")
+
+
+def tensors(folder):
+    """Every tensor of a checkpoint."""
+    manifest = files.verify(Path(folder))
+    return {
+        f"{stem}:{name}": tensor
+        for stem in manifest.stems
+        for name, tensor in files.read_tensors(Path(folder), stem, verified=manifest).items()
+    }
+
+
+def furthest(found, expected):
+    """The name and the size of the largest difference between two states, beside the largest value of its tensor."""
+    assert found.keys() == expected.keys()
+    off = {}
+    for name, wanted in expected.items():
+        assert found[name].dtype == wanted.dtype, name
+        if wanted.numel():
+            size = wanted.double().abs().max().clamp(min=1e-6)
+            off[name] = float((found[name].double() - wanted.double()).abs().max() / size)
+    return max(off.items(), key=lambda item: item[1])
 
 
 def run_cases(world, cases, home):
@@ -310,4 +332,10 @@ def disagree(world):
 
 
 def alone(scenario, *args):
-    return scenario(World(device=torch.device("cpu")), *args)
+    """In this process, with one thread as the others have: the number changes bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return scenario(World(device=torch.device("cpu")), *args)
+    finally:
+        torch.set_num_threads(threads)

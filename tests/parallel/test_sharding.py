@@ -1,13 +1,9 @@
 """Divided optimizer state: another place in memory, the same update, the same checkpoint."""
 
-from pathlib import Path
-
 import gloo
 import pytest
 import torch
-from replica_scenarios import Case, alone, run_cases
-
-from falconet.checkpoint import files
+from replica_scenarios import Case, alone, furthest, run_cases, tensors
 
 RULES = ("sgd", "sgd_combined", "adamw", "rmsprop_tf", "lars")
 # The noise, the scale and the skipping of a run with a loss scale must not depend on who has which piece.
@@ -20,27 +16,6 @@ SCALED = [
     Case("rmsprop_tf", "16.16", scale=None, accumulation=2),
     Case("lars", "16.16", scale=128.0, stochastic=True),
 ]
-
-
-def tensors(folder):
-    manifest = files.verify(Path(folder))
-    return {
-        f"{stem}:{name}": tensor
-        for stem in manifest.stems
-        for name, tensor in files.read_tensors(Path(folder), stem, verified=manifest).items()
-    }
-
-
-def furthest(found, expected):
-    """The name and the size of the largest difference between two states, beside the largest value of its tensor."""
-    assert found.keys() == expected.keys()
-    off = {}
-    for name, wanted in expected.items():
-        assert found[name].dtype == wanted.dtype, name
-        if wanted.numel():
-            size = wanted.double().abs().max().clamp(min=1e-6)
-            off[name] = float((found[name].double() - wanted.double()).abs().max() / size)
-    return max(off.items(), key=lambda item: item[1])
 
 
 @pytest.mark.parametrize("size", [2, 3])
