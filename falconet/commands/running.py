@@ -33,6 +33,7 @@ from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import open_world
 from falconet.report.sinks import Several
 from falconet.report.throughput import Stopwatch
+from falconet.train import memory
 from falconet.train.loop import train
 from falconet.train.loss import Loss
 from falconet.train.metrics import NotFiniteError
@@ -321,8 +322,9 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaging.after_training(record, options, world=world, say=self.screen.line)
+        held = memory.measure(state, self.replicas, world)
         if world.is_first:
-            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
 
     def _decoding(self) -> str:
         return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
