@@ -94,8 +94,6 @@ def test_a_restored_state_never_passes_through_the_device_as_a_whole():
 
 @pytest.mark.parametrize(("rule", "dtype"), CASES)
 def test_updates_never_wait_for_the_device(rule, dtype):
-    if rule == "rmsprop_tf" and dtype == torch.float32:
-        pytest.skip("timm's reads no number either, but is not ours to promise")
     model = network(dtype)
     optimizer = make(rule, dtype, model)
     host = hosted(optimizer)
