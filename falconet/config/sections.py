@@ -75,7 +75,17 @@ class Data:
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 8 at most."""
+    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 32 at most."""
+    dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Images that a thread reads at once; the parts are written side by side. Smaller: less memory, more overhead."""
+    decode_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both."""
+    eight_bit_io: bool = True
+    """Copy pixels to the device as bytes; otherwise as numbers of the compute format, two or four times as many bytes."""
+    normalization_location: Literal["host", "device", "none"] = "device"
+    """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
+    dataset_cache: bool = False
+    """Keep in memory what reads the same every time (validation, --augment none), as far as half the free memory goes."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable images skipped before the run stops; auto: 1 in 1,000 in training, none in validation."""
 
