@@ -5,12 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
+from falconet.commands import feeding
 from falconet.config import schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
+from falconet.data.crops import Crops
 from falconet.data.decode import BadImages
+from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, open_source
@@ -20,12 +24,13 @@ from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
-from falconet.numerics.precision import Regime
+from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import local_processes
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
+MOST_WORKERS = 32  # the originals' limit
 Note = Callable[[str], None]
 
 
@@ -52,7 +57,7 @@ def global_batch(options: schema.TrainOptions) -> int:
 
 
 def workers(data: sections.Data) -> int:
-    return value_or(data.dataloader_workers, min(8, cores()))
+    return value_or(data.dataloader_workers, min(MOST_WORKERS, cores()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +68,16 @@ class Images:
     splits: Splits
     preprocessing: Preprocessing
     native: bool  # read at its own size
+    on_host: bool = False  # normalised before it gets to the device
 
     @property
     def classes(self) -> int:
         return len(self.splits.class_names)
+
+    def normalise(self, device: torch.device) -> Normalise:
+        """What the device does to the images that it gets."""
+        preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
+        return Normalise(preprocessing).to(device)
 
     def augment(self, asked: str) -> Augment:
         """What `--augment auto` means for this data."""
@@ -104,7 +115,15 @@ def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int
         use_objects=use_objects,
     )
     preprocessing = splits.preprocessing(size)
-    return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)
+    if data.normalization_location == "none":
+        preprocessing = preprocessing.unnormalised
+    return Images(
+        kind=data.data,
+        splits=splits,
+        preprocessing=preprocessing,
+        native=splits.native_size == size,
+        on_host=data.normalization_location == "host" and data.data != "synthetic",
+    )
 
 
 def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
@@ -141,23 +160,23 @@ def training_loader(
             seed=seed,
             device=world.device,
         )
-    source = images.splits.train
+    source, augment = images.splits.train, images.augment(options.augmentation.augment)
     bad = BadImages(value_or(data.bad_images_allowed, len(source) // 1000), note=note)
-    reader = reader_for(
-        source,
-        preprocessing=images.preprocessing,
-        augment=images.augment(options.augmentation.augment),
-        seed=seed,
-        bad=bad,
-    )
+    reader = reader_for(source, preprocessing=images.preprocessing, augment=augment, seed=seed, bad=bad)
     return Loader(
-        reader,
+        feeding.cached(reader, data, images=len(source), augment=augment),
         source.labels,
         shape=shape,
         seed=seed,
         workers=workers(data),
         mixing=mixing_of(options.augmentation),
-        pin=world.device.type == "cuda",
+        landing=feeding.landing(
+            data,
+            source,
+            crops=Crops(preprocessing=images.preprocessing, augment=augment, seed=seed),
+            regime=REGIMES[options.machine.precision],
+            device=world.device,
+        ),
     )
 
 
@@ -179,16 +198,23 @@ def evaluator(
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
     reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
     loader = EvaluationLoader(
-        reader,
+        feeding.cached(reader, data, images=len(source), augment="none"),
         source.labels,
         shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
         workers=workers(data),
-        pin=world.device.type == "cuda",
+        landing=feeding.landing(
+            data,
+            source,
+            crops=Crops(preprocessing=images.preprocessing, augment="none", seed=0),
+            regime=regime,
+            device=world.device,
+        ),
     )
-    normalise = Normalise(images.preprocessing).to(world.device)
+    normalise = images.normalise(world.device)
 
     def measure(model: nn.Module) -> Evaluation:
-        return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world)
+        batches = singly(loader.batches(), device=world.device, ring=loader.ring)
+        return evaluate(model, batches, normalise=normalise, regime=regime, world=world)
 
     return measure
 

@@ -18,7 +18,6 @@ from falconet.commands.launching import Launch
 from falconet.config import rules
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
-from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, Interrupted
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
@@ -212,7 +211,7 @@ class Run:
         return LocalStep(
             state.model,
             move,
-            normalise=Normalise(self.images.preprocessing).to(device),
+            normalise=self.images.normalise(device),
             loss=Loss(self.images.classes, self.options.augmentation.label_smoothing),
             regime=self.regime,
             seed=self.options.run.seed + (self.world.rank << 40),  # replicas drop different units
@@ -269,7 +268,7 @@ class Run:
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
-            batches = Feed(loader.updates(epoch, skip=skip), device=world.device)
+            batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
 
         sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))

@@ -70,6 +70,21 @@ def _folder_needs_a_place(options: Any) -> str | None:
     return None
 
 
+def _bytes_are_not_normalised_yet(options: Any) -> str | None:
+    if options.data.normalization_location == "host" and options.data.eight_bit_io:
+        return (
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
+            " --no-eight-bit-io beside it"
+        )
+    return None
+
+
+def _decoded_there_is_not_copied(options: Any) -> str | None:
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
+    return None
+
+
 def _mixing_needs_partners(options: Any) -> str | None:
     least, asked_by = minimum_micro_batch(options.augmentation)
     if options.data.micro_batch_size < least:
@@ -160,6 +175,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("model",), _model_is_known),
     (("model",), _efficientnet_shape_is_for_efficientnets),
     (("data",), _folder_needs_a_place),
+    (("data",), _bytes_are_not_normalised_yet),
+    (("data",), _decoded_there_is_not_copied),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
@@ -192,6 +209,10 @@ def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
 
+def _file_data(options: TrainOptions) -> bool:
+    return options.data.data not in ("digits", "cifar10", "cifar100", "generated", "synthetic")
+
+
 def _has_replicas(options: TrainOptions) -> bool:
     return options.parallel.replicas != 1
 
@@ -203,8 +224,9 @@ def _averages(options: TrainOptions) -> bool:
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
-    *("dataloader-workers", "bad-images-allowed"),
+    *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
+_FILE_OPTIONS = ("decode-device", "dataset-cache")
 _REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -252,6 +274,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
+    *((name, "--data that lies in files", _file_data) for name in _FILE_OPTIONS),
+    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

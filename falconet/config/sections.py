@@ -81,11 +81,11 @@ class Data:
     decode_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both."""
     eight_bit_io: bool = True
-    """Copy pixels to the device as bytes; otherwise as numbers of the compute format, two or four times as many bytes."""
+    """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
     dataset_cache: bool = False
-    """Keep in memory what reads the same every time (validation, --augment none), as far as half the free memory goes."""
+    """Keep decoded images that read the same every time (validation, --augment none) in up to half the free memory."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable images skipped before the run stops; auto: 1 in 1,000 in training, none in validation."""
 

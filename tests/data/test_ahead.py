@@ -36,14 +36,14 @@ def data_threads():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_results_come_in_order(workers):
-    assert list(in_order(map(Square, range(20)), workers=workers, ahead=4)) == [number**2 for number in range(20)]
+    assert list(in_order(map(Square, range(20)), workers=workers, ahead=8)) == [number**2 for number in range(20)]
     assert data_threads() == []
 
 
 @pytest.mark.parametrize(("workers", "most"), [(0, 1), (1, 4), (3, 4)])
 def test_no_more_jobs_are_begun_than_asked(workers, most):
     begun = []
-    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=3)
+    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=6)
     next(results)
     assert len(begun) == most
     next(results)
@@ -53,7 +53,7 @@ def test_no_more_jobs_are_begun_than_asked(workers, most):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
-    results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=4)
+    results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=8)
     given = [next(results) for _ in range(3)]
     with pytest.raises(FileNotFoundError, match="a job's own error"):
         next(results)
@@ -62,7 +62,7 @@ def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
 
 
 def test_leaving_early_ends_the_threads():
-    for result in in_order(map(Square, range(1000)), workers=3, ahead=6):
+    for result in in_order(map(Square, range(1000)), workers=3, ahead=12):
         if result == 4:
             break
     deadline = time.monotonic() + 5
