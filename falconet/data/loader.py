@@ -19,7 +19,8 @@ from falconet.data.mixing import Mix, Mixing
 from falconet.data.readers import Reader
 from falconet.errors import DataError
 
-UPDATES_AHEAD = 2  # read ahead of the one being used, where memory allows; more would only hide longer stalls
+UPDATES_AHEAD = 2  # read ahead of the one being used; more would only hide longer stalls
+PARTS_AHEAD = 2  # for each thread, so that none is idle where updates are small: one in hand, one waiting
 
 
 class Batch(NamedTuple):
@@ -101,7 +102,7 @@ class Loader:
 
     def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
         shape = self._shape
-        ahead = self._landing.ahead(UPDATES_AHEAD * shape.micro_batch * shape.accumulation, size=self._reader.size)
+        ahead = _ahead(shape.micro_batch * shape.accumulation, self._reader, self._landing, self._workers)
         batches = in_order(self._jobs(epoch, skip), workers=self._workers, ahead=ahead)
         try:
             for _ in range(skip, self.updates_per_epoch):
@@ -158,7 +159,7 @@ class EvaluationLoader:
         return self._landing.ring
 
     def batches(self) -> Iterator[Batch]:
-        ahead = self._landing.ahead(UPDATES_AHEAD * self._batch, size=self._reader.size)
+        ahead = _ahead(self._batch, self._reader, self._landing, self._workers)
         return in_order(self._jobs(), workers=self._workers, ahead=ahead)
 
     def _jobs(self) -> Iterator["_MicroBatch"]:
@@ -200,6 +201,12 @@ class SyntheticLoader:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _ahead(images: int, reader: Reader, landing: Landing, workers: int) -> int:
+    """Images to read ahead of an update of `images`: enough for no thread to wait, as far as the memory goes."""
+    wanted = max(UPDATES_AHEAD * images, PARTS_AHEAD * workers * min(landing.rows(reader), images))
+    return landing.ahead(wanted, size=reader.size)
 
 
 class _MicroBatch(Job[Batch]):
