@@ -21,9 +21,9 @@ from photos import repeated
 from PIL import Image
 
 from falconet.data import native
-from falconet.data.crops import Crops
+from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
-from falconet.data.device.landing import DeviceLanding, decode_jpegs, file_bytes
+from falconet.data.device.landing import DeviceLanding, bytes_of, decode_jpegs
 from falconet.data.feed import Feed
 from falconet.data.landing import Allowance, Landing, PixelLanding
 from falconet.data.loader import BatchShape, Loader
@@ -34,7 +34,7 @@ from falconet.data.source import FileSource
 
 SIZE, BATCH = 224, 256
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-CROPS = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=0)
+CROPS = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -43,7 +43,7 @@ def bad() -> BadImages:
 
 
 def nvjpeg_alone(source: FileSource, portion: int) -> float:
-    read = file_bytes(source)
+    read = bytes_of(source)
     encoded = [torch.frombuffer(read(index), dtype=torch.uint8) for index in range(min(1024, len(source)))]
     for _ in range(2):  # the first warms up
         begin = time.perf_counter()
@@ -75,7 +75,7 @@ def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -
 
 def agreement(source: FileSource, images: int) -> None:
     pillow = FileReader(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad())
-    landing = DeviceLanding(DEVICE, encoded=file_bytes(source), crops=CROPS)
+    landing = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS)
     indices = np.arange(images)
     wanted = np.empty((images, SIZE, SIZE, 3), np.uint8)
     pillow.read(indices, epoch=0, out=wanted)
@@ -122,7 +122,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {}
         for _ in range(args.rounds):
             for portion in args.portions[1:4]:
-                device = DeviceLanding(DEVICE, encoded=file_bytes(source), crops=CROPS, portion=portion)
+                device = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS, portion=portion)
                 rates.setdefault(f"device, {portion:3} at once", []).append(loaded(source, host, device, workers))
             pixels = PixelLanding(Allowance(ring=Ring(pin=True)))
             rates.setdefault("native", []).append(loaded(source, host, pixels, workers))

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from falconet.commands import feeding
+from falconet.commands.feeding import Reading
 from falconet.config import schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
-from falconet.data.crops import Crops
 from falconet.data.decode import BadImages
 from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing
-from falconet.data.readers import reader_for
+from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
@@ -162,21 +162,25 @@ def training_loader(
         )
     source, augment = images.splits.train, images.augment(options.augmentation.augment)
     bad = BadImages(value_or(data.bad_images_allowed, len(source) // 1000), note=note)
-    reader = reader_for(source, preprocessing=images.preprocessing, augment=augment, seed=seed, bad=bad)
+    reading = Reading(source=source, preprocessing=images.preprocessing, augment=augment, seed=seed)
     return Loader(
-        feeding.cached(reader, data, images=len(source), augment=augment),
+        feeding.cached(_reader(reading, bad), data, reading),
         source.labels,
         shape=shape,
         seed=seed,
         workers=workers(data),
         mixing=mixing_of(options.augmentation),
-        landing=feeding.landing(
-            data,
-            source,
-            crops=Crops(preprocessing=images.preprocessing, augment=augment, seed=seed),
-            regime=REGIMES[options.machine.precision],
-            device=world.device,
-        ),
+        landing=feeding.landing(data, reading, regime=REGIMES[options.machine.precision], device=world.device),
+    )
+
+
+def _reader(reading: Reading, bad: BadImages) -> Reader:
+    return reader_for(
+        reading.source,
+        preprocessing=reading.preprocessing,
+        augment=reading.augment,
+        seed=reading.seed,
+        bad=bad,
     )
 
 
@@ -196,19 +200,13 @@ def evaluator(
     """Measures a model on the validation images."""
     source = images.splits.validation
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
-    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
+    reading = Reading(source=source, preprocessing=images.preprocessing, augment="none", seed=0)
     loader = EvaluationLoader(
-        feeding.cached(reader, data, images=len(source), augment="none"),
+        feeding.cached(_reader(reading, bad), data, reading),
         source.labels,
         shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
         workers=workers(data),
-        landing=feeding.landing(
-            data,
-            source,
-            crops=Crops(preprocessing=images.preprocessing, augment="none", seed=0),
-            regime=regime,
-            device=world.device,
-        ),
+        landing=feeding.landing(data, reading, regime=regime, device=world.device),
     )
     normalise = images.normalise(world.device)
 

@@ -1,6 +1,5 @@
 """The landing on a CUDA device: encoded photos are read here, decoded there, and left there."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,13 +8,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from falconet.data.crops import Crops
+from falconet.data.augment import Crops
+from falconet.data.decode import UnreadableImageError
 from falconet.data.device.screen import plain_size
 from falconet.data.keyed import IntArray
 from falconet.data.landing import MOST_AHEAD
 from falconet.data.memory import Room, Shape, fresh
 from falconet.data.readers import Reader
-from falconet.data.source import BoolArray, FileSource
+from falconet.data.source import BoolArray, PhotoSource
 
 Encoded = Callable[[int], bytearray | None]  # the bytes of an image by its number; None: cannot be read
 PORTION = 64  # images of one call: nvJPEG wants many at once, and a batch is to be shared by several threads
@@ -120,16 +120,13 @@ def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor
     return decoded
 
 
-def file_bytes(source: FileSource) -> Encoded:
-    """Reads the files of a source."""
+def bytes_of(source: PhotoSource) -> Encoded:
+    """Reads the encoded images of a source; what is wrong with one that cannot be read, the host's reader will say."""
 
     def encoded(index: int) -> bytearray | None:
         try:
-            with source.path(index).open("rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
-                file.readinto(data)
-        except OSError:
+            return bytearray(source.encoded(index))  # torch wants memory that it could write to
+        except (OSError, UnreadableImageError):
             return None
-        return data
 
     return encoded

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from falconet.data.crops import Crops
+from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.feed import Feed
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader
@@ -67,10 +67,10 @@ def _png(image):
 
 
 def landing_of(source, augment):
-    from falconet.data.device.landing import DeviceLanding, file_bytes
+    from falconet.data.device.landing import DeviceLanding, bytes_of
 
-    crops = Crops(preprocessing=PREPROCESSING, augment=augment, seed=6)
-    return DeviceLanding(torch.device("cuda", 0), encoded=file_bytes(source), crops=crops, portion=7)
+    crops = Crops.of(PREPROCESSING, augment=augment, seed=6, objects=None)
+    return DeviceLanding(torch.device("cuda", 0), encoded=bytes_of(source), crops=crops, portion=7)
 
 
 def pillow(source, augment):
