@@ -12,6 +12,7 @@ PAGES = (
     ("validate", schema.ValidateOptions),
     ("average", schema.AverageOptions),
     ("doctor", schema.DoctorOptions),
+    ("data bench", schema.DataBenchOptions),
     ("data pack", schema.PackOptions),
     ("data verify", schema.VerifyOptions),
 )

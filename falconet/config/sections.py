@@ -336,3 +336,19 @@ class Verify:
 
     source: Path | None = None
     """The folder with the shards; also the first word of the command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataBench:
+    """What is measured."""
+
+    split: Literal["train", "validation"] = "train"
+    """Training's random crops in a random order, or validation's fixed ones in order."""
+    seconds: Annotated[float, MoreThan(0)] = 2.0
+    """Seconds that each stage is measured for."""
+    passes: Annotated[int, AtLeast(0)] = 0
+    """Then also read all images this many times, and print the images per second of each pass."""
+    md5: bool = False
+    """Instead, compare the md5 of the files of both class folders with that of ILSVRC 2012."""
+    output: Path | None = None
+    """A JSON file for the result."""
