@@ -67,6 +67,7 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
             green += weight * tl.load(place + plane, mask=counts, other=0).to(tl.float32)
             blue += weight * tl.load(place + 2 * plane, mask=counts, other=0).to(tl.float32)
             total += weight
+    total = tl.where(total > 0.0, total, 1.0)  # beyond the last pixel there is nothing
     target = out + (number.to(tl.int64) * SIZE * SIZE + pixel) * 3
     tl.store(target, (red / total + 0.5).to(tl.uint8), mask=exists)
     tl.store(target + 1, (green / total + 0.5).to(tl.uint8), mask=exists)
