@@ -46,6 +46,32 @@ def decode_device(data: sections.Data, source: Source, device: torch.device) -> 
     return "cuda"
 
 
+def most_ahead() -> int:
+    """Bytes of images that may be read ahead of their use."""
+    return min(MOST_AHEAD, free_memory() // AHEAD_SHARE)
+
+
+def lines(data: sections.Data, *, train: Reading, validation: Reading, device: torch.device) -> list[str]:
+    """What was decided, for the plan."""
+    if data.data == "synthetic":
+        return []
+    on_device = decode_device(data, train.source, device) == "cuda"
+    form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as numbers"
+    where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}
+    said = [
+        f"loader: at most {most_ahead() / 1e6:,.0f} MB of images read ahead, pixels {form} and"
+        f" {where[data.normalization_location]}"
+    ]
+    for name, reading in (("training", train), ("validation", validation)):
+        kept = cache_images(data, reading)
+        if kept:
+            size = kept * _bytes_an_image(reading) / 1e6
+            said.append(f"cache: {kept:,} of {len(reading.source):,} {name} images decoded in memory, {size:,.0f} MB")
+        elif data.dataset_cache and not isinstance(reading.source, ArraySource):
+            said.append(f"cache: none of {name}, whose crops are other ones each time")
+    return said
+
+
 def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: torch.device) -> Landing:
     """Where a micro-batch comes to lie, and in which form."""
     asked = data.dataloader_rebatch_size
@@ -55,7 +81,7 @@ def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: to
     allowance = Allowance(
         ring=Ring(pin=True) if device.type == "cuda" else None,
         portion=portion,
-        most=min(MOST_AHEAD, free_memory() // AHEAD_SHARE),
+        most=most_ahead(),
     )
     if data.eight_bit_io:
         return PixelLanding(allowance)
@@ -83,5 +109,8 @@ def cache_images(data: sections.Data, reading: Reading) -> int:
     """How many images the cache takes in; 0: there is none."""
     if not data.dataset_cache or reading.augment != "none" or isinstance(reading.source, ArraySource):
         return 0
-    each = Shape(1, reading.preprocessing.image_size).bytes_an_image
-    return min(len(reading.source), free_memory() // CACHE_SHARE // each)
+    return min(len(reading.source), free_memory() // CACHE_SHARE // _bytes_an_image(reading))
+
+
+def _bytes_an_image(reading: Reading) -> int:
+    return Shape(1, reading.preprocessing.image_size).bytes_an_image

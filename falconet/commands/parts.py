@@ -160,18 +160,31 @@ def training_loader(
             seed=seed,
             device=world.device,
         )
-    source, augment = images.splits.train, images.augment(options.augmentation.augment)
-    bad = BadImages(value_or(data.bad_images_allowed, len(source) // 1000), note=note)
-    reading = Reading(source=source, preprocessing=images.preprocessing, augment=augment, seed=seed)
+    reading = training_reading(images, options)
+    labels = reading.source.labels
+    bad = BadImages(value_or(data.bad_images_allowed, len(labels) // 1000), note=note)
     return Loader(
         feeding.cached(_reader(reading, bad), data, reading),
-        source.labels,
+        labels,
         shape=shape,
         seed=seed,
         workers=workers(data),
         mixing=mixing_of(options.augmentation),
         landing=feeding.landing(data, reading, regime=REGIMES[options.machine.precision], device=world.device),
     )
+
+
+def training_reading(images: Images, options: schema.TrainOptions) -> Reading:
+    return Reading(
+        source=images.splits.train,
+        preprocessing=images.preprocessing,
+        augment=images.augment(options.augmentation.augment),
+        seed=options.run.seed,
+    )
+
+
+def validation_reading(images: Images) -> Reading:
+    return Reading(source=images.splits.validation, preprocessing=images.preprocessing, augment="none", seed=0)
 
 
 def _reader(reading: Reading, bad: BadImages) -> Reader:
@@ -198,12 +211,11 @@ def evaluator(
     images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
-    source = images.splits.validation
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
-    reading = Reading(source=source, preprocessing=images.preprocessing, augment="none", seed=0)
+    reading = validation_reading(images)
     loader = EvaluationLoader(
         feeding.cached(_reader(reading, bad), data, reading),
-        source.labels,
+        reading.source.labels,
         shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
         workers=workers(data),
         landing=feeding.landing(data, reading, regime=regime, device=world.device),

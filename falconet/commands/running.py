@@ -13,7 +13,7 @@ from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
+from falconet.commands import averaging, feeding, launching, numbers, parts, run_folder, sharding
 from falconet.commands.launching import Launch
 from falconet.config import rules
 from falconet.data.feed import Feed
@@ -164,6 +164,12 @@ class Run:
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
             f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
+            *feeding.lines(
+                options.data,
+                train=parts.training_reading(self.images, options),
+                validation=parts.validation_reading(self.images),
+                device=world.device,
+            ),
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.recomputed,
             *self.plan.lines(),
@@ -316,7 +322,11 @@ class Run:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
 
     def _decoding(self) -> str:
-        return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
+        data = self.options.data
+        if data.data not in rules.PHOTOS:
+            return ""
+        on_device = feeding.decode_device(data, self.images.splits.train, self.world.device) == "cuda"
+        return f", decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)

@@ -209,8 +209,8 @@ def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
 
-def _file_data(options: TrainOptions) -> bool:
-    return options.data.data not in ("digits", "cifar10", "cifar100", "generated", "synthetic")
+def _photos(options: TrainOptions) -> bool:
+    return options.data.data in PHOTOS
 
 
 def _has_replicas(options: TrainOptions) -> bool:
@@ -226,7 +226,7 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
-_FILE_OPTIONS = ("decode-device", "dataset-cache")
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -274,7 +274,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
-    *((name, "--data that lies in files", _file_data) for name in _FILE_OPTIONS),
+    *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
     ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
