@@ -29,8 +29,7 @@ def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
     """Images a second of each decoder, and which one to use, in words."""
     with tempfile.TemporaryDirectory() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
-    threads = parts.workers(Data())
-    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads} threads, images a second:"
+    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {parts.workers(Data())} threads, images a second:"
     yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
     yield f"recommended: {recommended(rates)}"
 
@@ -73,12 +72,13 @@ def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str
 
 
 def _pipeline(source: FileSource, reader: Reader, landing: Landing) -> Pipeline:
+    on_device = not isinstance(landing, PixelLanding)
     return Pipeline(
         source=source,
         reader=reader,
         landing=landing,
         device=torch.device("cpu"),
         micro_batch=PHOTOS,
-        workers=parts.workers(Data()),
+        workers=parts.workers(Data(decode_device="cuda" if on_device else "cpu")),
         training=True,
     )

@@ -31,6 +31,7 @@ from falconet.train.evaluate import Evaluation, evaluate
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
 MOST_WORKERS = 32  # the originals' limit
+DEVICE_WORKERS = 3  # where the device decodes: two keep it busy, and more than four get into each other's way
 Note = Callable[[str], None]
 
 
@@ -57,7 +58,8 @@ def global_batch(options: schema.TrainOptions) -> int:
 
 
 def workers(data: sections.Data) -> int:
-    return value_or(data.dataloader_workers, min(MOST_WORKERS, cores()))
+    most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
+    return value_or(data.dataloader_workers, min(most, cores()))
 
 
 @dataclass(frozen=True, kw_only=True)

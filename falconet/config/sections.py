@@ -75,7 +75,7 @@ class Data:
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 32 at most."""
+    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 32 at most, 3 where the device decodes."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that a thread reads at once; the parts are written side by side. Smaller: less memory, more overhead."""
     decode_device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -18,7 +18,7 @@ from falconet.data.readers import Reader
 from falconet.data.source import BoolArray, PhotoSource
 
 Encoded = Callable[[int], bytearray | None]  # the bytes of an image by its number; None: cannot be read
-PORTION = 64  # images of one call: nvJPEG wants many at once, and a batch is to be shared by several threads
+PORTION = 128  # images of one call: nvJPEG wants many at once (bench/decode_device.py)
 
 
 class DeviceLanding:
