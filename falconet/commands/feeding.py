@@ -12,6 +12,8 @@ from falconet.data.augment import Augment, Crops
 from falconet.data.cache import PixelCache
 from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, ValueLanding
 from falconet.data.memory import Ring, Shape
+from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
+from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import Reader
 from falconet.data.source import ArraySource, Source
@@ -19,7 +21,7 @@ from falconet.errors import DeviceError
 from falconet.numerics.precision import Regime
 from falconet.parallel.environment import local_processes
 
-AHEAD_SHARE, CACHE_SHARE = 4, 2  # a quarter of the free memory may be read ahead, half of it cached
+SHARE = 4  # a quarter of the free memory may be read ahead, one cached for training and one for validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ def decode_device(data: sections.Data, source: Source, device: torch.device) -> 
 
 def most_ahead() -> int:
     """Bytes of images that may be read ahead of their use."""
-    return min(MOST_AHEAD, free_memory() // AHEAD_SHARE)
+    return min(MOST_AHEAD, free_memory() // SHARE)
 
 
 def lines(data: sections.Data, *, train: Reading, validation: Reading, device: torch.device) -> list[str]:
@@ -62,14 +64,26 @@ def lines(data: sections.Data, *, train: Reading, validation: Reading, device: t
         f"loader: at most {most_ahead() / 1e6:,.0f} MB of images read ahead, pixels {form} and"
         f" {where[data.normalization_location]}"
     ]
-    for name, reading in (("training", train), ("validation", validation)):
-        kept = cache_images(data, reading)
-        if kept:
-            size = kept * _bytes_an_image(reading) / 1e6
-            said.append(f"cache: {kept:,} of {len(reading.source):,} {name} images decoded in memory, {size:,.0f} MB")
-        elif data.dataset_cache and not isinstance(reading.source, ArraySource):
-            said.append(f"cache: none of {name}, whose crops are other ones each time")
+    if data.dataset_cache and not isinstance(train.source, ArraySource):
+        said += [
+            f"cache: {_cache_words(data, train)} of training",
+            f"cache: {_cache_words(data, validation)} of validation",
+        ]
     return said
+
+
+def _cache_words(data: sections.Data, reading: Reading) -> str:
+    images = cache_images(data, reading)
+    if images:
+        megabytes = images * _bytes_an_image(reading) / 1e6
+        return f"{images:,} of {len(reading.source):,} images decoded, {megabytes:,.0f} MB,"
+    assert not isinstance(reading.source, ArraySource)
+    found = encoded_bytes(reading.source)
+    if not can_keep():
+        return "nothing, because only the native decoder on Linux reads photos from memory,"
+    if found > free_memory() // SHARE:
+        return f"nothing, because {found / 1e6:,.0f} MB are more than a quarter of the free memory,"
+    return f"{len(reading.source):,} images as they are encoded, about {found / 1e6:,.0f} MB,"
 
 
 def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: torch.device) -> Landing:
@@ -100,16 +114,27 @@ def _on_device(reading: Reading, device: torch.device, portion: int | None) -> L
 
 
 def cached(reader: Reader, data: sections.Data, reading: Reading) -> Reader:
-    """The reader, behind a cache where one was asked for and what it reads is the same in every epoch."""
-    most = cache_images(data, reading)
-    return PixelCache(reader, images=len(reading.source), most=most) if most else reader
+    """The reader, behind the cache that was asked for.
+
+    What is the same in every epoch is kept decoded, as far as there is memory. Random crops are not: photos are kept as
+    they are encoded, if there is memory for all of them.
+    """
+    if not data.dataset_cache or isinstance(reading.source, ArraySource):
+        return reader
+    images = cache_images(data, reading)
+    if images:
+        return PixelCache(reader, images=len(reading.source), most=images)
+    most = free_memory() // SHARE
+    if isinstance(reader, NativeReader) and can_keep() and encoded_bytes(reading.source) <= most:
+        reader.keep(EncodedCache(reading.source, most=most))
+    return reader
 
 
 def cache_images(data: sections.Data, reading: Reading) -> int:
-    """How many images the cache takes in; 0: there is none."""
+    """How many images are kept decoded."""
     if not data.dataset_cache or reading.augment != "none" or isinstance(reading.source, ArraySource):
         return 0
-    return min(len(reading.source), free_memory() // CACHE_SHARE // _bytes_an_image(reading))
+    return min(len(reading.source), free_memory() // SHARE // _bytes_an_image(reading))
 
 
 def _bytes_an_image(reading: Reading) -> int:

@@ -75,7 +75,7 @@ class Data:
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 32 at most, 3 where the device decodes."""
+    """Threads that read ahead; 0: the loop itself; auto: one a core, 32 at most, 3 for --decode-device cuda."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that a thread reads at once; the parts are written side by side. Smaller: less memory, more overhead."""
     decode_device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -85,7 +85,7 @@ class Data:
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
     dataset_cache: bool = False
-    """Keep decoded images that read the same every time (validation, --augment none) in up to half the free memory."""
+    """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable images skipped before the run stops; auto: 1 in 1,000 in training, none in validation."""
 

@@ -8,6 +8,8 @@ import pytest
 from PIL import Image
 
 from falconet.checkpoint import files
+from falconet.commands import feeding
+from falconet.data.native.keeping import can_keep
 from falconet.data.preprocessing import Preprocessing
 
 LINE = (
@@ -112,11 +114,25 @@ def test_contradictions_are_refused_in_one_line(falconet, options, line):
 def test_the_plan_says_what_is_read_ahead_and_cached(falconet):
     out = falconet(f"{LINE} --dataset-cache --plan").out
     assert "loader: at most 1,074 MB of images read ahead, pixels copied as bytes and normalised on the device" in out
-    assert "cache: none of training, whose crops are other ones each time" in out
-    assert "cache: 10 of 10 validation images decoded in memory, 0 MB" in out
+    assert "cache: 10 of 10 images decoded, 0 MB, of validation" in out
+    if can_keep():
+        assert "cache: 24 images as they are encoded, about 0 MB, of training" in out
     out = falconet(f"{LINE} --dataset-cache --augment none --no-eight-bit-io --normalization-location host --plan").out
     assert "pixels copied as numbers and normalised on the host" in out
-    assert "cache: 24 of 24 training images decoded in memory, 0 MB" in out
+    assert "cache: 24 of 24 images decoded, 0 MB, of training" in out
+
+
+@pytest.mark.usefixtures("photos")
+def test_what_does_not_fit_is_not_cached_and_the_plan_says_so(falconet, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(feeding, "free_memory", lambda: 4 * 16 * 16 * 3 * 7)
+        out = falconet(f"{LINE} --dataset-cache --plan").out
+        assert falconet(f"{LINE} --dataset-cache --run-dir small").code == 0
+    assert "cache: 7 of 10 images decoded, 0 MB, of validation" in out
+    if can_keep():
+        assert "cache: nothing, because 0 MB are more than a quarter of the free memory, of training" in out
+    assert falconet(f"{LINE} --run-dir plain").code == 0
+    assert outcome("small") == outcome("plain")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from falconet.data.readahead import Readahead
 from falconet.data.source import BoolArray, FileSource, PhotoSource, PixelArray, Ranges, ShardSource
 
 if TYPE_CHECKING:
+    from falconet.data.native.keeping import EncodedCache
     from falconet.data.readers import Reader
 
 Opener = Callable[[Workspace, IntArray], tuple[SizeArray, StatusArray]]
@@ -43,6 +44,11 @@ class NativeReader:
         self._open = file_opener(source) if isinstance(source, FileSource) else shard_opener(source)
         self._library, self._pillow = library, pillow
         self._own = threading.local()
+
+    def keep(self, cache: "EncodedCache") -> None:
+        """Read what the cache can hold from there, from now on."""
+        plain = self._open
+        self._open = lambda workspace, indices: cache.opened(workspace, indices) or plain(workspace, indices)
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         workspace = self._workspace()
