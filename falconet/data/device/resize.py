@@ -50,10 +50,8 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
     first_x, first_y = _first_tap(center_x, support_x), _first_tap(center_y, support_y)
     taps_x, taps_y = (2.0 * support_x).to(tl.int32) + 2, (2.0 * support_y).to(tl.int32) + 2
 
-    red = tl.zeros([PIXELS], tl.float32)
-    green = tl.zeros([PIXELS], tl.float32)
-    blue = tl.zeros([PIXELS], tl.float32)
-    total = tl.zeros([PIXELS], tl.float32)
+    total = center_x * 0.0  # not tl.zeros, which Triton's interpreter cannot call once its compiler was imported
+    red, green, blue = total, total, total
     plane = width.to(tl.int64) * height
     for down in range(taps_y):
         y = first_y + down
