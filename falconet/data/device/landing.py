@@ -62,7 +62,9 @@ class DeviceLanding:
                 pixels = np.empty((len(left), *images.shape[1:]), np.uint8)
                 read[left] = reader.read(indices[left], epoch=epoch, out=pixels)
                 images[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
-        stream.synchronize()
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a stream is waited for spinning
+        done.record(stream)
+        done.synchronize()
         return read
 
     def _decode(self, indices: IntArray) -> tuple[dict[int, Tensor], list[int]]:
