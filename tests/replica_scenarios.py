@@ -15,6 +15,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.commands.sharding import attach, replicas
+from falconet.data.decode import BadImages
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
@@ -245,3 +246,13 @@ def disagree(world):
 
 def alone(scenario, *args):
     return scenario(World(device=torch.device("cpu")), *args)
+
+
+def bad_images(world, allowed):
+    """Each process finds one image of its own and one that all find; the notes of each."""
+    notes = []
+    bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
+    for name in (f"own-{world.rank}.png", "shared.png"):
+        bad.add(Path(name), "truncated")
+        world.barrier("the next image")
+    return notes

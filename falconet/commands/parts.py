@@ -21,7 +21,7 @@ from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import Regime
-from falconet.parallel.environment import local_processes
+from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
 
@@ -29,10 +29,11 @@ DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and 
 Note = Callable[[str], None]
 
 
-def cores() -> int:
-    """Cores for this process; those of the host are divided among its processes."""
-    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, every // local_processes(os.environ))
+def cores(processes: int = 1) -> int:
+    """Cores for this process; where none has been started yet, for each of as many as will be."""
+    host = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+    return cores_of(os.environ, host=host, own=own, expected=processes)
 
 
 def value_or(value: int | Literal["auto"], automatic: int) -> int:
@@ -51,8 +52,8 @@ def global_batch(options: schema.TrainOptions) -> int:
     return options.data.micro_batch_size * micro_batches
 
 
-def workers(data: sections.Data) -> int:
-    return value_or(data.dataloader_workers, min(8, cores()))
+def workers(data: sections.Data, processes: int = 1) -> int:
+    return value_or(data.dataloader_workers, min(8, cores(processes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,8 @@ def training_loader(
             device=world.device,
         )
     source = images.splits.train
-    bad = BadImages(value_or(data.bad_images_allowed, len(source) // 1000), note=note)
+    allowed = value_or(data.bad_images_allowed, len(source) // 1000)
+    bad = BadImages(allowed, note=note, count=world.counter("bad training images"))
     reader = reader_for(
         source,
         preprocessing=images.preprocessing,
@@ -167,7 +169,7 @@ def evaluator(
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
     source = images.splits.validation
-    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
+    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
     reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
     loader = EvaluationLoader(
         reader,

@@ -49,7 +49,9 @@ class Run:
     def __init__(self, launch: Launch) -> None:
         self.loaded, self.options, self.restored = launch.loaded, launch.loaded.options, launch.restored
         self.launch, self.division = launch, launch.division
-        self.threads = parts.value_or(self.options.machine.threads, self._stored_threads() or parts.cores())
+        self.threads = parts.value_or(
+            self.options.machine.threads, self._stored_threads() or parts.cores(launch.division.processes)
+        )
         machine = self.options.machine
         self.world = open_world(
             machine.device,
@@ -160,10 +162,12 @@ class Run:
         """Everything that was decided, in words."""
         options, world = self.options, self.world
         augment = self.images.augment(options.augmentation.augment)
+        loaders = parts.workers(options.data, self.division.processes)
+        each = " in each process" if self.division.processes > 1 else ""
         lines = [
             f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
-            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
+            f"device {world.device}, {self.threads} CPU threads, {loaders} loader threads{each}",
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.recomputed,
             *self.plan.lines(),

@@ -136,6 +136,20 @@ def _divided_state_has_no_scale(options: Any) -> str | None:
     return None
 
 
+def _resuming_needs_a_folder(options: Any) -> str | None:
+    if options.run.resume and hasattr(options, "input"):
+        return "--resume: is for train; restore goes on with --checkpoint-input-path in any case"
+    if options.run.resume and options.run.run_dir == "auto":
+        return "--resume: needs --run-dir, the folder in which an interrupted run is looked for"
+    return None
+
+
+def _processes_are_for_the_self_test(options: Any) -> str | None:
+    if options.doctor.replicas != "auto" and not options.doctor.distributed:
+        return f"--replicas {options.doctor.replicas}: is for --distributed, which starts processes; wanted both"
+    return None
+
+
 def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
     """What was asked for, the flag of the originals included."""
     if numerics.recompute_mode is not None:
@@ -165,6 +179,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
     (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
+    (("run",), _resuming_needs_a_folder),
+    (("doctor",), _processes_are_for_the_self_test),
 )
 
 

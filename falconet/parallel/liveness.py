@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -25,6 +26,8 @@ class Liveness:
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        store.set(f"host/{rank}", socket.gethostname())
+        self._hosts = [host.decode() for host in store.multi_get([f"host/{other}" for other in range(size)])]
         self.doing = "starting"
         self._store = store
         self._ended = threading.Event()
@@ -58,9 +61,14 @@ class Liveness:
         asking.start()
         asking.join(PATIENCE)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        absent = [f"rank {rank} {_absent(said.get(rank))}" for rank in others if not _is_at(said.get(rank), here)]
+        missing = [rank for rank in others if not _is_at(said.get(rank), here)]
+        absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank))}" for rank in missing]
         found = "; ".join(absent) or "every process is there, so the network between them is to blame"
         return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
+
+    def _place(self, rank: int) -> str:
+        """Its host, where there are several."""
+        return f" on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else ""
 
     def _ask(self, said: dict[int, str]) -> None:
         """Each process's last words; the first one's last, because it may not answer at all."""

@@ -61,6 +61,15 @@ class Processes(World):
                     f"{what}: is '{text}' in process {rank} and '{texts[0]}' in the first; wanted the same in all"
                 )
 
+    def counter(self, what: str) -> Callable[[str], int]:
+        """From any thread, and without waiting for the others: the first process's store counts."""
+
+        def count(thing: str) -> int:
+            key = f"{what}/{sha256(thing.encode()).hexdigest()}"
+            return self.store.add(what, int(self.store.add(key, 1) == 1))
+
+        return count
+
     def vote(self) -> Callable[[bool], bool]:
         return _Vote(self)
 
