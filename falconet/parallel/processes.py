@@ -160,7 +160,9 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         liveness.follow(int(os.environ[environment.OWN]))
     wait = timedelta(seconds=timeout)
     try:
-        store = TCPStore(place.address, place.port, place.size, is_master=place.rank == 0, timeout=wait)
+        # torchrun may hold the store itself, at the very port that it tells us.
+        ours = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = TCPStore(place.address, place.port, place.size, is_master=ours, timeout=wait)
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(
