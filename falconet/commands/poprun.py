@@ -71,7 +71,8 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
             environment.TETHERED: "1",
             # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            # A host that is not there yet is an error to torch's C++, and one that does not come is one of ours.
+            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
             "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY", "PASSIVE"),
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
             **{name: value for name, value in exported.items() if value is not None},

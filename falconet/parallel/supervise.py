@@ -14,7 +14,7 @@ from falconet.parallel.hosts import Start
 EVERY = 0.1  # seconds between two looks
 GRACE = 60.0  # seconds from the end of one host to that of all; torch's agent gives its workers 30 of them
 REACHING = 15.0  # seconds in which a host must answer
-FINAL = (2, 130)  # a mistake, an interruption: these exit codes win over 1
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes; whom we end calls that an interruption
 
 
 def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
@@ -56,11 +56,11 @@ def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> in
             subprocess.Popen(start.argv, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             for start in starts
         ]
-        deadline = float("inf")
+        deadline, by_themselves = float("inf"), set[int]()
         while any(process.poll() is None for process in running):
-            failed = any(process.returncode for process in running if process.returncode is not None)
+            failed = {process.returncode for process in running if process.returncode}
             if (failed or told) and deadline == float("inf"):
-                deadline = time.monotonic() + GRACE
+                deadline, by_themselves = time.monotonic() + GRACE, failed
                 for process in running:
                     _let_go(process)
             if time.monotonic() > deadline:
@@ -69,10 +69,12 @@ def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> in
             time.sleep(EVERY)
     for process in running:
         _let_go(process)
-    codes = {abs(process.returncode) for process in running}
-    if told:
-        return 130
-    return next((code for code in FINAL if code in codes), 1 if codes - {0} else 0)
+    codes = {process.returncode for process in running}
+    if told or INTERRUPTED in (by_themselves or codes):
+        return INTERRUPTED
+    if MISTAKE in codes:
+        return MISTAKE
+    return FAILED if codes - {0} else 0
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

@@ -105,12 +105,14 @@ def test_a_host_that_is_cut_off_is_named_and_the_run_goes_on_when_it_is_back(hos
     wait_for(lambda: max(updates(tmp_path / "r"), default=0) >= 20, "update 20")
     hosts.cable("down")
     cut = time.monotonic()
-    _, err = process.communicate(timeout=LIMIT)
+    try:
+        _, err = process.communicate(timeout=LIMIT)
+    finally:
+        hosts.cable("up")
     assert process.returncode == 1
     assert time.monotonic() - cut < 25 + 60, "the time-out, and torch's 30 s for those that do not end"
     assert re.search(r"rank [01]: waited 25 s in vain at update \d+, .*: rank 2 on right gives no sign of life", err)
     gone(hosts)
-    hosts.cable("up")
     process = hosts.begin(line, tmp_path)
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, err) == (0, ""), out
