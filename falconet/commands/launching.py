@@ -156,7 +156,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
 def _check_stages(place: Place | None, stages: int = 1) -> None:
     """poprun's processes of one replica are the stages of its pipeline."""
     asked = environment.asked_of_poprun(os.environ)
-    if place and asked and asked[1] != stages:
+    if place and asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
             f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {stages}"
             f" {'stage' if stages == 1 else 'stages'}; wanted {stages}, or {asked[1] - 1} --pipeline-splits"

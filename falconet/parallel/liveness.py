@@ -65,7 +65,8 @@ class Liveness:
         asking.start()
         asking.join(PATIENCE)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = [rank for rank in others if rank in silent or not _is_at(said.get(rank), here)]
+        # Who gives no sign of life is to blame; the living may wait elsewhere for the same one.
+        missing = sorted(silent) or [rank for rank in others if not _is_at(said.get(rank), here)]
         absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank), rank in silent)}" for rank in missing]
         found = "; ".join(absent) or "every process is there, so the network between them is to blame"
         return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
@@ -81,7 +82,8 @@ class Liveness:
         again: dict[int, str] = {}
         self._read(again)
         same = {rank for rank, words in again.items() if words == said.get(rank)}
-        silent.update(rank for rank in same if not said[rank].endswith(GAVE_UP))  # who gave up may have ended
+        gave_up = {rank for rank in same if said[rank].endswith(GAVE_UP)}  # and may have ended
+        silent.update(same - gave_up - {self.rank})
         said.update(again)
 
     def _read(self, said: dict[int, str]) -> None:
