@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # Shared cores: OpenMP threads that spin while idle slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: install train test lint docs clean
+.PHONY: install train test lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 
@@ -23,6 +23,21 @@ lint: .venv/installed-for-tests
 
 docs: .venv/installed-for-tests
 	$(BIN)/python -m falconet.config.document > docs/options.md
+	$(BIN)/python -m falconet.dialects.document > docs/migration.md
+
+# The originals' targets. TurboJPEG's place is taken by our own decoder, whose source is here: nothing is fetched.
+all: install get-data install-turbojpeg
+
+get-data: .venv/installed
+	$(BIN)/python compat/pytorch/data/make_samples.py
+
+get-turbojpeg:
+	@echo "nothing to fetch: the decoder's source is in falconet/data/native/src"
+
+build-turbojpeg: .venv/installed
+	$(BIN)/python -m falconet.data.native.build
+
+install-turbojpeg: get-turbojpeg build-turbojpeg
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,12 +2,16 @@
 
     python bench/loader.py FOLDER                        FOLDER/<class>/*.jpg, as ImageFolder wants it
     python bench/loader.py FOLDER --images 2000 --rounds 5 --workers 1 2
+    python bench/loader.py FOLDER --images 500 --repeat 20 --workers 1 8 16 --leave-out pillow     many cores
 
 Every round measures each method once, in turn, so that a change of the machine's speed falls on all alike; a ratio is
 the median over rounds of the ratios within one round. Batches are uint8 N x 3 x 224 x 224 in every method. The first
-round only warms up, so that files come from memory. `cpu` is one thread's processor time alone, without a loader; the
-other columns are wall time with that many workers (processes for torchvision, threads for ours). `--peers dali` adds
-NVIDIA DALI where it is installed; it needs no GPU for this.
+round only warms up, so that files come from memory. `cpu` is one thread's processor time alone, without a loader, and
+hardly depends on what else the machine does; the other columns are wall time with that many workers (processes for
+torchvision, threads for ours), and mean something on a quiet machine only. `marked` is the native reader on the same
+photos, losslessly restart-marked. `--peers dali ffcv` adds those where they are installed, without a GPU; FFCV reads
+files of its own making, so `native-ffcv` is our reader on the same JPEG bytes. `--repeat` lists every photo so many
+times, where few photos would be read too quickly.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +32,7 @@ import numpy as np
 import PIL
 import torch
 import torchvision
+from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -39,51 +45,71 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.readers import FileReader, Reader
 from falconet.data.source import FileSource
 
-SIZE, RESIZE, BATCH = 224, 256, 64
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=RESIZE, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-Epoch = Callable[[int], int]  # reads every photo once; how many
 
 
 @dataclass(frozen=True)
-class Method:
-    """One way to read the photos: by one thread, and by a loader that stays up between rounds."""
+class Photos:
+    """Which photos every method reads: the first `images` of ImageFolder's listing, `repeat` times."""
 
-    name: str
-    alone: Epoch
-    loaders: dict[int, Epoch]  # by workers
+    root: Path
+    images: int
+    repeat: int
+    training: bool
+
+    def indices(self) -> list[int]:
+        return list(range(self.images)) * self.repeat
+
+    def source(self) -> FileSource:
+        return folder_source(self.root, self.images, self.repeat)
 
 
-def folder_source(root: Path, images: int) -> FileSource:
-    """The first `images` files of ImageFolder's listing, so that all methods read the same ones."""
+def folder_source(root: Path, images: int, repeat: int = 1) -> FileSource:
     listed = ImageFolder(root)
-    samples = listed.samples[:images]
+    samples = listed.samples[:images] * repeat
     names = [str(Path(path).relative_to(root / listed.classes[label])) for path, label in samples]
     labels = [label for _, label in samples]
     return FileSource.of(root, names=names, labels=labels, class_names=tuple(listed.classes))
 
 
-def torchvision_method(root: Path, images: int, workers: list[int], training: bool) -> Method:
+def restart_marked(photos: Photos, folder: Path) -> Photos:
+    """The same photos with a restart marker every 8 MCUs, in `folder`; what cannot be marked stays as it is."""
+    library = native.library()
+    assert library is not None
+    source = folder_source(photos.root, photos.images)
+    for index in range(len(source)):
+        path = source.path(index)
+        to = folder / path.relative_to(photos.root)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes()
+        marked = library.restart_marked(data)
+        to.write_bytes(marked if isinstance(marked, bytes) else data)
+    return Photos(folder, photos.images, photos.repeat, photos.training)
+
+
+def torchvision_method(photos: Photos, workers: list[int]) -> Method:
     steps = (
         [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()]
-        if training
+        if photos.training
         else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
     )
-    data = Subset(ImageFolder(root, v2.Compose([*steps, v2.PILToTensor()])), range(images))
+    data = Subset(ImageFolder(photos.root, v2.Compose([*steps, v2.PILToTensor()])), photos.indices())
 
     def alone(_: int) -> int:
-        for index in range(images):
+        for index in range(photos.images):
             data[index]
-        return images
+        return photos.images
 
     def loader(count: int) -> Epoch:
-        kept = DataLoader(data, BATCH, shuffle=training, num_workers=count, persistent_workers=True)
+        kept = DataLoader(data, BATCH, shuffle=photos.training, num_workers=count, persistent_workers=True)
         return lambda _: sum(len(labels) for _, labels in kept)
 
     return Method("torchvision", alone, {count: loader(count) for count in workers})
 
 
-def our_method(name: str, reader: Reader, source: FileSource, workers: list[int], training: bool) -> Method:
-    order = np.random.default_rng(0).permutation(len(source))
+def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) -> Method:
+    labels = photos.source().labels
+    order = np.random.default_rng(0).permutation(photos.images)
     rows = np.empty((reader.rows, SIZE, SIZE, 3), np.uint8)
     shape = BatchShape(micro_batch=BATCH)
 
@@ -94,62 +120,62 @@ def our_method(name: str, reader: Reader, source: FileSource, workers: list[int]
         return len(order)
 
     def batches(epoch: int, count: int) -> Iterator[int]:
-        if training:
-            for update in Loader(reader, source.labels, shape=shape, seed=0, workers=count).updates(epoch):
+        if photos.training:
+            for update in Loader(reader, labels, shape=shape, seed=0, workers=count).updates(epoch):
                 yield sum(len(batch.labels) for batch in update)
         else:
-            for batch in EvaluationLoader(reader, source.labels, shape=shape, workers=count).batches():
+            for batch in EvaluationLoader(reader, labels, shape=shape, workers=count).batches():
                 yield int((batch.labels >= 0).sum())
 
     loaders = {count: (lambda epoch, count=count: sum(batches(epoch, count))) for count in workers}
     return Method(name, alone, loaders)
 
 
-def dali_method(source: FileSource, workers: list[int], training: bool) -> Method:
-    """NVIDIA DALI on the CPU, decoding only the crop where it can; its threads take the place of workers."""
-    from nvidia.dali import fn, pipeline_def, types
-
-    files = [str(source.path(index)) for index in range(len(source))]
-
-    @pipeline_def(batch_size=BATCH, device_id=None, prefetch_queue_depth=2)
-    def pipeline():  # noqa: ANN202, DALI's own type
-        data, labels = fn.readers.file(
-            files=files, labels=source.labels.tolist(), random_shuffle=training, name="files"
-        )
-        size = {"size": SIZE, "interp_type": types.INTERP_LINEAR, "antialias": True}
-        if training:
-            crops = fn.decoders.image_random_crop(data, random_area=[0.08, 1], random_aspect_ratio=[3 / 4, 4 / 3])
-            images = fn.flip(fn.resize(crops, **size), horizontal=fn.random.coin_flip())
-        else:
-            whole = fn.resize(fn.decoders.image(data), **(size | {"size": RESIZE}), mode="not_smaller")
-            images = fn.crop(whole, crop=(SIZE, SIZE))
-        return images, labels
-
-    def loader(count: int) -> Epoch:
-        kept = pipeline(num_threads=count)
-        kept.build()
-        batches = -(-len(files) // BATCH)
-        return lambda _: sum(len(kept.run()[1]) for _ in range(batches))
-
-    return Method("dali", lambda _: 0, {count: loader(count) for count in workers})
-
-
-def methods(root: Path, images: int, workers: list[int], training: bool) -> list[Method]:
-    source = folder_source(root, images)
-    augment = "crop-flip" if training else "none"
+def readers(photos: Photos) -> tuple[Reader, Reader | None]:
+    """The Pillow reader and, where it is built, the native one."""
+    source, augment = photos.source(), "crop-flip" if photos.training else "none"
     pillow = FileReader(
         source, preprocessing=PREPROCESSING, augment=augment, seed=0, bad=BadImages(len(source), note=print)
     )
-    found = [
-        torchvision_method(root, len(source), workers, training),
-        our_method("pillow", pillow, source, workers, training),
-    ]
     library = native.library()
     if library is None:
+        return pillow, None
+    return pillow, NativeReader(
+        source, library=library, preprocessing=PREPROCESSING, augment=augment, seed=0, pillow=pillow
+    )
+
+
+def methods(photos: Photos, workers: list[int], peers: list[str], scratch: Path) -> list[Method]:
+    pillow, fast = readers(photos)
+    found = [torchvision_method(photos, workers), our_method("pillow", pillow, photos, workers)]
+    if fast is None:
         print(f"native decoder: {native.why_not()}")
-        return found
-    reader = NativeReader(source, library=library, preprocessing=PREPROCESSING, augment=augment, seed=0, pillow=pillow)
-    return [*found, our_method("native", reader, source, workers, training)]
+    else:
+        marked = restart_marked(photos, scratch / "marked")
+        found += [
+            our_method("native", fast, photos, workers),
+            our_method("marked", _native(marked), marked, workers),
+        ]
+    if "dali" in peers:
+        from loader_peers import dali_method
+
+        found.append(dali_method(photos.source(), workers, photos.training))
+    if "ffcv" in peers:
+        from loader_peers import ffcv_method, write_for_ffcv
+
+        files = write_for_ffcv(folder_source(photos.root, photos.images), scratch)
+        same = Photos(files.jpegs, photos.images, photos.repeat, photos.training)
+        found += [
+            ffcv_method(files, photos.repeat, workers, photos.training),
+            our_method("native-ffcv", _native(same), same, workers),
+        ]
+    return found
+
+
+def _native(photos: Photos) -> Reader:
+    fast = readers(photos)[1]
+    assert fast is not None
+    return fast
 
 
 def rate(epoch: Epoch, number: int, clock: Callable[[], float]) -> float:
@@ -163,7 +189,7 @@ def measure(found: list[Method], workers: list[int], rounds: int) -> dict[tuple[
     rates: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
         for method in found:
-            columns = {"cpu": rate(method.alone, number, time.thread_time)}  # 0 where a method has no such part
+            columns = {"cpu": rate(method.alone, number, method.clock)}
             columns |= {f"{count} w": rate(method.loaders[count], number, time.perf_counter) for count in workers}
             for column, value in columns.items():
                 if number > 0:
@@ -185,6 +211,10 @@ def table(rates: dict[tuple[str, str], list[float]], title: str) -> None:
             spread = (max(own) - min(own)) / 2 / middle if middle > 0 else 0
             cells.append(f"{middle:8.0f} (+-{spread:4.1%}) {ratio:5.2f}x")
         print(f"{name:12}" + "".join(f"{cell:>28}" for cell in cells))
+    for name in names:
+        for column in columns[2:]:
+            more = statistics.median(a / b for a, b in zip(rates[name, column], rates[name, columns[1]], strict=True))
+            print(f"{name}: {column} are {more:.2f} times {columns[1]}")
 
 
 def machine() -> str:
@@ -205,9 +235,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--peers", nargs="*", choices=["dali"], default=[])
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--peers", nargs="*", choices=["dali", "ffcv"], default=[])
+    parser.add_argument("--leave-out", nargs="*", choices=["pillow", "marked", "native"], default=[])
     parser.add_argument("--mode", choices=["training", "validation", "both"], default="both")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -216,10 +248,12 @@ def main() -> None:
     sizes = [source.path(index).stat().st_size for index in range(len(source))]
     print(f"{len(sizes)} photos of {statistics.mean(sizes) / 1000:.1f} kB on average, {args.rounds} rounds")
     for mode in ("training", "validation"):
-        if args.mode in (mode, "both"):
-            found = methods(args.folder, args.images, args.workers, mode == "training")
-            if "dali" in args.peers:
-                found.append(dali_method(source, args.workers, mode == "training"))
+        if args.mode not in (mode, "both"):
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            photos = Photos(args.folder, len(source), args.repeat, mode == "training")
+            found = methods(photos, args.workers, args.peers, Path(scratch))
+            found = [method for method in found if method.name not in args.leave_out]
             table(measure(found, args.workers, args.rounds), mode)
             sys.stdout.flush()
 

@@ -1,6 +1,7 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ class Command(NamedTuple):
     options: type[object]
     about: str
     example: str
+    words: tuple[str, ...] = ()  # options that words before the first option give, in this order
 
 
 COMMANDS = {
@@ -46,14 +48,38 @@ COMMANDS = {
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
+    "bench": Command(
+        schema.BenchOptions,
+        "run benchmark specs, and compare with an earlier run",
+        "falconet bench --spec smoke --repeat 3 --compare earlier/results.json",
+    ),
+    "bench infer": Command(
+        schema.InferOptions,
+        "throughput and latency of a model that predicts",
+        "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
+    ),
     "doctor": Command(
         schema.DoctorOptions,
         "what this machine has, and whether it works",
         "falconet doctor --distributed --replicas 2",
     ),
+    "data pack": Command(
+        schema.PackOptions,
+        "class folders into checksummed shards that decode faster, pixel for pixel the same",
+        "falconet data pack photos photos-packed",
+        words=("source", "target"),
+    ),
+    "data verify": Command(
+        schema.VerifyOptions,
+        "check every image of packed shards against its checksum",
+        "falconet data verify photos-packed",
+        words=("source",),
+    ),
     "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
     "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
 }
+GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
+HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    name = words[0] if words else "--help"
+    name, rest = command_name(words)
     try:
-        return _run(name, words[1:])
+        return _run(name, rest)
     except SaidElsewhereError:
         return MISTAKE
     except UserError as error:
@@ -88,37 +114,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
+def command_name(words: list[str]) -> tuple[str, list[str]]:
+    """The command of a line, which may be of two words, and what follows it."""
+    two = " ".join(words[:2])
+    if two in COMMANDS or (words and words[0] in GROUPS and words[0] not in COMMANDS):
+        return two, words[2:]
+    return (words[0], words[1:]) if words else ("--help", [])
+
+
 def _run(name: str, rest: list[str]) -> int:
-    if name in ("-h", "--help", "help"):
-        print(_overview())  # noqa: T201
+    group, _, second = name.partition(" ")
+    if name in HELP or (group in GROUPS and name not in COMMANDS and second in ("", *HELP)):
+        print(_overview(group if group in GROUPS else ""))  # noqa: T201
         return DONE
     if name == "--version":
         print(f"falconet {__version__}")  # noqa: T201
         return DONE
     if name not in COMMANDS:
-        raise UserError(f"'{name}' is not a command{did_you_mean(name, COMMANDS) or '; wanted ' + ', '.join(COMMANDS)}")
+        raise UserError(
+            f"'{name}' is not a command{did_you_mean(name, [*COMMANDS, *GROUPS]) or '; wanted ' + ', '.join(COMMANDS)}"
+        )
+    longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if longer and rest and not rest[0].startswith("-"):
+        meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
+        raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
         print_help(command.options, prog=f"falconet {name}", example=command.example)
         return DONE
-    line = read_line(command.options, rest)
+    line = read_line(command.options, _named(command, rest))
     parse(command.options, line)
     # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
-    code: int = import_module(f"falconet.commands.{name}").run(line)
+    code: int = import_module(f"falconet.commands.{name.replace(' ', '_')}").run(line)
     return code
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = (f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items())
+def _named(command: Command, rest: list[str]) -> list[str]:
+    """The words before the first option as the options that they give."""
+    bare = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+    given = [token for name, word in zip(command.words, bare, strict=False) for token in (f"--{name}", word)]
+    return given + rest[min(len(bare), len(command.words)) :]
+
+
+def _overview(group: str) -> str:
+    """Every command, or those of one group."""
+    shown = {name: command for name, command in COMMANDS.items() if not group or name.startswith(f"{group} ")}
+    width = max(map(len, shown))
+    rows = (f"  {name.ljust(width)}  {command.about}" for name, command in shown.items())
+    usage = f"{group} COMMAND" if group else "COMMAND"
     return "\n".join(
         [
-            "usage: falconet COMMAND [options]",
+            f"usage: falconet {usage} [options]",
             "",
             "Convolutional image classifiers with PyTorch, from a laptop to a cluster.",
             "",
             *rows,
             "",
-            "`falconet COMMAND --help` lists its options.",
+            f"`falconet {usage} --help` lists its options.",
         ]
     )

@@ -12,7 +12,15 @@ import torch
 from falconet.parallel.environment import Place
 from falconet.parallel.processes import join
 
-MODULES = ["torch", "torch.distributed", "timm", "falconet.commands.running", "gloo", "replica_scenarios"]
+MODULES = [
+    "torch",
+    "torch.distributed",
+    "timm",
+    "falconet.commands.running",
+    "gloo",
+    "replica_scenarios",
+    "pipeline_scenarios",
+]
 LIMIT = 100  # seconds for one scenario
 
 

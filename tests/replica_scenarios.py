@@ -253,6 +253,6 @@ def bad_images(world, allowed):
     notes = []
     bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
     for name in (f"own-{world.rank}.png", "shared.png"):
-        bad.add(Path(name), "truncated")
+        bad.add(name, "truncated")
         world.barrier("the next image")
     return notes

@@ -20,6 +20,7 @@ class Averaging:
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None
+    discarded: int = 0  # newest ones that are left out first
 
 
 def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
@@ -27,7 +28,7 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
 
     Memory: one float64 copy of the model and one checkpoint at a time.
     """
-    chosen = select(folders, how.last)
+    chosen = select(folders, how.last, discarded=how.discarded)
     if not chosen:
         raise CheckpointError(f"nothing to average: {_listed(folders)}, of which none is a checkpoint of training")
     _require_one_model(chosen)
@@ -50,7 +51,7 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
     return {name: running[name].to(tensor.dtype) if name in running else tensor for name, tensor in newest.items()}
 
 
-def select(folders: Sequence[Path], last: int | None) -> list[Path]:
+def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0) -> list[Path]:
     """The checkpoints to average, oldest first: averages left out, each state counted once, then the `last` of them."""
     assert last is None or last >= 1, last
     found: dict[tuple[object, ...], tuple[files.Progress, str, Path]] = {}
@@ -63,7 +64,7 @@ def select(folders: Sequence[Path], last: int | None) -> list[Path]:
         state = (manifest.progress, record.sha256) if record else (folder.resolve(),)
         found.setdefault(state, (manifest.progress, folder.name, folder))
     ordered = sorted(found.values(), key=lambda f: (f[0].epoch, f[0].images, f[0].update, f[1]))
-    chosen = [folder for _, _, folder in ordered]
+    chosen = [folder for _, _, folder in ordered][: max(0, len(ordered) - discarded)]
     return chosen if last is None else chosen[-last:]
 
 

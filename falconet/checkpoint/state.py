@@ -12,6 +12,7 @@ from falconet.checkpoint import files, foreign
 from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.state_names import load_state_tensors, state_tensors
+from falconet.parallel.gathering import Content, OneStage, Stages
 from falconet.parallel.sharding import Layout, Whole
 
 
@@ -68,16 +69,17 @@ class TrainState:
     ema: Ema | None = None
     scale: Scale | None = None
     shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
+    stages: Stages = field(default_factory=OneStage)  # what of the model this process has
 
     @property
     def layout(self) -> Layout:
         return self.shards or Whole(self.model)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Every tensor, by file and name, whole; every process calls it."""
+    def tensors(self) -> Content:
+        """Every tensor, by file and name, whole on the first process; every process calls it."""
         optimizer = self.layout.gathered(state_tensors(self.optimizer, self.layout.trained))
         content = {"model": dict(self.model.state_dict()), "optimizer": optimizer}
-        return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
+        return self.stages.gathered(content | {stem: part.state_tensors() for stem, part in self._optional().items()})
 
     def _optional(self) -> dict[str, Ema | Scale]:
         """What not every run has, by the file that holds it."""
@@ -86,9 +88,11 @@ class TrainState:
     def load(self, folder: Path, *, name: str) -> None:
         """Take over the tensors of a checkpoint; its place in the plan is the caller's to find."""
         manifest = files.verify(folder)
-        weights = files.read_tensors(folder, "model", verified=manifest)
-        foreign.load_weights(self.model, weights, where=str(folder), name=name)
-        stored = files.read_tensors(folder, "optimizer", verified=manifest)
-        load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(stored))
+
+        def read(stem: str) -> Mapping[str, Tensor]:
+            return self.stages.own(files.read_tensors(folder, stem, verified=manifest))
+
+        foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
+        load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(read("optimizer")))
         for stem, part in self._optional().items():
-            part.load_state_tensors(files.read_tensors(folder, stem, verified=manifest))
+            part.load_state_tensors(read(stem))

@@ -1,6 +1,7 @@
 """`falconet average`: the mean, or exponential average, of a run's checkpoints."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -31,13 +32,15 @@ def run(line: Sequence[Setting]) -> int:
     data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
     options = load_options(AverageOptions, line, data).options
     how = averaging.rule_of(options.average)
-    folders = select(whole, how.last)
+    folders = select(whole, how.last, discarded=how.discarded)
+    if not folders and how.discarded:
+        raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves none of the checkpoints of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds averages alone; wanted checkpoints of training")
     to = options.average.checkpoint_output_path or averaging.averaged_name(folders[-1])
     if any(to.resolve() == folder.resolve() for folder in whole if not files.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; wanted another name")
-    weights = average(folders, how)
+    weights = average(folders, replace(how, discarded=0))  # they are left out already
     screen.line(f"averaged {len(folders)} checkpoints ({how.strategy}): {', '.join(folder.name for folder in folders)}")
     if options.average.batchnorm_images:
         opened = _opened(folders[-1], line)

@@ -1,6 +1,6 @@
 """Averaged checkpoints: after training, and by `falconet average`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ def rule_of(options: sections.Averaging | sections.Average) -> Averaging:
         strategy=options.weight_avg_strategy,
         decay=options.weight_avg_exp_decay,
         last=None if last in ("all", -1) else int(last),
+        discarded=options.weight_avg_discard if isinstance(options, sections.Average) else 0,
     )
 
 
@@ -55,11 +56,11 @@ def after_training(record: Record, options: schema.TrainOptions, *, world: World
 
     to = Path(world.once(written))
     if record.plan.validation_mode != "none":
-        weights = files.read_tensors(to, "model", verified=files.verify(to))
+        weights = record.state.stages.own(files.read_tensors(to, "model", verified=files.verify(to)))
         record.validate_average(_with(record.state.model, weights, where=str(to)))
 
 
-def _with(model: nn.Module, weights: dict[str, Tensor], *, where: str) -> nn.Module:
+def _with(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> nn.Module:
     """The trained model, which is saved by now, with other weights."""
     load_weights(model, weights, where=where)
     return model

@@ -13,7 +13,7 @@ import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.files import Manifest
 from falconet.commands import parts, run_folder
-from falconet.config import schema, sections
+from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
@@ -41,8 +41,9 @@ class Launch:
 def prepare(loaded: Options, restored: Restored = None) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
-    _check_stages(place)
+    _check_stages(place, rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
+    rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _divided(loaded, place)
     _check_span(loaded.options.parallel, division)
     restarted = environment.attempt(os.environ) > 0
@@ -106,8 +107,8 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    asked = environment.asked_of_poprun(os.environ)
-    automatic = asked[0] if asked else place.size if place else 1
+    asked, stages = environment.asked_of_poprun(os.environ), rules.stages_of(options.parallel)
+    automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = parts.value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
@@ -141,6 +142,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     asked = Asked(
         replicas=parallel.replicas,
         accumulation=loaded.options.training.gradient_accumulation,
+        stages=rules.stages_of(parallel),
         strict=parallel.strict_devices,
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
@@ -153,7 +155,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
 
 
-def _check_stages(place: Place | None, stages: int = 1) -> None:
+def _check_stages(place: Place | None, stages: int) -> None:
     """poprun's processes of one replica are the stages of its pipeline."""
     asked = environment.asked_of_poprun(os.environ)
     if place and asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
@@ -164,11 +166,11 @@ def _check_stages(place: Place | None, stages: int = 1) -> None:
 
 
 def _check_span(parallel: sections.Parallel, division: Division) -> None:
-    if division.processes % parallel.batchnorm_span:
-        folded = f", of {parallel.replicas} asked for" if division.processes != parallel.replicas else ""
+    if division.replicas % parallel.batchnorm_span:
+        folded = f", of {parallel.replicas} asked for" if division.replicas != parallel.replicas else ""
         raise ConfigError(
             f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
-            f" {division.processes}{folded}"
+            f" {division.replicas}{folded}"
         )
 
 

@@ -49,12 +49,22 @@ def lines(options: schema.TrainOptions, *, regime: Regime, device: torch.device)
     return lines
 
 
+def training_bytes(model: nn.Module, options: schema.TrainOptions, *, regime: Regime) -> int:
+    """Of weights, gradients, and the update rule's state of them, of which replicas may have a share each."""
+    slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
+    replicas = options.parallel.replicas
+    shares = replicas if options.parallel.enable_optimizer_rts and isinstance(replicas, int) else 1
+    per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
+    sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
+    return int(sum(sizes) * per_weight)
+
+
 def recompute_activations(
     model: nn.Module, options: schema.TrainOptions, *, image_size: int, regime: Regime, device: torch.device
 ) -> list[str]:
     """Change the model to recompute what the options ask for; what that is, in words."""
     numerics = options.numerics
-    mode = rules.recompute_mode(numerics)
+    mode = rules.recompute_mode(numerics, options.parallel)
     if mode == "none":
         return []
     if mode == "manual":

@@ -28,6 +28,7 @@ class Opened:
     options: ValidateOptions
     images: parts.Images
     class_names: tuple[str, ...]
+    update: int = 0  # updates behind its weights
 
 
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
@@ -49,7 +50,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         epoch = f"{manifest.progress.epoch}" + (
             f" + {manifest.progress.images:,} images" if manifest.progress.images else ""
         )
-        yield Opened(folder.name + suffix, epoch, model, options, images, manifest.class_names)
+        update = manifest.progress.update
+        yield Opened(folder.name + suffix, epoch, model, options, images, manifest.class_names, update)
 
 
 def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:

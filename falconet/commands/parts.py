@@ -7,19 +7,20 @@ from typing import Literal
 
 from torch import nn
 
-from falconet.config import schema, sections
+from falconet.config import rules, schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
-from falconet.data.open import open_source
+from falconet.data.open import RandomImages, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
+from falconet.models.residual import ResidualShape
 from falconet.numerics.precision import Regime
 from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
@@ -80,20 +81,29 @@ class Images:
         size = self.preprocessing.image_size
         return (
             f"{len(self.splits.train):,} training and {len(self.splits.validation):,} validation images of"
-            f" {self.classes} classes, {size} x {size}"
+            f" {self.classes} classes, {size} x {size}{self._stored()}"
         )
 
+    def _stored(self) -> str:
+        """How photos lie there, and how many have boxes that crops look at."""
+        objects = getattr(self.splits.train, "objects", None)
+        boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
+        return f", from {self.splits.layout}{boxes}" if self.splits.layout else ""
 
-def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int) -> Images:
+
+def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int, use_objects: bool = False) -> Images:
     """The data that the options name, at the model's size."""
     size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
     splits = open_source(
         data.data,
         data_dir=data.data_dir,
-        image_size=size,
-        classes=value_or(data.classes, 10 if model.endswith("-cifar") else 1000),
-        images=data.iterations * global_batch,
-        seed=seed,
+        random=RandomImages(
+            image_size=size,
+            classes=value_or(data.classes, 10 if model.endswith("-cifar") else 1000),
+            images=data.iterations * global_batch,
+            seed=seed,
+        ),
+        use_objects=use_objects,
     )
     preprocessing = splits.preprocessing(size)
     return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)
@@ -107,16 +117,38 @@ def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
         momentum=None if model.batchnorm_momentum == "auto" else model.batchnorm_momentum,
         fast=model.enable_fast_groupnorm,
         stable=not model.disable_stable_batchnorm,
+        strided=model.norm_grouping == "strided",
     )
-    shape = zoo.EfficientNetShape(expand_ratio=model.efficientnet_expand_ratio, group_dim=model.efficientnet_group_dim)
     return zoo.build(
         model.model,
         classes=classes,
         seed=seed,
         norm=norm,
-        efficientnet=shape,
+        shape=shape_of(model),
         padded_input=model.input_image_padding,
     )
+
+
+def shape_of(model: sections.Model) -> zoo.Shape | None:
+    """What the options change about the model's family; the rules refuse those of another family."""
+    if model.model.startswith("efficientnet"):
+        return zoo.EfficientNetShape(
+            expand_ratio=model.efficientnet_expand_ratio,
+            group_dim=model.efficientnet_group_dim,
+            dropout=None if model.efficientnet_dropout == "auto" else model.efficientnet_dropout,
+            drop_path=model.efficientnet_drop_path,
+            se=model.efficientnet_se,
+            activation=model.efficientnet_activation,
+            divisor=model.efficientnet_depth_divisor,
+            top_width=model.efficientnet_top_width,
+            width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
+            depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
+        )
+    if rules.is_residual(model.model):
+        return ResidualShape(
+            groups=model.resnext_groups, group_dim=model.resnext_group_dim, stride=model.bottleneck_stride
+        )
+    return None
 
 
 def training_loader(
@@ -168,22 +200,24 @@ def evaluator(
     images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
-    source = images.splits.validation
-    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
-    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
-    loader = EvaluationLoader(
-        reader,
-        source.labels,
-        shape=BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank),
-        workers=workers(data),
-        pin=world.device.type == "cuda",
-    )
+    shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
+    loader = evaluation_loader(images, data, shape=shape, world=world, note=note)
     normalise = Normalise(images.preprocessing).to(world.device)
 
     def measure(model: nn.Module) -> Evaluation:
         return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world)
 
     return measure
+
+
+def evaluation_loader(
+    images: Images, data: sections.Data, *, shape: BatchShape, world: World, note: Note
+) -> EvaluationLoader:
+    """The validation images of one replica."""
+    source = images.splits.validation
+    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
+    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
+    return EvaluationLoader(reader, source.labels, shape=shape, workers=workers(data), pin=world.device.type == "cuda")
 
 
 def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -> None:

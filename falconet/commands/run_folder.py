@@ -1,15 +1,15 @@
 """The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, checkpoints/ and summary.json."""
 
 import json
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+import falconet
 from falconet.checkpoint.files import Manifest, checkpoints_in
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
+from falconet.report.folders import RunShape, fresh
 from falconet.report.sinks import JsonLines, Several, Sink, TensorBoard, WeightsAndBiases
 from falconet.train.record import Record
 
@@ -21,7 +21,7 @@ def choose(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | No
     """The folder of this run; nothing is made yet."""
     asked = options.run.run_dir
     if asked == "auto":
-        return _home(*restored) if restored else _fresh(Path("runs"), options)
+        return _home(*restored) if restored else _fresh(options)
     return asked
 
 
@@ -110,11 +110,25 @@ def _home(folder: Path, manifest: Manifest) -> Path:
     return around if (around / CONFIG).exists() or not stored else Path(stored)
 
 
-def _fresh(home: Path, options: schema.TrainOptions) -> Path:
-    safe = re.sub(r"[^A-Za-z0-9.-]", "-", options.model.model)
-    name = f"{safe}_{options.data.data}_{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = [home / name, *(home / f"{name}-{number}" for number in range(2, 1000))]
-    return next(folder for folder in taken if not folder.exists())
+def _fresh(options: schema.TrainOptions) -> Path:
+    style, saved = options.style.log_style, options.checkpoints.checkpoint_output_path
+    if style == "pytorch" and saved:
+        return saved  # the original logged where it saved
+    size, replicas = options.data.image_size, options.parallel.replicas
+    shape = RunShape(
+        model=options.model.model,
+        data=options.data.data,
+        micro_batch=options.data.micro_batch_size,
+        accumulation=options.training.gradient_accumulation,
+        replicas=1 if replicas == "auto" else replicas,
+        pipelined=bool(options.parallel.pipeline_splits),
+        norm=options.model.norm_type,
+        groups=options.model.norm_num_groups,
+        precision=options.machine.precision,
+        rounds_stochastically=options.numerics.enable_stochastic_rounding,
+        image_size=None if size == "auto" else size,
+    )
+    return fresh(style, shape, version=falconet.__version__)
 
 
 def _require_writable(folder: Path, option: str) -> None:

@@ -13,33 +13,32 @@ from falconet.checkpoint.files import Manifest
 from falconet.checkpoint.idle import IdleWriter
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding
+from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
+from falconet.commands.pipelining import StagedModel
+from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config import rules
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
-from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, Interrupted
-from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.scaling import Offender
 from falconet.optim import ema
-from falconet.optim.build import UpdateRule, build, build_scaled
-from falconet.optim.half import HalfOptimizer
+from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.grid import divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import open_world
 from falconet.report.sinks import Several
 from falconet.report.throughput import Stopwatch
 from falconet.train.loop import train
-from falconet.train.loss import Loss
 from falconet.train.metrics import NotFiniteError
-from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.plan import Plan, updates_in_epoch
+from falconet.train.profiled import ProfiledStep
 from falconet.train.record import Identity, Record
-from falconet.train.step import LocalStep
+from falconet.train.step import Step
 from falconet.train.stop import StopRequest
 
 
@@ -65,14 +64,16 @@ class Run:
         self.regime = REGIMES[machine.precision]
         self.regime.require(self.world.device)
         self.offender = Offender(self.world.device)
+        # A plan is printed by one process, whatever the processes it speaks of.
+        self.grid = divide(self.world, stages=self.division.stages if self.world.size > 1 else 1)
 
     @cached_property
     def shape(self) -> BatchShape:
         return BatchShape(
             micro_batch=self.options.data.micro_batch_size,
             accumulation=self.division.accumulation,
-            replicas=self.division.processes,
-            replica=self.world.rank,
+            replicas=self.division.replicas,
+            replica=self.grid.replicas.rank,
         )
 
     @cached_property
@@ -82,29 +83,35 @@ class Run:
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
+            use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
         )
 
     @cached_property
-    def model(self) -> nn.Module:
-        model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
-        return self.regime.prepare(model, self.world.device)
-
-    @cached_property
-    def recomputed(self) -> list[str]:
-        """What the model recomputes, in words; the model is changed accordingly."""
-        return numbers.recompute_activations(
-            self.model,
-            self.options,
-            image_size=self.images.preprocessing.image_size,
+    def placement(self) -> Placement:
+        """How the model lies on the devices, decided here once."""
+        setup = Setup(
+            options=self.options,
+            images=self.images,
+            shape=self.shape,
+            grid=self.grid,
             regime=self.regime,
-            device=self.world.device,
+            note=self.note,
         )
+        if self.division.stages == 1:
+            return WholeModel(setup)
+        stored = self.restored[1].runtime.get("splits") if self.restored else None
+        return StagedModel(setup, stages=self.division.stages, stored=stored)
+
+    @property
+    def model(self) -> nn.Module:
+        """What this process trains."""
+        return self.placement.model
 
     @cached_property
     def replicas(self) -> Replicas:
         parallel = self.options.parallel
         return sharding.replicas(
-            self.model, self.world, bucket=parallel.bucket_size, sharded=parallel.enable_optimizer_rts
+            self.model, self.grid.replicas, bucket=parallel.bucket_size, sharded=parallel.enable_optimizer_rts
         )
 
     @cached_property
@@ -144,7 +151,7 @@ class Run:
 
     def _go(self) -> int:
         launching.check_alike(self.world, self.loaded, self.restored)
-        notes = [*rules.notes(self.options, self.loaded.sources), *([self.division.note] if self.division.note else [])]
+        notes = [*rules.notes(self.options, self.loaded.sources), *self.division.notes]
         for line in [*self.plan_lines(), *(f"note: {note}" for note in notes)]:
             self.screen.line(line)
         if self.options.run.plan:
@@ -165,11 +172,11 @@ class Run:
         loaders = parts.workers(options.data, self.division.processes)
         each = " in each process" if self.division.processes > 1 else ""
         lines = [
-            f"model {options.model.model}, {zoo.count_parameters(self.model):,} parameters",
+            f"model {options.model.model}, {self.placement.parameters:,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
             f"device {world.device}, {self.threads} CPU threads, {loaders} loader threads{each}",
             *numbers.lines(options, regime=self.regime, device=world.device),
-            *self.recomputed,
+            *self.placement.lines(),
             *self.plan.lines(),
             f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
         ]
@@ -187,8 +194,9 @@ class Run:
             eps=options.optimizer_eps,
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
+            undecayed=undecayed_names(self.model, options.weight_decay_exclude),
         )
-        span_batchnorm(self.model, self.world, span=self.options.parallel.batchnorm_span)
+        span_batchnorm(self.model, self.grid.replicas, span=self.options.parallel.batchnorm_span)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
@@ -198,30 +206,16 @@ class Run:
             if scale
             else build(shards.trained if shards else self.model, rule)
         )
-        state = TrainState(self.model, optimizer, scale=scale, shards=shards)
+        state = TrainState(self.model, optimizer, scale=scale, shards=shards, stages=self.placement.stages())
         if shards:
             sharding.attach(shards, optimizer)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
 
-    def step(self, state: TrainState) -> LocalStep:
+    def step(self, state: TrainState) -> Step:
         """What makes one update of a state."""
-        device = self.world.device
-        move: Move = PlainMove(state.optimizer, device=device)
-        if state.scale is not None:
-            assert isinstance(state.optimizer, HalfOptimizer)
-            move = ScaledMove(state.model, state.optimizer, state.scale, offender=self.offender)
-        return LocalStep(
-            state.model,
-            move,
-            normalise=Normalise(self.images.preprocessing).to(device),
-            loss=Loss(self.images.classes, self.options.augmentation.label_smoothing),
-            regime=self.regime,
-            seed=self.options.run.seed + (self.world.rank << 40),  # replicas drop different units
-            averages=[state.ema] if state.ema else [],
-            replicas=self.replicas,
-        )
+        return self.placement.step(state, replicas=self.replicas, offender=self.offender)
 
     def _state(self) -> TrainState:
         """New, or as the restored checkpoint has it."""
@@ -233,7 +227,7 @@ class Run:
             state.load(folder, name=self.options.model.model)
             state.progress = self._progress(manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
-        self.world.agree("the weights", digest(state.model))
+        self.grid.replicas.agree("the weights", digest(state.model))
         return state
 
     def _stored_threads(self) -> int | None:
@@ -267,8 +261,8 @@ class Run:
     def _train(self, state: TrainState) -> None:
         options, world = self.options, self.world
         folder = Path(world.once(self._open_folder))
-        loader = parts.training_loader(self.images, options, shape=self.shape, world=world, note=self.note)
-        step = self.step(state)
+        loader = self.placement.loader()
+        step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
@@ -288,7 +282,8 @@ class Run:
                 identity=self._identity(folder),
                 checkpoints=run_folder.checkpoints(folder, options),
                 kept=run_folder.kept(options),
-                evaluate=parts.evaluator(self.images, options.data, regime=self.regime, world=world, note=self.note),
+                evaluate=self.placement.evaluator(),
+                trained=self.placement.trained,
                 screen=self.screen,
                 sink=sink,
                 writer=writer,
@@ -298,6 +293,14 @@ class Run:
                 stopwatch=stopwatch,
                 best=self._best(),
                 last_saved=self.restored[0] if self.restored else None,
+                style=telling.open_style(
+                    self.loaded,
+                    self.plan,
+                    parameters=self.placement.parameters,
+                    image_size=self.images.preprocessing.image_size,
+                    folder=folder,
+                    say=self.screen.line if world.is_first else None,
+                ),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             try:
@@ -318,6 +321,12 @@ class Run:
                     averaging.after_training(record, options, world=world, say=self.screen.line)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+
+    def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
+        """The step, traced for a while if that was asked for; one process is enough to see."""
+        if not self.options.logging.profile or not self.world.is_first:
+            return step
+        return ProfiledStep(step, folder, device=self.world.device, updates=left)
 
     def _decoding(self) -> str:
         return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
@@ -344,6 +353,7 @@ class Run:
                 "runtime": {
                     "threads": self.threads,
                     "processes": self.world.size,
+                    "splits": list(self.placement.splits),
                     "device": str(self.world.device),
                     "run_dir": str(folder),
                     "cuda": torch.version.cuda,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
-from falconet.commands import sharding
+from falconet.commands import selftest_stages, sharding
 from falconet.errors import CheckpointError, DeviceError
 from falconet.optim.build import UpdateRule, build, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
@@ -170,5 +170,8 @@ CHECKS: dict[str, Callable[[World], tuple[bool, str]]] = {
     "batch norm over all replicas": _batchnorm,
     "optimizer state divided over replicas": _sharded,
     "checkpoint of divided state": _checkpoint,
+    "pipeline, grouped": selftest_stages.check("grouped"),
+    "pipeline, interleaved": selftest_stages.check("interleaved"),
+    "pipeline, sequential": selftest_stages.check("sequential"),
     "a large message": _message,
 }

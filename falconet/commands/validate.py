@@ -1,6 +1,7 @@
 """`falconet validate`: the accuracy of a checkpoint, or of each one in a folder."""
 
 import csv
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,32 +12,54 @@ from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError, ConfigError
+from falconet.report.originals import style_of
 from falconet.report.screen import Screen
+from falconet.report.styles import RunLog, Validated
 from falconet.train.evaluate import Evaluation
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
 Row = dict[str, str]
+Measured = tuple[opening.Opened, Evaluation, float]  # seconds that the images took
 Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:
     if launching.is_another_process():
         return 0
-    path, screen = input_path(line), Screen()
+    path, screen, asked = input_path(line), Screen(), parse(ValidateOptions, line).options
+    output = asked.table.output or _beside(path)
+    if asked.style.log_style != "falconet":
+        # The original's file is beside the checkpoints and grows; ours is one table, written anew.
+        style = style_of(asked.style.log_style, RunLog(screen.line, output.parent))
+        for measured in _measured(path, line, screen.line):
+            style.validated(_told(measured))
+        return 0
     rows = _table(list(_measured(path, line, screen.line)))
     _show(rows, screen.line)
-    output = parse(ValidateOptions, line).options.table.output or _beside(path)
     _write_csv(rows, output)
     screen.line(f"written to {output}")
     return 0
 
 
-def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[tuple[opening.Opened, Evaluation]]:
+def _told(measured: Measured) -> Validated:
+    opened, found, seconds = measured
+    return Validated(
+        name=opened.name,
+        update=opened.update,
+        epoch=float(opened.epoch.partition(" ")[0] or 0),
+        accuracy=found.accuracy,
+        loss=found.loss,
+        images=found.images,
+        seconds=seconds,
+        batch=opened.options.data.micro_batch_size,
+    )
+
+
+def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
     """Each model and its accuracy; torn checkpoints in a folder are said and passed over."""
     if path.is_file() and path.suffix in FOREIGN:
-        opened = opening.open_foreign(path, line)
-        yield opened, opening.measure(opened, say)
+        yield _timed(opening.open_foreign(path, line), say)
         return
     folders = files.checkpoints_in(path)
     if not folders:
@@ -51,14 +74,19 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[tuple[o
                 say(f"passed over {error}")
             continue
         for opened in opening.open_checkpoint(folder, line):
-            yield opened, opening.measure(opened, say)
+            yield _timed(opened, say)
     if len(refused) == len(folders):
         raise files.refuse(folders[0], refused[0])
 
 
-def _table(measured: Sequence[tuple[opening.Opened, Evaluation]]) -> list[Row]:
+def _timed(opened: opening.Opened, say: Say) -> Measured:
+    begun = time.perf_counter()
+    return opened, opening.measure(opened, say), time.perf_counter() - begun
+
+
+def _table(measured: Sequence[Measured]) -> list[Row]:
     """One row a model, the best one marked; by its exact accuracy, not by the two places shown."""
-    best = max((found for _, found in measured), key=lambda found: (found.accuracy, found.top5_accuracy))
+    best = max((found for _, found, _ in measured), key=lambda found: (found.accuracy, found.top5_accuracy))
     return [
         {
             "checkpoint": opened.name,
@@ -69,7 +97,7 @@ def _table(measured: Sequence[tuple[opening.Opened, Evaluation]]) -> list[Row]:
             "images": str(found.images),
             "best": "best" if found is best else "",
         }
-        for opened, found in measured
+        for opened, found, _ in measured
     ]
 
 

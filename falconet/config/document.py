@@ -11,7 +11,11 @@ PAGES = (
     ("restore", schema.RestoreOptions),
     ("validate", schema.ValidateOptions),
     ("average", schema.AverageOptions),
+    ("bench", schema.BenchOptions),
+    ("bench infer", schema.InferOptions),
     ("doctor", schema.DoctorOptions),
+    ("data pack", schema.PackOptions),
+    ("data verify", schema.VerifyOptions),
 )
 
 

@@ -1,13 +1,18 @@
 """What may not be combined, and what has no effect; one small function a rule."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import TrainOptions
-from falconet.config.sections import MODELS, Augmentation, Numerics
+from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
+
+_AUTO = re.compile(r"auto:\d{1,4}")
+PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 
 
 def check(options: object) -> None:
@@ -50,20 +55,31 @@ def _model_is_known(options: Any) -> str | None:
     return f"--model: '{name}' is not a model{meant}"
 
 
-def _efficientnet_shape_is_for_efficientnets(options: Any) -> str | None:
+def is_residual(name: str) -> bool:
+    """Whether a model's name is that of a ResNet or ResNeXt for photos."""
+    return name in MODELS and name.startswith(("resnet", "resnext")) and not name.endswith("-cifar")
+
+
+def _shape_is_of_the_family(options: Any) -> str | None:
+    """An option of a model's shape must not seem to be obeyed by another family."""
     model = options.model
-    if model.model.startswith("efficientnet"):
-        return None
-    if model.efficientnet_expand_ratio != 6:
-        return f"--efficientnet-expand-ratio: '{model.model}' is not an EfficientNet"
-    if model.efficientnet_group_dim != 1:
-        return f"--efficientnet-group-dim: '{model.model}' is not an EfficientNet"
+    name = model.model
+    families = {
+        "efficientnet_": (name.startswith("efficientnet"), "an EfficientNet"),
+        "resnext_": (name.startswith("resnext") and is_residual(name), "a ResNeXt"),
+        "bottleneck_": (is_residual(name), "a ResNet"),
+    }
+    for field in fields(model):
+        for prefix, (is_one, kind) in families.items():
+            if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
+                return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
     return None
 
 
 def _folder_needs_a_place(options: Any) -> str | None:
-    if options.data.data == "folder" and options.data.data_dir is None:
-        return "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    kind = options.data.data
+    if kind in PHOTOS and options.data.data_dir is None:
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
     return None
 
 
@@ -101,11 +117,12 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 
 def _recompute_is_on_or_off(options: Any) -> str | None:
     numerics = options.numerics
+    mode = recompute_mode(numerics, options.parallel)
     if numerics.recompute_mode == "none" and numerics.enable_recompute:
         return "--recompute-mode none: contradicts --enable-recompute; wanted auto or manual, or neither option"
-    if recompute_mode(numerics) == "manual" and not numerics.recompute_checkpoints:
+    if mode == "manual" and not numerics.recompute_checkpoints:
         return "--recompute-mode manual: needs --recompute-checkpoints, regular expressions of layers to keep"
-    if recompute_mode(numerics) == "manual" and numerics.memory_budget is not None:
+    if mode == "manual" and numerics.memory_budget is not None:
         return "--memory-budget: is for --recompute-mode auto, which --recompute-checkpoints contradicts"
     return None
 
@@ -150,11 +167,42 @@ def _processes_are_for_the_self_test(options: Any) -> str | None:
     return None
 
 
-def recompute_mode(numerics: Numerics) -> Literal["none", "auto", "manual"]:
-    """What was asked for, the flag of the originals included."""
+def _splits_are_of_one_kind(options: Any) -> str | None:
+    splits = options.parallel.pipeline_splits
+    wanted = "wanted layers, such as layer2/0 layer3/0, or auto:N alone, N at least 2"
+    for split in splits:
+        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
+            return f"--pipeline-splits: got '{' '.join(splits)}', {wanted}"
+    return None
+
+
+def _interleaving_needs_micro_batches(options: Any) -> str | None:
+    stages, accumulation = stages_of(options.parallel), options.training.gradient_accumulation
+    if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
+        return (
+            f"--gradient-accumulation: got {accumulation}, wanted at least {stages}, the stages, for"
+            " --pipeline-schedule interleaved; grouped takes any number"
+        )
+    return None
+
+
+def _stages_recompute_whole(options: Any) -> str | None:
+    if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
+        return "--memory-budget: does not go with --pipeline-splits, whose stages recompute every block as it is"
+    return None
+
+
+def stages_of(parallel: Parallel) -> int:
+    """Stages of one replica that the options ask for."""
+    splits = parallel.pipeline_splits
+    return int(splits[0][5:]) if splits and _AUTO.fullmatch(splits[0]) else len(splits) + 1
+
+
+def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "auto", "manual"]:
+    """What was asked for, the flag of the originals included; stages of a pipeline recompute unless told not to."""
     if numerics.recompute_mode is not None:
         return numerics.recompute_mode
-    if not numerics.enable_recompute and numerics.memory_budget is None:
+    if not (numerics.enable_recompute or numerics.memory_budget is not None or parallel.pipeline_splits):
         return "none"
     return "manual" if numerics.recompute_checkpoints else "auto"
 
@@ -169,16 +217,19 @@ def is_scaled(options: TrainOptions) -> bool:
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
     (("model",), _model_is_known),
-    (("model",), _efficientnet_shape_is_for_efficientnets),
+    (("model",), _shape_is_of_the_family),
     (("data",), _folder_needs_a_place),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
-    (("numerics",), _recompute_is_on_or_off),
+    (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
     (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
+    (("parallel",), _splits_are_of_one_kind),
+    (("parallel", "training"), _interleaving_needs_micro_batches),
+    (("parallel", "numerics"), _stages_recompute_whole),
     (("run",), _resuming_needs_a_folder),
     (("doctor",), _processes_are_for_the_self_test),
 )
@@ -196,12 +247,25 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
+def crops_photos(options: TrainOptions) -> bool:
+    """Whether random crops of photos are drawn."""
+    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
+
+
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
 
 def _has_replicas(options: TrainOptions) -> bool:
     return options.parallel.replicas != 1
+
+
+def _has_stages(options: TrainOptions) -> bool:
+    return bool(options.parallel.pipeline_splits)
+
+
+def _has_processes(options: TrainOptions) -> bool:
+    return _has_replicas(options) or _has_stages(options)
 
 
 def _averages(options: TrainOptions) -> bool:
@@ -213,7 +277,8 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed"),
 )
-_REPLICA_OPTIONS = ("strict-devices", "bucket-size", "enable-optimizer-rts", "max-restarts", "collective-timeout")
+_REPLICA_OPTIONS = ("bucket-size", "enable-optimizer-rts")
+_PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
@@ -225,13 +290,19 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
-    ("enable-fast-groupnorm", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    (
+        "enable-fast-groupnorm",
+        "--norm-type group of neighbouring channels",
+        lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
+    ),
+    ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
     ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("classes", "--data generated or synthetic", _random_data),
-    ("data-dir", "--data folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
+    ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     (
         "validation-frequency",
@@ -253,12 +324,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     (
         "recompute-checkpoints",
         "--enable-recompute or --recompute-mode manual",
-        lambda options: recompute_mode(options.numerics) == "manual",
+        lambda options: recompute_mode(options.numerics, options.parallel) == "manual",
     ),
-    ("enable-optimizer-rts", "--replicas", lambda options: options.parallel.replicas != 1),
-    ("bucket-size", "--replicas", lambda options: options.parallel.replicas != 1),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
     *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
+    *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
+    ("pipeline-schedule", "--pipeline-splits", _has_stages),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
 )

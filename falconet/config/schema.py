@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from falconet.config.measuring import Bench, Inference, LogStyle
 from falconet.config.sections import (
     Augmentation,
     Average,
@@ -16,11 +17,13 @@ from falconet.config.sections import (
     Model,
     Numerics,
     Optimizer,
+    Pack,
     Parallel,
     Run,
     Table,
     Training,
     Validation,
+    Verify,
 )
 
 
@@ -40,6 +43,7 @@ class TrainOptions:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     averaging: Averaging = field(default_factory=Averaging)
     logging: Logging = field(default_factory=Logging)
+    style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)
     parallel: Parallel = field(default_factory=Parallel)
 
@@ -57,6 +61,7 @@ class ValidateOptions:
 
     input: Input = field(default_factory=Input)
     table: Table = field(default_factory=Table)
+    style: LogStyle = field(default_factory=LogStyle)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -73,11 +78,44 @@ class AverageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Run the benchmarks of spec files, each in its own process, and compare with an earlier run."""
+
+    bench: Bench = field(default_factory=Bench)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferOptions:
+    """Measure how fast a model predicts: images per second, and the latency of a batch."""
+
+    inference: Inference = field(default_factory=Inference)
+    style: LogStyle = field(default_factory=LogStyle)
+    input: Input = field(default_factory=Input)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     """Tell what this machine has, and whether it works."""
 
     doctor: Doctor = field(default_factory=Doctor)
     machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """Put the images of class folders into checksummed shards; docs/data.md describes them."""
+
+    pack: Pack = field(default_factory=Pack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Check every image of packed shards against its checksum."""
+
+    verify: Verify = field(default_factory=Verify)
 
 
 @dataclass(frozen=True, kw_only=True)

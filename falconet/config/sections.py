@@ -10,8 +10,10 @@ Auto = Literal["auto"]
 
 # The zoo's names, repeated here so that a typo is answered without importing torch; a test compares the two lists.
 MODELS = (
-    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50", "resnext101"),
+    *("resnet10", "resnet14", "resnet18", "resnet26", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("resnext14", "resnext26", "resnext50", "resnext101", "resnext152"),
     *(f"efficientnet-b{size}" for size in range(8)),
+    "efficientnet-cifar",
     *("mobilenet", "mobilenet-v3-small", "mobilenet-v3-large"),
     *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110)),
 )
@@ -47,6 +49,8 @@ class Model:
     """Groups of group norm; must divide the channels of every layer."""
     enable_fast_groupnorm: bool = False
     """Group norm by a fused kernel on CUDA; the same groups and checkpoints as without."""
+    norm_grouping: Literal["contiguous", "strided"] = "contiguous"
+    """Channels of a group: neighbours, or every G-th, as in the TensorFlow original (then without a fused kernel)."""
     disable_stable_batchnorm: bool = False
     """Batch norm's variance in one pass over the images: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
@@ -55,6 +59,28 @@ class Model:
     """EfficientNet: expansion of every stage after the first."""
     efficientnet_group_dim: Annotated[int, AtLeast(1)] = 1
     """EfficientNet: channels per group of the depthwise convolutions."""
+    efficientnet_dropout: Annotated[float, Between(0, 1)] | Auto = "auto"
+    """EfficientNet: dropout before the classifier; auto: by its size."""
+    efficientnet_drop_path: Annotated[float, Between(0, 1)] = 0.2
+    """EfficientNet: chance that the last block is skipped, growing from 0 at the first."""
+    efficientnet_se: bool = True
+    """EfficientNet: squeeze and excitation in every block."""
+    efficientnet_activation: Literal["silu", "relu"] = "silu"
+    """EfficientNet: the activation."""
+    efficientnet_depth_divisor: Annotated[int, AtLeast(1)] = 8
+    """EfficientNet: channels are multiples of this."""
+    efficientnet_top_width: Annotated[int, AtLeast(1)] = 1280
+    """EfficientNet: channels of the last convolution, before the width is applied."""
+    efficientnet_width: Annotated[float, MoreThan(0)] | Auto = "auto"
+    """EfficientNet: factor of all channels; auto: by its size."""
+    efficientnet_depth: Annotated[float, MoreThan(0)] | Auto = "auto"
+    """EfficientNet: factor of all repeats; auto: by its size."""
+    resnext_groups: Annotated[int, AtLeast(1)] = 32
+    """ResNeXt: groups of the middle convolutions."""
+    resnext_group_dim: Annotated[int, AtLeast(1)] = 4
+    """ResNeXt: channels per group in the first stage."""
+    bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
+    """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
     input_image_padding: bool = False
     """Give the first convolution a fourth, zero, input channel: the same function, sometimes faster."""
 
@@ -63,16 +89,16 @@ class Model:
 class Data:
     """Where images come from."""
 
-    data: Literal["digits", "cifar10", "cifar100", "folder", "generated", "synthetic"] = "digits"
-    """folder: train/ and val/, one folder a class; generated: random, by the host; synthetic: random, on the device."""
+    data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
+    """imagenet, folder: photos, layouts in docs/data.md; generated: random, by the host; synthetic: on the device."""
     data_dir: Path | None = None
-    """Where the data lies; without it, the environment variable DATA_DIR."""
+    """Where the data lies (--imagenet-data-path is the same); without it, the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
     """Classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks. Other data has its own."""
     iterations: Annotated[int, AtLeast(1)] = 100
-    """Updates in an epoch of generated or synthetic data."""
+    """Updates in an epoch of generated or synthetic data; in `bench infer` batches of any data."""
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -100,7 +126,9 @@ class Optimizer:
     momentum: Annotated[float, Between(0, 1)] = 0.9
     """Momentum of sgd, rmsprop and lars."""
     weight_decay: Annotated[float, AtLeast(0)] = 5e-4
-    """Decay of parameters with more than one dimension; biases and norms are not decayed."""
+    """Decay of the weights, added to the gradient (decoupled in adamw)."""
+    weight_decay_exclude: Literal["vectors", "norms", "nothing"] = "vectors"
+    """What is not decayed: biases and norms, norms alone, or nothing."""
     optimizer_eps: Annotated[float, AtLeast(0)] = 1e-8
     """Epsilon of adamw, rmsprop and lars."""
     rmsprop_decay: Annotated[float, Between(0, 1)] = 0.99
@@ -165,6 +193,8 @@ class Augmentation:
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
+    use_bbox_info: bool = False
+    """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0
@@ -221,6 +251,8 @@ class Logging:
     """Also write TensorBoard files into the run folder."""
     wandb: bool = False
     """Also log to Weights & Biases (WANDB_MODE=offline works)."""
+    profile: bool = False
+    """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
     wandb_project: str = "falconet"
     """Weights & Biases project."""
 
@@ -245,8 +277,12 @@ class Parallel:
 
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Copies of the model, one process each; auto: as many as torchrun, mpirun or srun started, else 1."""
+    pipeline_splits: tuple[str, ...] = ()
+    """Layers, such as layer3/0, with which a further stage begins, each in a process; auto:N finds N like ones."""
+    pipeline_schedule: Literal["grouped", "interleaved", "sequential"] = "grouped"
+    """grouped: all forward, then all backward; interleaved: by turns, in less memory; sequential: one at a time."""
     strict_devices: bool = False
-    """Refuse to run on fewer devices than replicas, instead of folding replicas into accumulation."""
+    """Refuse fewer devices than replicas x stages, instead of folding replicas into accumulation, stages into one."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0
     """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
     batchnorm_span: Annotated[int, AtLeast(1)] = 1
@@ -287,6 +323,8 @@ class Average:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
+    weight_avg_discard: Annotated[int, AtLeast(0)] = 0
+    """Leave out this many of the newest checkpoints first."""
     batchnorm_images: Annotated[int, AtLeast(0)] = 0
     """Re-estimate batch norm's statistics on this many training images; 0: average the statistics too."""
     validate: bool = False
@@ -298,6 +336,30 @@ class Doctor:
     """What is looked at."""
 
     distributed: bool = False
-    """Start processes and check every collective, averaged gradients, shared batch norm and divided checkpoints."""
+    """Start processes and check every collective, averaged gradients, shared batch norm, pipelines and checkpoints."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes for --distributed; auto: one a CUDA device, or 2 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """What is packed, and how."""
+
+    source: Path | None = None
+    """The folder with train/ and val/, one folder a class; also the first word of the command."""
+    target: Path | None = None
+    """The folder for the shards; also the second word."""
+    shard_size: Annotated[int, AtLeast(1)] = 2048
+    """Images in one shard; 2,048 photos of ImageNet are 220 MB."""
+    resize: Annotated[int, AtLeast(1)] | None = None
+    """Lossy: shrink photos to this short side in pixels and encode them anew, quality 90."""
+    workers: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Threads; auto: one a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """What is checked."""
+
+    source: Path | None = None
+    """The folder with the shards; also the first word of the command."""

@@ -13,6 +13,7 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
+SAME = {"imagenet-data-path": "data-dir"}  # other spellings of one option, all alike: the last one given holds
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -63,10 +64,10 @@ def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     return from_mapping(read_yaml(path), options, source=str(path))
 
 
-def read_yaml(path: Path) -> object:
+def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:
     """A YAML document with every scalar as it is spelled, so that `16.16` stays text and 1e-5 is not mistaken."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -121,11 +122,14 @@ def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str)
     for option in options:
         if option.lower() == name.lower():
             return option
+    if SAME.get(name) in options:
+        return SAME[name]
     raise ConfigError(f"{where}unknown option {dashes}{name}{_meant(name, options, dashes)}")
 
 
 def _meant(name: str, options: Mapping[str, Option], dashes: str) -> str:
-    return did_you_mean(dashes + name, [dashes + option for option in options])
+    spellings = [*options, *(other for other, option in SAME.items() if option in options)]
+    return did_you_mean(dashes + name, [dashes + option for option in spellings])
 
 
 def _check_count(setting: Setting, options: Mapping[str, Option], *, spelled: str) -> None:

@@ -1,12 +1,17 @@
 """From keyed draws to crop boxes, shifts and flips; and evaluation's fixed box."""
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
+from falconet.data.objects import BoxArray, Objects
+from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import BoolArray
+from falconet.errors import ConfigError
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 AUGMENTS: tuple[Augment, ...] = ("none", "shift", "shift-flip", "crop-flip")
@@ -16,6 +21,9 @@ AREA = (0.08, 1.0)  # share of the image a random crop covers
 RATIO = (3 / 4, 4 / 3)  # its width over its height
 ATTEMPTS = 10
 CROP_DRAWS = 2 * ATTEMPTS + 2  # area and ratio of each attempt, then the place down and right
+OBJECT_ATTEMPTS = 100  # to find a crop that overlaps an object
+OBJECT_COVERED = 0.1  # of the object's area, at the least
+OBJECT_DRAWS = 4  # of one attempt: area, ratio, place down, place right
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the original image
 
@@ -66,6 +74,36 @@ def random_resized_crop(widths: IntArray, heights: IntArray, draws: FloatArray) 
     return np.stack((x, y, x + box_widths, y + box_heights), axis=1)
 
 
+def object_crop(width: int, height: int, *, objects: BoxArray, draws: FloatArray) -> Box | None:
+    """The first of the drawn boxes that fits into the image and covers enough of an object, if one does.
+
+    The rule of TensorFlow's sample_distorted_bounding_box, with the areas and ratios of the plain random crop.
+    """
+    area, ratio, down, right = draws.T  # A each
+    share = AREA[0] + area * (AREA[1] - AREA[0])
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    across = np.exp(low + ratio * (high - low))
+    widths = np.rint(np.sqrt(width * height * share * across)).astype(np.int64)
+    heights = np.rint(np.sqrt(width * height * share / across)).astype(np.int64)
+    x0 = (right * (width - widths + 1)).astype(np.int64)
+    y0 = (down * (height - heights + 1)).astype(np.int64)
+    boxes = np.stack((x0, y0, x0 + widths, y0 + heights), axis=1)
+    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+    fits &= covered(boxes, objects * np.array([width, height, width, height])).max(axis=1) >= OBJECT_COVERED
+    if not fits.any():
+        return None
+    found: Box = tuple(boxes[np.argmax(fits)].tolist())
+    return found
+
+
+def covered(boxes: IntArray, objects: npt.NDArray[np.floating]) -> FloatArray:  # A x 4, M x 4 -> A x M
+    """The share of each object's area that lies within each box."""
+    low = np.maximum(boxes[:, None, :2], objects[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], objects[None, :, 2:])
+    within = np.clip(high - low, 0, None).prod(axis=-1)
+    return np.asarray(within / (objects[:, 2:] - objects[:, :2]).prod(axis=-1), np.float64)
+
+
 def shifts(indices: IntArray, *, side: int, seed: int, epoch: int) -> IntArray:  # N x 2: down, right
     """How far each image moves, up to an eighth of its side each way: padding with zeros and cropping back."""
     reach = max(1, side // 8)
@@ -78,3 +116,55 @@ def flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> Bool
     if augment not in FLIPPING:
         return np.zeros(len(indices), dtype=np.bool_)
     return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.FLIP, draws=1)[:, 0] < 0.5
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Crops:
+    """Which box of each photo is read, and whether it is mirrored: the same whoever decodes it."""
+
+    augment: Augment  # "none" or "crop-flip"
+    resize: int  # short side before evaluation's centre crop, pixels
+    size: int  # side of what is read, pixels
+    seed: int
+    objects: Objects | None = None  # what random crops must overlap
+
+    @classmethod
+    def of(cls, preprocessing: Preprocessing, *, augment: Augment, seed: int, objects: Objects | None) -> "Crops":
+        if augment not in ("none", "crop-flip"):
+            raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
+        size = preprocessing.image_size
+        return cls(augment=augment, resize=preprocessing.resize, size=size, seed=seed, objects=objects)
+
+    def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
+        return flips(self.augment, indices, seed=self.seed, epoch=epoch)
+
+    def boxes(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> FloatArray:  # N; N x (width, height); N x 4
+        if self.augment == "none":
+            fixed = [evaluation_box(*size, resize=self.resize, crop=self.size) for size in sizes.tolist()]
+            return np.array(fixed, np.float64).reshape(-1, 4)
+        widths, heights = sizes.T.astype(np.int64)
+        draws = crop_draws(indices, seed=self.seed, epoch=epoch)
+        boxes = random_resized_crop(widths, heights, draws).astype(np.float64)
+        if self.objects is not None:
+            for row, index in enumerate(indices.tolist()):
+                if len(self.objects[index]) > 0:
+                    boxes[row] = self._object_box(index, sizes[row].tolist(), epoch)
+        return boxes
+
+    def _object_box(self, index: int, size: list[int], epoch: int) -> Box:
+        """By ten attempts, which nearly always suffice, then by the rest of them; the whole image if all fail."""
+        assert self.objects is not None
+        width, height = size
+        for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
+            draws = uniform(
+                seed=self.seed,
+                epoch=epoch,
+                indices=np.array([index]),
+                purpose=Purpose.OBJECT_CROP,
+                draws=OBJECT_DRAWS * (last - first),
+                first=OBJECT_DRAWS * first,
+            ).reshape(-1, OBJECT_DRAWS)
+            box = object_crop(width, height, objects=self.objects[index], draws=draws)
+            if box is not None:
+                return box
+        return (0.0, 0.0, float(width), float(height))

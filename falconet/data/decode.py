@@ -99,19 +99,19 @@ class BadImages:
         self.allowed = allowed
         self._note = note
         self._count = count or (lambda _: len(self._seen))
-        self._seen: set[Path] = set()
+        self._seen: set[str] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def add(self, path: Path, reason: str) -> None:
+    def add(self, where: str, reason: str) -> None:
         with self._lock:
-            if path in self._seen:
+            if where in self._seen:
                 return
-            self._seen.add(path)
-            count = self._count(str(path))
-            what = f"{path}: cannot be decoded ({reason})"
+            self._seen.add(where)
+            count = self._count(where)
+            what = f"{where}: cannot be decoded ({reason})"
             if count > self.allowed:
                 images = "1 bad image" if count == 1 else f"{count} bad images"
                 raise DataError(f"{what}; {images}, --bad-images-allowed {self.allowed}")

@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     CUTMIX = 5
     GENERATE = 6
     SPLIT = 7
+    OBJECT_CROP = 8
 
 
 def _finalise_int(word: int) -> int:

@@ -174,6 +174,20 @@ class SyntheticLoader:
         """Nothing is open."""
 
 
+class IdleLoader:
+    """As many updates as the other loaders, without micro-batches: for stages that are given activations instead."""
+
+    def __init__(self, images: int, *, shape: BatchShape) -> None:
+        self.updates_per_epoch = images // shape.global_batch
+
+    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, every epoch is the same
+        for _ in range(skip, self.updates_per_epoch):
+            yield []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class _MicroBatch(Job[Batch]):
     """One micro-batch being read, in parts of as many rows as the reader likes to read at once."""
 

@@ -118,22 +118,32 @@ def apply(images: Tensor, labels: Tensor, mix: Mix | None, *, classes: int) -> t
     An image labelled -1 gets a row of zeros, and what it lends to a partner counts for nothing. Shapes are static and
     the device is not asked for numbers: this can be captured in a graph.
     """
-    targets = one_hot(labels, classes=classes)
-    if mix is None:
-        return images, targets
-    weights = mix.mixup[:, None]
-    images = torch.lerp(_rolled(images, 1), images, weights[:, :, None, None].to(images.dtype))
-    targets = torch.lerp(_rolled(targets, 1), targets, weights)
+    return mixed_images(images, mix), mixed_targets(labels, mix, classes=classes, side=images.shape[-1])
 
+
+def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
+    """The images' half of `apply`."""
+    if mix is None:
+        return images
+    images = torch.lerp(_rolled(images, 1), images, mix.mixup[:, None, None, None].to(images.dtype))
     height, width = images.shape[-2:]
     top, bottom, left, right = mix.box.unbind()
     rows = torch.arange(height, device=images.device)[:, None]
     columns = torch.arange(width, device=images.device)[None, :]
     inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)  # H x W
-    images = torch.where(inside, _rolled(images, 2), images)
-    kept = 1 - (bottom - top) * (right - left) / (height * width)
+    return torch.where(inside, _rolled(images, 2), images)
+
+
+def mixed_targets(labels: Tensor, mix: Mix | None, *, classes: int, side: int) -> Tensor:
+    """The targets' half of `apply`, for images of side x side pixels."""
+    targets = one_hot(labels, classes=classes)
+    if mix is None:
+        return targets
+    targets = torch.lerp(_rolled(targets, 1), targets, mix.mixup[:, None])
+    top, bottom, left, right = mix.box.unbind()
+    kept = 1 - (bottom - top) * (right - left) / (side * side)
     targets = torch.lerp(_rolled(targets, 2), targets, kept)
-    return images, targets * (labels >= 0)[:, None]
+    return targets * (labels >= 0)[:, None]
 
 
 def _rolled(batch: Tensor, by: int) -> Tensor:

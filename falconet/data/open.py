@@ -1,16 +1,27 @@
 """A source by the name of its kind."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from falconet.data.source import Splits
-from falconet.data.sources import cifar, digits, folder, generated
+from falconet.data.sources import boxes, cifar, digits, generated, photos
 from falconet.errors import ConfigError, DataError, did_you_mean
 
-KINDS = ("digits", "cifar10", "cifar100", "folder", "generated", "synthetic")
+KINDS = ("digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic")
 
 
-def open_source(kind: str, *, data_dir: Path | None, image_size: int, classes: int, images: int, seed: int) -> Splits:
-    """The splits of a kind; image size, classes, images and seed only concern the random ones.
+@dataclass(frozen=True, kw_only=True)
+class RandomImages:
+    """What images are like that are made up."""
+
+    image_size: int  # side, pixels
+    classes: int
+    images: int  # to train on
+    seed: int
+
+
+def open_source(kind: str, *, data_dir: Path | None, random: RandomImages, use_objects: bool = False) -> Splits:
+    """The splits of a kind; `random` only concerns those that are made up, and `use_objects` photos.
 
     "synthetic" has the labels and classes of "generated"; its images never leave the device (see SyntheticLoader).
     """
@@ -20,10 +31,13 @@ def open_source(kind: str, *, data_dir: Path | None, image_size: int, classes: i
         return cifar.load(data_dir, kind="cifar10")
     if kind == "cifar100":
         return cifar.load(data_dir, kind="cifar100")
-    if kind == "folder":
+    if kind in ("imagenet", "folder"):
         if data_dir is None:
-            raise DataError("folder: no data folder given; --data-dir (or DATA_DIR) names one with train/ and val/")
-        return folder.load(data_dir)
+            raise DataError(f"{kind}: no data folder given; --data-dir (or DATA_DIR) names one with train/ and val/")
+        splits = photos.load(data_dir)
+        return boxes.with_objects(splits, data_dir) if use_objects else boxes.without_objects(splits)
     if kind in ("generated", "synthetic"):
-        return generated.make(images=images, image_size=image_size, classes=classes, seed=seed)
+        return generated.make(
+            images=random.images, image_size=random.image_size, classes=random.classes, seed=random.seed
+        )
     raise ConfigError(f"data: got '{kind}', wanted one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")

@@ -7,13 +7,12 @@ from PIL import Image
 
 from falconet.data import augment as augmenting
 from falconet.data import native
-from falconet.data.augment import Augment, Box
+from falconet.data.augment import Augment, Box, Crops
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.source import ArraySource, BoolArray, FileSource, PixelArray, Source
-from falconet.errors import ConfigError
+from falconet.data.source import ArraySource, BoolArray, PhotoSource, PixelArray, Source
 
 
 class Reader(Protocol):
@@ -85,37 +84,30 @@ class ArrayReader:
 
 
 class FileReader:
-    """Image files, decoded by Pillow, which lets other threads run meanwhile."""
+    """Encoded images, in files or shards, decoded by Pillow, which lets other threads run meanwhile."""
 
     rows = 8  # about 20 ms of decoding: fine enough to keep every thread busy to the end of a batch
 
     def __init__(
-        self, source: FileSource, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages
+        self, source: PhotoSource, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages
     ) -> None:
-        if augment not in ("none", "crop-flip"):
-            raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
         self.size = preprocessing.image_size
-        self._source, self._resize = source, preprocessing.resize
-        self._augment, self._seed, self._bad = augment, seed, bad
+        self._crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects)
+        self._source, self._bad = source, bad
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
-        draws = augmenting.crop_draws(indices, seed=self._seed, epoch=epoch)
-        flips = augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
+        flips = self._crops.flips(indices, epoch=epoch)
         read = np.ones(len(indices), dtype=np.bool_)
         for row, index in enumerate(indices.tolist()):
-            path = self._source.path(index)
             try:
-                image = open_rgb(path)
+                image = open_rgb(self._source.opened(index))
             except UnreadableImageError as error:
-                self._bad.add(path, str(error))
+                self._bad.add(self._source.where(index), str(error))
                 out[row] = 0
                 read[row] = False
                 continue
-            if self._augment == "crop-flip":
-                sizes = np.array([image.width]), np.array([image.height])
-                box: Box = tuple(augmenting.random_resized_crop(*sizes, draws[row : row + 1])[0].tolist())
-            else:
-                box = augmenting.evaluation_box(image.width, image.height, resize=self._resize, crop=self.size)
+            size = np.array([[image.width, image.height]])
+            box: Box = tuple(self._crops.boxes(indices[row : row + 1], size, epoch=epoch)[0].tolist())
             out[row] = resized(image, box, size=self.size, flip=bool(flips[row]))
         return read
 

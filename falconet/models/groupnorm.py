@@ -27,6 +27,39 @@ class FastGroupNorm(nn.GroupNorm):
         return out
 
 
+class StridedGroupNorm(nn.GroupNorm):
+    """Group norm over every G-th channel, as TensorFlow's IPU programs group them: channel c is in group c mod G.
+
+    Parameters are in the order of the channels, in fp32 arithmetic whatever the type of the input.
+    """
+
+    def __init__(
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device=device)
+        self.drop: nn.Module = nn.Identity()
+        self.act: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
+        y = strided_group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
+        out: Tensor = self.act(self.drop(y))
+        return out
+
+
+def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """Group norm of the groups c mod G; the same memory format comes out."""
+    with torch.autocast(x.device.type, enabled=False):
+        count, channels, height, width = x.shape
+        split = x.float().view(count, channels // groups, groups, height, width)  # a view in both memory formats
+        variance, mean = torch.var_mean(split, dim=(1, 3, 4), correction=0, keepdim=True)
+        y: Tensor = ((split - mean) * torch.rsqrt(variance + eps)).flatten(1, 2)
+        if weight is not None:
+            y = y * weight.float().view(-1, 1, 1)
+        if bias is not None:
+            y = y + bias.float().view(-1, 1, 1)
+        return y.to(x.dtype)
+
+
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """The fused kernel where it can run, else the plain function it equals."""
     fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0

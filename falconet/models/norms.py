@@ -8,7 +8,7 @@ from timm.layers.norm_act import BatchNormAct2d, GroupNormAct
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.models.groupnorm import FastGroupNorm
+from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
 from falconet.models.onepass import OnePassBatchNorm2d
 
 
@@ -21,6 +21,7 @@ class Norm:
     groups: int = 32  # group norm only
     momentum: float | None = None  # batch norm only: the weight of the newest batch in the running statistics
     fast: bool = False  # group norm only: the fused kernel
+    strided: bool = False  # group norm only: every G-th channel in a group, instead of neighbours
     stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
 
 
@@ -50,8 +51,9 @@ def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
     """Group norm in the place of `layer`, with its very parameters: zero-initialised ones stay zero."""
     eps = layer.eps if norm.eps is None else norm.eps
     group: nn.GroupNorm
-    if norm.fast:
-        group = FastGroupNorm(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
+    if norm.fast or norm.strided:
+        kind = StridedGroupNorm if norm.strided else FastGroupNorm  # the kernel knows neighbours alone
+        group = kind(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
         if isinstance(layer, BatchNormAct2d):
             group.drop, group.act = layer.drop, layer.act
     elif isinstance(layer, BatchNormAct2d):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import timm
 import torch
@@ -10,26 +11,17 @@ from timm.models.efficientnet import EfficientNet
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, norms, surgery
+from falconet.models import cifar, norms, residual, surgery
 from falconet.models.norms import Norm
+from falconet.models.residual import ResidualShape
 
 TIMM_PREFIX = "timm:"
 
-_RESIDUAL = {
-    "resnet18": "resnet18",
-    "resnet34": "resnet34",
-    "resnet50": "resnet50",
-    "resnet101": "resnet101",
-    "resnet152": "resnet152",
-    "resnext50": "resnext50_32x4d",
-    "resnext101": "resnext101_32x4d",
-}
 _MOBILE = {
     "mobilenet": "mobilenetv2_100",
     "mobilenet-v3-small": "mobilenetv3_small_100",
     "mobilenet-v3-large": "mobilenetv3_large_100",
 }
-_TIMM_NAMES = _RESIDUAL | _MOBILE
 
 # The module before the classifier, where timm calls dropout as a function that torch.fx would freeze.
 _BEFORE_CLASSIFIER = {"mobilenet": "global_pool", "mobilenet-v3-small": "flatten", "mobilenet-v3-large": "flatten"}
@@ -46,6 +38,7 @@ class _Size:
     depth: float
     side: int  # pixels
     dropout: float
+    small: bool = False  # for images of 32 x 32: strides neither in the stem nor in the second stage
 
 
 _EFFICIENTNETS = {
@@ -57,10 +50,9 @@ _EFFICIENTNETS = {
     "efficientnet-b5": _Size(1.6, 2.2, 456, 0.4),
     "efficientnet-b6": _Size(1.8, 2.6, 528, 0.5),
     "efficientnet-b7": _Size(2.0, 3.1, 600, 0.5),
+    "efficientnet-cifar": _Size(0.5, 1.0, 32, 0.0, small=True),
 }
-_DROP_PATH = 0.2  # at the last block, growing linearly from 0 at the first
 _STEM_CHANNELS = 32
-_HEAD_CHANNELS = 1280
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +61,17 @@ class EfficientNetShape:
 
     expand_ratio: int = 6  # of every stage after the first
     group_dim: int = 1  # channels per group of the depthwise convolutions
+    dropout: float | None = None  # before the classifier; None: by the size
+    drop_path: float = 0.2  # at the last block, growing linearly from 0 at the first
+    se: bool = True  # squeeze and excitation
+    activation: Literal["silu", "relu"] = "silu"
+    divisor: int = 8  # of the channels
+    top_width: int = 1280  # channels of the last convolution, before the width
+    width: float | None = None  # factor of the channels; None: by the size
+    depth: float | None = None  # factor of the repeats; None: by the size
 
 
+Shape = EfficientNetShape | ResidualShape
 _TAN_AND_LE = EfficientNetShape()
 _AS_BUILT = Norm()
 
@@ -81,16 +82,15 @@ def build(
     classes: int,
     seed: int,
     norm: Norm = _AS_BUILT,
-    efficientnet: EfficientNetShape = _TAN_AND_LE,
+    shape: Shape | None = None,
     padded_input: bool = False,
 ) -> nn.Module:
     """A new fp32 model on the CPU, channels last; its weights depend on `seed` and nothing else."""
     _check_name(name)
-    if name not in _EFFICIENTNETS:
-        _check_shape_unasked(efficientnet, name=name)
+    _check_shape(shape, name=name)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
-        model = _create(name, classes=classes, efficientnet=efficientnet)
+        model = _create(name, classes=classes, shape=shape)
     norms.apply(model, norm)
     if padded_input:
         surgery.pad_input(model)
@@ -99,7 +99,7 @@ def build(
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*_RESIDUAL, *_EFFICIENTNETS, *_MOBILE, *_CIFAR_DEPTHS)
+    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *_CIFAR_DEPTHS)
 
 
 def image_size(name: str) -> int:
@@ -109,7 +109,7 @@ def image_size(name: str) -> int:
         return _EFFICIENTNETS[name].side
     if name in _CIFAR_DEPTHS:
         return 32
-    if name in _TIMM_NAMES:
+    if name in residual.NAMES or name in _MOBILE:
         return 224
     timm_config = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     assert timm_config is not None  # only a model missing from timm's list may have none
@@ -124,12 +124,17 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _create(name: str, *, classes: int, efficientnet: EfficientNetShape) -> nn.Module:
+def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
     if name in _EFFICIENTNETS:
-        return _create_efficientnet(_EFFICIENTNETS[name], shape=efficientnet, classes=classes)
+        own = shape if isinstance(shape, EfficientNetShape) else _TAN_AND_LE
+        return _create_efficientnet(_EFFICIENTNETS[name], shape=own, classes=classes)
+    if name in residual.NAMES:
+        return residual.create(
+            name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else ResidualShape()
+        )
     if name in _CIFAR_DEPTHS:
         return cifar.CifarResNet(_CIFAR_DEPTHS[name], classes=classes)
-    timm_name = _TIMM_NAMES.get(name, name.removeprefix(TIMM_PREFIX))
+    timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
     model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
     if name in _BEFORE_CLASSIFIER:
         _append_dropout(model, after=_BEFORE_CLASSIFIER[name], rate=_MOBILENET_DROPOUT)
@@ -140,19 +145,22 @@ def _create_efficientnet(size: _Size, *, shape: EfficientNetShape, classes: int)
     """timm's EfficientNet from an architecture of our own, because timm's builders fix the expand ratio."""
     assert shape.expand_ratio >= 1
     assert shape.group_dim >= 1
-    expand = shape.expand_ratio
+    expand, se = shape.expand_ratio, "_se0.25" if shape.se else ""
+    stride = 1 if size.small else 2
+    width = size.width if shape.width is None else shape.width
     # ds: depthwise separable; ir: inverted residual; r: repeats; k: kernel; s: stride; e: expand; c: channels out
     stages = [
-        ["ds_r1_k3_s1_e1_c16_se0.25"],
-        [f"ir_r2_k3_s2_e{expand}_c24_se0.25"],
-        [f"ir_r2_k5_s2_e{expand}_c40_se0.25"],
-        [f"ir_r3_k3_s2_e{expand}_c80_se0.25"],
-        [f"ir_r3_k5_s1_e{expand}_c112_se0.25"],
-        [f"ir_r4_k5_s2_e{expand}_c192_se0.25"],
-        [f"ir_r1_k3_s1_e{expand}_c320_se0.25"],
+        [f"ds_r1_k3_s1_e1_c16{se}"],
+        [f"ir_r2_k3_s{stride}_e{expand}_c24{se}"],
+        [f"ir_r2_k5_s2_e{expand}_c40{se}"],
+        [f"ir_r3_k3_s2_e{expand}_c80{se}"],
+        [f"ir_r3_k5_s1_e{expand}_c112{se}"],
+        [f"ir_r4_k5_s2_e{expand}_c192{se}"],
+        [f"ir_r1_k3_s1_e{expand}_c320{se}"],
     ]
-    rounded = partial(round_channels, multiplier=size.width)
-    block_args = decode_arch_def(stages, size.depth)  # type: ignore[no-untyped-call]
+    rounded = partial(round_channels, multiplier=width, divisor=shape.divisor)
+    depth = size.depth if shape.depth is None else shape.depth
+    block_args = decode_arch_def(stages, depth)  # type: ignore[no-untyped-call]
     channels = rounded(_STEM_CHANNELS)
     for block in (block for stage in block_args for block in stage):
         expanded = channels * int(block.get("exp_ratio", 1))
@@ -162,13 +170,15 @@ def _create_efficientnet(size: _Size, *, shape: EfficientNetShape, classes: int)
         block_args,
         num_classes=classes,
         stem_size=_STEM_CHANNELS,
-        num_features=rounded(_HEAD_CHANNELS),
+        num_features=rounded(shape.top_width),
         round_chs_fn=rounded,
-        act_layer=nn.SiLU,
+        act_layer=nn.SiLU if shape.activation == "silu" else nn.ReLU,
         norm_layer=nn.BatchNorm2d,
-        drop_path_rate=_DROP_PATH,
+        drop_path_rate=shape.drop_path,
     )
-    _append_dropout(model, after="global_pool", rate=size.dropout)
+    if size.small:
+        model.get_submodule("conv_stem").stride = (1, 1)  # type: ignore[assignment]  # a convolution
+    _append_dropout(model, after="global_pool", rate=size.dropout if shape.dropout is None else shape.dropout)
     return model
 
 
@@ -201,11 +211,9 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"--model: '{name}' is not a model of timm{meant}")
 
 
-def _check_shape_unasked(shape: EfficientNetShape, *, name: str) -> None:
-    asked = {
-        f"--efficientnet-expand-ratio {shape.expand_ratio}": shape.expand_ratio != _TAN_AND_LE.expand_ratio,
-        f"--efficientnet-group-dim {shape.group_dim}": shape.group_dim != _TAN_AND_LE.group_dim,
-    }
-    for option, given in asked.items():
-        if given:
-            raise ConfigError(f"{option}: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
+def _check_shape(shape: Shape | None, *, name: str) -> None:
+    """A model must not seem to have a shape that it cannot have."""
+    if isinstance(shape, EfficientNetShape) and name not in _EFFICIENTNETS:
+        raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
+    if isinstance(shape, ResidualShape) and name not in residual.NAMES:
+        raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")

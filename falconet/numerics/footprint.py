@@ -1,7 +1,7 @@
 """How much memory a model's activations take, block by block, found without computing anything."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
-from falconet.numerics.segments import computed, name_of, owner, trace
+from falconet.numerics.segments import computed, last_nodes, name_of, owner, trace
 
 Storages = Mapping[int, int]  # bytes by storage
 
@@ -33,6 +33,18 @@ class Footprint:
     def candidates(self) -> range:
         """Blocks that may be recomputed: not the last, whose backward pass comes at once."""
         return range(len(self.blocks) - 1)
+
+    @property
+    def every(self) -> frozenset[int]:
+        """All blocks, for a stage of a pipeline: other micro-batches run before its backward pass."""
+        return frozenset(range(len(self.blocks)))
+
+    def stored(self, recomputed: frozenset[int]) -> int:
+        """Bytes of a micro-batch between its forward and its backward pass."""
+        kept: dict[int, int] = {}
+        for number, block in enumerate(self.blocks):
+            kept.update(block.entering if number in recomputed else block.needed)
+        return _bytes(kept)
 
     def name(self, block: int) -> str:
         return self.blocks[block].layers[-1]
@@ -61,22 +73,33 @@ class Footprint:
         return names
 
 
-def measure(model: nn.Module, example: Tensor) -> Footprint:
-    """The footprint of a training forward pass on a micro-batch of the example's shape and type."""
-    traced = trace(copy.deepcopy(model).to("meta", example.dtype).train())
+def measure(model: nn.Module, *examples: Tensor, stored: Sequence[str] | None = None) -> Footprint:
+    """The footprint of a training forward pass on a micro-batch of the examples' shape and type.
+
+    `stored`: names of the layers that blocks end with, as far as the model has them; None: where one value passes.
+    """
+    copied = copy.deepcopy(model).to("meta", examples[0].dtype).train()
+    traced = trace(copied)
     meter = _Meter(traced)
-    images = torch.empty_like(example, device="meta")
+    given = [torch.empty_like(example, device="meta") for example in examples]
     with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda packed: packed):
-        meter.run(images)
+        meter.run(*given)
     blocks: list[Block] = []
-    entering = _storages([images])
-    for nodes in _blocks(traced):
+    entering = _storages(given)
+    last = last_nodes(traced, copied)
+    ends = None if stored is None else {last[name] for name in stored if name in last}
+    done: list[fx.Node] = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for nodes in _blocks(traced) if ends is None else _between(traced, ends):
         needed: dict[int, int] = {}
         for node in nodes:
             needed.update(meter.saved[node])
         layers = tuple(name_of(node) for node in nodes if node.op != "get_attr")
         blocks.append(Block(layers, needed, entering))
-        entering = meter.given[nodes[-1]]
+        done += nodes
+        entering = {}
+        for node in done:
+            if not set(done).issuperset(node.users):
+                entering.update(meter.given[node])
     return Footprint(tuple(blocks))
 
 
@@ -118,6 +141,16 @@ def _blocks(traced: fx.GraphModule) -> list[list[fx.Node]]:
         if following is not None and passing == [node] and _ends_block(node, following):
             blocks.append([])
     return blocks
+
+
+def _between(traced: fx.GraphModule, ends: Collection[fx.Node]) -> list[list[fx.Node]]:
+    """Nodes up to each of the ends."""
+    blocks: list[list[fx.Node]] = [[]]
+    for node in computed(traced):
+        blocks[-1].append(node)
+        if node in ends:
+            blocks.append([])
+    return [block for block in blocks if block]
 
 
 def _ends_block(node: fx.Node, following: fx.Node) -> bool:

@@ -59,10 +59,14 @@ class Regime:
 
     def run(self, model: nn.Module, images: Tensor) -> Tensor:
         """The logits of normalised images."""
-        # Half weights are used as they are, others are cast on the way; the cache of casts would outlive an update.
-        with torch.autocast(images.device.type, self.compute, enabled=self._uses_autocast(images.device)):
+        with self.computing(images.device):
             logits: Tensor = model(images)
         return logits.float()
+
+    def computing(self, device: torch.device) -> torch.autocast:
+        """Within it, forward passes compute in the regime's format."""
+        # Half weights are used as they are, others are cast on the way; the cache of casts would outlive an update.
+        return torch.autocast(device.type, self.compute, enabled=self._uses_autocast(device))
 
     def describe(self, device: torch.device) -> str:
         """One line for the plan."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from falconet.errors import ConfigError
 from falconet.numerics.footprint import measure
-from falconet.numerics.segments import computed, cut, is_random, name_of, owner, trace
+from falconet.numerics.segments import computed, cut, is_random, last_nodes, trace
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -40,16 +40,39 @@ def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     norm counts each micro-batch once. Only training with gradients is different. To be called when the model lies on
     its device.
     """
-    traced = trace(model)
-    last = _last_nodes(traced, model)
+    matched = matching(model, patterns)
+    segments = _segments(model, matched)
+    # Behind the last stored output the backward pass begins at once.
+    _run_in(model, (*segments[:-1], segments[-1].piece))
+    return matched
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The layers whose names match, each pattern at least one."""
+    names = list(last_nodes(trace(model), model))
     for pattern in patterns:
-        _check_pattern(pattern, list(last))
-    matched = [name for name in last if any(re.fullmatch(pattern, name) for pattern in patterns)]
-    pieces = cut(traced, (last[name] for name in matched))
-    model._segments = tuple(_Segment.of(piece) for piece in pieces)  # type: ignore[assignment]
+        _check_pattern(pattern, names)
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def recompute_stage(stage: nn.Module, stored: Sequence[str]) -> None:
+    """The same for a stage of a pipeline, with the names of the stored layers.
+
+    Its last segment is recomputed as well: other micro-batches run before the backward pass of this one.
+    """
+    _run_in(stage, _segments(stage, stored))
+
+
+def _segments(model: nn.Module, stored: Sequence[str]) -> list["_Segment"]:
+    traced = trace(model)
+    last = last_nodes(traced, model)
+    return [_Segment.of(piece) for piece in cut(traced, (last[name] for name in stored if name in last))]
+
+
+def _run_in(model: nn.Module, segments: Sequence[Any]) -> None:
+    model._segments = tuple(segments)  # type: ignore[assignment]
     # Bound to the model, so that a copy of the model runs its own layers.
     model.forward = MethodType(_forward, model)
-    return matched
 
 
 @dataclass(frozen=True)
@@ -117,7 +140,7 @@ def _forward(model: nn.Module, *values: Any) -> Any:
     segments: Any = model._segments
     for segment in segments[:-1]:
         values = segment(*values)
-    return segments[-1].piece(*values)
+    return segments[-1](*values)
 
 
 @contextlib.contextmanager
@@ -135,20 +158,6 @@ def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
     finally:
         for norm, buffers in zip(training, kept, strict=True):
             norm._buffers.update(buffers)
-
-
-def _last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
-    """For every layer that computes, by name, the node that gives its output."""
-    last: dict[str, fx.Node] = {}
-    for node in computed(traced):
-        if node.op == "get_attr":
-            continue
-        last[name_of(node)] = node
-        parts = owner(node).split(".") if owner(node) else []
-        for depth in range(1, len(parts) + 1):
-            last["/".join(parts[:depth])] = node
-    order = {name.replace(".", "/"): place for place, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(last.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:

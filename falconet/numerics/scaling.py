@@ -104,28 +104,32 @@ class AutomaticScale(_Remembered):
         initial: float = 1.0,
         period: int = 1,  # updates between changes
         bounds: tuple[float, float] = (2.0**-15, 2.0**15),
-        sum: Callable[[Tensor], Tensor] = lambda counts: counts,  # over the replicas
+        sum: Callable[[Tensor], Tensor] = lambda counts: counts,  # over the replicas and their stages
     ) -> None:
         super().__init__(initial, device=device)
         assert period >= 1
         self._edge = EDGE * torch.finfo(dtype).max
         self._period, self._bounds, self._sum = period, bounds, sum
-        self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # above the edge (or skipped), all
+        self.counts = torch.zeros(
+            2, dtype=torch.float64, device=device
+        )  # above the edge (or skipped), all; of everybody
+        self._own = torch.zeros_like(self.counts)  # of this process, in this update
 
     def before(self, update: int) -> None: ...
 
     @torch.no_grad()
     def watch(self, grads: Sequence[Tensor]) -> None:
         for _, same in _by_type(grads):
-            self.counts[0] += _count_above(same, self._edge)
-        self.counts[1] += sum(grad.numel() for grad in grads)
+            self._own[0] += _count_above(same, self._edge)
+        self._own[1] += sum(grad.numel() for grad in grads)
 
     @torch.no_grad()
     def after(self, found: Tensor) -> None:
         super().after(found)
+        self.counts += self._sum(self._own)
         self.counts[0] += found * _ALL
-        total = self._sum(self.counts.clone())
-        down = total[0] > SHARE * total[1]
+        self._own.zero_()
+        down = self.counts[0] > SHARE * self.counts[1]
         changed = torch.where(down, self.value * 0.5, self.value * 2.0).clamp(*self._bounds)
         due = self.updates % self._period == 0
         self.value.copy_(torch.where(due, changed, self.value))

@@ -1,8 +1,9 @@
-"""A traced model cut into segments, each of which can be run again."""
+"""A traced model cut into pieces: segments that can be run again, or the stages of a pipeline."""
 
 import operator
 from collections.abc import Iterable, Sequence
 
+from timm.layers.drop import DropPath
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -11,26 +12,31 @@ from falconet.errors import ConfigError
 # What gives its argument, or a view of it, back: through them a change in place reaches the argument.
 _VIEWS = {"view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split"}
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, DropPath)
 
 
 class _Tracer(fx.Tracer):
-    """Norms stay whole: fx would look into subclasses of torch's own, and run what they count."""
+    """Norms, and layers without layers in them, stay whole.
+
+    fx would look into all that is not torch's own: it would run what norms count, and freeze whether a layer trains.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _BatchNorm | nn.GroupNorm) or super().is_leaf_module(m, module_qualified_name)
+        whole = isinstance(m, _BatchNorm | nn.GroupNorm) or next(m.children(), None) is None
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
+def trace(model: nn.Module, *, training: bool = True, wanted_by: str = "--recompute-mode") -> fx.GraphModule:
     """The model as it trains, for one tensor; it shares the model's modules."""
     if isinstance(model, fx.GraphModule):
         return model
     modes = {module: module.training for module in model.modules()}
-    model.train()  # functions like dropout are traced in the mode they find
+    model.train(training)  # functions like dropout are traced in the mode they find
     try:
         return fx.GraphModule(model, _Tracer().trace(model))
-    except fx.proxy.TraceError as error:
-        raise ConfigError(f"--recompute-mode: {type(model).__name__} cannot be traced: {error}") from error
+    except (fx.proxy.TraceError, TypeError) as error:  # TypeError: where a traced value is used as a number
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{wanted_by}: {type(model).__name__} cannot be traced: {reason}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -76,6 +82,20 @@ def cut(traced: fx.GraphModule, after: Iterable[fx.Node]) -> list[fx.GraphModule
 
 def computed(traced: fx.GraphModule) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
+    """For every layer that computes, by name, the node that gives its output."""
+    last: dict[str, fx.Node] = {}
+    for node in computed(traced):
+        if node.op == "get_attr":
+            continue
+        last[name_of(node)] = node
+        parts = owner(node).split(".") if owner(node) else []
+        for depth in range(1, len(parts) + 1):
+            last["/".join(parts[:depth])] = node
+    order = {name.replace(".", "/"): place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(last.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def is_random(piece: fx.GraphModule) -> bool:
@@ -135,8 +155,9 @@ def _works_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 def _is_view(traced: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return isinstance(
-            traced.get_submodule(str(node.target)), nn.Identity | nn.Flatten | nn.modules.dropout._DropoutNd
-        )
+        layer = traced.get_submodule(str(node.target))
+        # Of a layer that is not torch's own nothing is known: it may give back what it was given.
+        foreign = not type(layer).__module__.startswith("torch.nn")
+        return foreign or isinstance(layer, nn.Identity | nn.Flatten | nn.modules.dropout._DropoutNd)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name in _VIEWS or node.target is operator.getitem

@@ -6,6 +6,7 @@ from typing import Any, Literal, assert_never
 import torch
 from timm.optim.rmsprop_tf import RMSpropTF
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from falconet.numerics.rounding import Rounding
 from falconet.optim.combined import CombinedSGD
@@ -23,6 +24,7 @@ class UpdateRule:
     eps: float = 1e-8  # all but sgd
     rmsprop_decay: float = 0.99  # of the average of squared gradients
     lars_trust: float = 0.001
+    undecayed: frozenset[str] | None = None  # names of parameters without weight decay; None: those of one dimension
 
 
 def build(model: nn.Module, rule: UpdateRule) -> torch.optim.Optimizer:
@@ -70,7 +72,7 @@ def build_scaled(model: nn.Module, rule: UpdateRule, *, rounding: Rounding | Non
 
 def _groups(model: nn.Module, rule: UpdateRule) -> list[dict[str, Any]]:
     """Decayed parameters and the others; `adapts` is read by LARS alone."""
-    decayed, plain = decay_groups(model)
+    decayed, plain = decay_groups(model, rule.undecayed)
     assert decayed or plain, "the model has no trainable parameter"
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": rule.weight_decay, "adapts": True},
@@ -79,10 +81,32 @@ def _groups(model: nn.Module, rule: UpdateRule) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters that are decayed, and those that are not (biases, norm scales and shifts)."""
-    trainable = [p for p in model.parameters() if p.requires_grad]  # a tied parameter comes once
-    return [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
+def decay_groups(
+    model: nn.Module, undecayed: frozenset[str] | None = None
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters that are decayed, and those that are not: by name, or else those of one dimension."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}  # a tied parameter comes once
+    if undecayed is None:
+        plain = {name for name, p in trainable.items() if p.ndim <= 1}
+    else:  # pieces of divided parameters are called layer1|0|conv1|weight
+        plain = {name for name in trainable if name.replace("|", ".") in undecayed}
+    return (
+        [p for name, p in trainable.items() if name not in plain],
+        [p for name, p in trainable.items() if name in plain],
+    )
+
+
+def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "nothing"]) -> frozenset[str] | None:
+    """Whom `--weight-decay-exclude` spares: every vector, the scales and shifts of norms alone, or nothing."""
+    if exclude == "vectors":
+        return None
+    norms = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if exclude == "norms" and isinstance(module, norms)
+        for name, _ in module.named_parameters(recurse=False)
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,6 +1,7 @@
 """Batch norm whose batch is that of several replicas; one code for CPU and CUDA (torch's own refuses CPU tensors)."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -56,9 +57,10 @@ def span_batchnorm(model: nn.Module, world: World, *, span: int) -> nn.Module:
 
 
 def _own_group(world: Processes, span: int) -> dist.ProcessGroup:
-    """Ours of all groups; every process takes part in making every one, in the same order."""
-    groups = [dist.new_group(list(range(begin, begin + span))) for begin in range(0, world.size, span)]
-    own = groups[world.rank // span]
+    """Ours of all groups; only its members take part in making it, because other stages have other layers."""
+    begin = world.rank // span * span
+    ranks = [world.global_rank(rank) for rank in range(begin, begin + span)]
+    own = dist.new_group(ranks, use_local_synchronization=True, timeout=timedelta(seconds=world.timeout))
     assert isinstance(own, dist.ProcessGroup)
     return own
 

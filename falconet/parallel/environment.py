@@ -49,6 +49,12 @@ def speaks(environment: Mapping[str, str], message: str) -> bool:
     return place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: ")
 
 
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is the process that shows how far things have come."""
+    place = find_place(environment)
+    return place is None or place.rank == 0
+
+
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
     """Cores for this process, of the `host`'s cores and of its `own` affinity.
 

@@ -30,6 +30,7 @@ class Processes(World):
 
     store: Store = field(repr=False)
     host: dist.ProcessGroup = field(repr=False)  # for what is on the host, whatever the device
+    group: dist.ProcessGroup | None = field(default=None, repr=False)  # for what is on the device; None: all processes
     alive: Liveness = field(repr=False)
     timeout: float  # seconds
 
@@ -42,7 +43,7 @@ class Processes(World):
     def broadcast(self, values: Tensor) -> Tensor:
         received = values.detach().clone()
         with self.waiting("taking over the first process's values"):
-            dist.broadcast(received, src=0, group=self._group(values))
+            dist.broadcast(received, group_src=0, group=self._group(values))
         return received
 
     def barrier(self, operation: str) -> None:
@@ -51,14 +52,15 @@ class Processes(World):
 
     def once(self, make: Callable[[], str]) -> str:
         text = make() if self.is_first else ""
-        return self._texts(text, "waiting for the first process")[0]
+        return self.texts(text, "waiting for the first process")[0]
 
     def agree(self, what: str, mine: str) -> None:
-        texts = self._texts(mine, f"comparing {what}")
+        texts = self.texts(mine, f"comparing {what}")
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise DeviceError(
-                    f"{what}: is '{text}' in process {rank} and '{texts[0]}' in the first; wanted the same in all"
+                    f"{what}: is '{text}' in process {self.global_rank(rank)} and '{texts[0]}' in process"
+                    f" {self.global_rank(0)}; wanted the same in both"
                 )
 
     def counter(self, what: str) -> Callable[[str], int]:
@@ -82,10 +84,12 @@ class Processes(World):
         before, self.alive.doing = self.alive.doing, f"{self.alive.doing}, {operation}"
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise  # nobody else's fault
         except RuntimeError as error:  # of gloo and of NCCL; neither has a class of its own for a time-out
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self.alive.timed_out(self.timeout) from error
-            raise liveness.lost(self.rank, operation, error) from error
+            raise liveness.lost(self.alive.rank, operation, error) from error
         self.alive.doing = before
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -116,9 +120,13 @@ class Processes(World):
         return result
 
     def _group(self, values: Tensor) -> dist.ProcessGroup | None:
-        return self.host if values.device.type == "cpu" else None
+        return self.host if values.device.type == "cpu" else self.group
 
-    def _texts(self, mine: str, operation: str) -> list[str]:
+    def global_rank(self, rank: int) -> int:
+        """The number, among all processes, of one of ours."""
+        return dist.get_global_rank(self.host, rank)
+
+    def texts(self, mine: str, operation: str) -> list[str]:
         """The texts of all processes, in order; as bytes, because torch's own way is to pickle them."""
         data = mine.encode()
         longest = int(self.max(torch.tensor(len(data))))

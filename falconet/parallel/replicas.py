@@ -122,7 +122,7 @@ class Bucket:
         if self._work is None and self._tensors:
             self._pack(world.size)
             with world.waiting("averaging gradients"):
-                self._work = dist.all_reduce(self._flat, async_op=True)
+                self._work = dist.all_reduce(self._flat, group=world.group, async_op=True)
 
     def _pack(self, replicas: int) -> None:
         """Side by side; divided before they are added: half-precision sums must not overflow."""

@@ -143,7 +143,7 @@ class OwnedBucket(Gradients):
         if self._work is None:
             self._pack(world.size)
             with world.waiting("averaging gradients"):
-                self._work = dist.reduce_scatter_tensor(self._own, self._flat, async_op=True)
+                self._work = dist.reduce_scatter_tensor(self._own, self._flat, group=world.group, async_op=True)
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -160,7 +160,7 @@ class OwnedBucket(Gradients):
         for part, piece in zip(self._parts(self._own), self.pieces, strict=True):
             part.copy_(piece.weights.view(-1))
         with self._world.waiting("sharing updated weights"):
-            dist.all_gather_into_tensor(self._flat, self._own)
+            dist.all_gather_into_tensor(self._flat, self._own, group=self._world.group)
         torch._foreach_copy_(list(self._tensors), self._views)
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class OwnedBucket(Gradients):
                     part.copy_(value.reshape(-1))
         facts = self._world.max(facts)
         with self._world.waiting("gathering the optimizer's state"):
-            dist.all_gather_into_tensor(flat, own)
+            dist.all_gather_into_tensor(flat, own, group=self._world.group)
         parts = torch.split(flat, [*(t.numel() for t in self._tensors), self._padding])
         found = {}
         for name, like, part, (there, kind, number) in zip(self._names, self._tensors, parts, facts, strict=False):

@@ -43,14 +43,19 @@ def evaluate(
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     for batch in batches:
         images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-        totals += _count(regime.run(model, normalise(images)), labels)
+        totals += count(regime.run(model, normalise(images)), labels)
+    return summed(totals, world)
+
+
+def summed(totals: Tensor, world: World) -> Evaluation:
+    """What all processes counted."""
     images_seen, top1, top5, loss = world.sum(totals).tolist()
     if not images_seen:
         raise DataError("validation: not one image could be read, so there is no accuracy to tell")
     return Evaluation(int(images_seen), int(top1), int(top5), loss / images_seen)
 
 
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
+def count(logits: Tensor, labels: Tensor) -> Tensor:
     """Images, right at the first place, right among five, and the sum of losses; N x classes, N -> 4."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     hits = best == labels[:, None]

@@ -32,7 +32,7 @@ def train(
     world: World = ALONE,
 ) -> None:
     """Train from `progress` to the end of the plan; `updates_of(epoch, skip)` gives an epoch's micro-batches."""
-    meter = Meter(progress, world)
+    meter = Meter(progress, world, replicas=plan.replicas)
     first_epoch, done = divmod(progress.update, plan.updates_per_epoch)
     for epoch in range(first_epoch, plan.epochs):
         world.at(f"reading the images of update {progress.update + 1}")

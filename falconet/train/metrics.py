@@ -21,8 +21,9 @@ class NotFiniteError(DivergedError):
 class Meter:
     """Collects updates on the device until somebody wants numbers, which are those of all replicas."""
 
-    def __init__(self, progress: Progress, world: World = ALONE) -> None:
-        self.progress, self._world = progress, world
+    def __init__(self, progress: Progress, world: World = ALONE, *, replicas: int = 1) -> None:
+        """`replicas`: how many processes of the world know a loss; the others say 0."""
+        self.progress, self._world, self._replicas = progress, world, replicas
         self._unread: list[Update] = []
 
     def add(self, update: Update) -> None:
@@ -36,10 +37,10 @@ class Meter:
         if not self._unread:
             return
         first = self.progress.update - len(self._unread) + 1
-        losses = torch.stack([update.loss for update in self._unread]).double() / self._world.size
+        losses = torch.stack([update.loss for update in self._unread]).double() / self._replicas
         counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
         means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
-        skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same on every replica
+        skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same in every process
         self._unread.clear()
         for number, (loss, (correct, images), skipped) in enumerate(zip(means, sums, skips, strict=True), start=first):
             if not math.isfinite(loss):

@@ -1,13 +1,13 @@
 """From gradients to moved weights: plainly, or with a loss scale."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from falconet.numerics.scaling import Offender, Scale, find_non_finite, watched
+from falconet.numerics.scaling import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.optim.build import set_lr
 from falconet.optim.half import HalfOptimizer
 
@@ -18,8 +18,11 @@ class Move(Protocol):
     def begin(self, update: int) -> None:
         """Update number `update` begins: forget the gradients of the last one."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's share of the loss."""
+    def root(self, loss: Tensor) -> Tensor:
+        """Where the backward pass of a micro-batch's share of the loss begins."""
+
+    def passed(self) -> None:
+        """The backward pass of a micro-batch has added its gradients."""
 
     def end(self, update: int, lr: float) -> Tensor:
         """Move the weights; 1 if the update was skipped instead, 0 if not, on the device."""
@@ -35,8 +38,10 @@ class PlainMove:
     def begin(self, update: int) -> None:  # noqa: ARG002
         self.optimizer.zero_grad()
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def root(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def passed(self) -> None: ...
 
     def end(self, update: int, lr: float) -> Tensor:  # noqa: ARG002
         set_lr(self.optimizer, lr)
@@ -47,8 +52,16 @@ class PlainMove:
 class ScaledMove:
     """The loss times a scale; an update with gradients that are not finite is skipped, on the device."""
 
-    def __init__(self, model: nn.Module, optimizer: HalfOptimizer, scale: Scale, *, offender: Offender) -> None:
-        self.optimizer, self.scale, self.offender = optimizer, scale, offender
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: HalfOptimizer,
+        scale: Scale,
+        *,
+        offender: Offender,
+        everywhere: Callable[[NonFinite], NonFinite] = lambda found: found,  # what all stages of a pipeline found
+    ) -> None:
+        self.optimizer, self.scale, self.offender, self._everywhere = optimizer, scale, offender, everywhere
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._watched = watched(model)
 
@@ -56,12 +69,14 @@ class ScaledMove:
         self.optimizer.zero_grad()
         self.scale.before(update)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
+    def root(self, loss: Tensor) -> Tensor:
+        return loss * self.scale.value
+
+    def passed(self) -> None:
         self.scale.watch(_gradients(self._watched))
 
     def end(self, update: int, lr: float) -> Tensor:
-        non_finite = find_non_finite(_gradients(self._trained))
+        non_finite = self._everywhere(find_non_finite(_gradients(self._trained)))
         self.offender.note(non_finite)
         self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
         self.optimizer.at(update)

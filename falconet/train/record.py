@@ -1,6 +1,6 @@
 """What a run leaves behind: log lines, metrics, validations, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from falconet.errors import CheckpointError, DivergedError
 from falconet.numerics.scaling import Offender
 from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
+from falconet.report.styles import Falconet, Point, RunLog, Style, Validated
 from falconet.report.throughput import Laps, Rate, Stopwatch
 from falconet.train.evaluate import Evaluation
 from falconet.train.metrics import Meter, NotFiniteError
@@ -53,20 +54,22 @@ class Record:
     writer: Writer
     stop: StopRequest
     offender: Offender
+    trained: Sequence[str] = ()  # names of the weights that the offender counts
     vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
     best: tuple[float, int] | None = None  # validation accuracy in percent, update
     last_saved: Path | None = None
+    style: Style | None = None  # None: our own
 
     def __post_init__(self) -> None:
         progress = self.state.progress
+        self._style = self.style or Falconet(RunLog(self.screen.line, None))
         self._log_laps = Laps(self.stopwatch, already=progress.interval.images)
         self._epoch_laps = Laps(self.stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
-        self._trained = [name for name, weight in self.state.model.named_parameters() if weight.requires_grad]
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
 
     def log(self, meter: Meter) -> None:
@@ -85,13 +88,14 @@ class Record:
                 **self._scale_metrics(totals),
             }
         )
+        self._style.log(self._point(totals, rate))
         self.screen.note(f"loss {totals.mean_loss:.4f}  {rate.images_per_second:,.0f} images/s")
 
     def _scale_metrics(self, totals: Totals) -> dict[str, float]:
         """The loss scale, and what it could not prevent."""
         if self.state.scale is None:
             return {}
-        scale, layer = float(self.state.scale.value), self.offender.read(self._trained)
+        scale, layer = float(self.state.scale.value), self.offender.read(self.trained)
         if layer:
             self.screen.line(
                 f"note: {totals.skipped} of {totals.updates} updates skipped, gradients not finite, first in {layer};"
@@ -103,20 +107,18 @@ class Record:
         """The lines that tools of the originals read."""
         totals = meter.end_epoch()
         rate = self._epoch_laps.end(totals.images)
-        epoch = self.state.progress.update // self.plan.updates_per_epoch
         self._images += rate.images
-        self.screen.line(f"Epoch {epoch}/{self.plan.epochs}")
-        self.screen.line(f"loss: {totals.mean_loss:.4f},")
-        self.screen.line(f"accuracy: {totals.accuracy:.2f} %")
-        self.screen.line(f"throughput: {rate.images_per_second:.1f} samples/sec")
+        self._style.end_epoch(self._point(totals, rate))
 
     def validate(self) -> None:
         with self.stopwatch.standing():
+            begun = self.stopwatch.clock()
             found = self.evaluate(self.state.model)
+            seconds = self.stopwatch.clock() - begun
             averaged = self.evaluate(self.state.ema.model) if self.state.ema else None
         accuracy = max(found.accuracy, averaged.accuracy if averaged else 0.0)
         self._write(_named("validation", found) | (_named("validation_ema", averaged) if averaged else {}))
-        self.screen.line(f"Accuracy on test set: {found.accuracy:.2f}%")
+        self._style.validated(self._validated(found, seconds))
         if averaged:
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
@@ -138,9 +140,10 @@ class Record:
         with self.stopwatch.standing():
             self._wait_for_writer()
             epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
-            folder = self.checkpoints / self.identity.checkpoint_name(epoch, updates)
+            folder = self.checkpoints / self._checkpoint_name()
             self.writer.save(folder, self.state.tensors(), self._content(epoch, updates), after=self._prune)
             self.last_saved = self._saved[self.state.progress.update] = folder
+            self._style.saved(folder)
 
     def finish(self) -> Path:
         """Wait for the last checkpoint; here a failed save is an error."""
@@ -157,6 +160,39 @@ class Record:
         good = [folder for update, folder in self._saved.items() if update < error.update - 1 and folder.exists()]
         found = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint from before"
         return DivergedError(f"{error}; {found}; a smaller --lr or a longer --warmup-epoch usually helps")
+
+    def _point(self, totals: Totals, rate: Rate) -> Point:
+        update = self.state.progress.update
+        return Point(
+            update=update,
+            updates_per_epoch=self.plan.updates_per_epoch,
+            epochs=self.plan.epochs,
+            global_batch=self.plan.global_batch,
+            loss=totals.mean_loss,
+            accuracy=totals.accuracy,
+            lr=self.plan.lr(update - 1),
+            scale=self.metrics.get("train/loss_scale"),
+            rate=rate,
+            seconds=self.stopwatch.lap()[0],
+        )
+
+    def _validated(self, found: Evaluation, seconds: float) -> Validated:
+        update = self.state.progress.update
+        return Validated(
+            name=self._checkpoint_name(),
+            update=update,
+            epoch=update / self.plan.updates_per_epoch,
+            accuracy=found.accuracy,
+            loss=found.loss,
+            images=found.images,
+            seconds=seconds,
+            batch=self.plan.micro_batch * self.plan.replicas,
+        )
+
+    def _checkpoint_name(self) -> str:
+        update = self.state.progress.update
+        ours = self.identity.checkpoint_name(*divmod(update, self.plan.updates_per_epoch))
+        return self._style.checkpoint_name(update) or ours
 
     def _write(self, metrics: Mapping[str, float]) -> None:
         update = self.state.progress.update

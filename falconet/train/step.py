@@ -72,5 +72,6 @@ class LocalStep:
         logits = self.regime.run(self.model, inputs)
         # A sum over images divided once by their number: the same gradient however they are split.
         loss = self.loss(logits, targets).sum() / images
-        self.move.backward(loss)
+        self.move.root(loss).backward()  # type: ignore[no-untyped-call]
+        self.move.passed()
         return loss.detach(), (logits.argmax(1) == batch.labels).sum(), (batch.labels >= 0).sum()

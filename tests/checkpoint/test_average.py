@@ -125,3 +125,10 @@ def test_a_torn_checkpoint_is_not_averaged(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointError, match=r"epoch_1/model\.safetensors: contents changed"):
         average(folders, MEAN)
+
+
+def test_the_newest_ones_are_left_out_before_the_last_are_counted(tmp_path):
+    folders, weights = series(tmp_path, 6)
+    result = average(folders, Averaging(strategy="mean", last=2, discarded=1))
+    np.testing.assert_allclose(result["w"].numpy(), weights[3:5].mean(axis=0), rtol=1e-6)
+    assert select(folders, None, discarded=6) == select(folders, None, discarded=9) == []

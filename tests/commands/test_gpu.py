@@ -39,6 +39,7 @@ RUNS = {
         " --norm-num-groups 8 --enable-fast-groupnorm"
     ),
     "recompute": "--model resnet20-cifar --enable-recompute",
+    "stages that share the device": "--model resnet20-cifar --pipeline-splits layer2/0 layer3/0/conv2",
     "one pass": "--model resnet20-cifar --disable-stable-batchnorm",
 }
 

@@ -1,7 +1,7 @@
 """The schema: declared once, complete, and in step with what it names."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet.cli import COMMANDS
@@ -49,6 +49,7 @@ NUMBERS = {
 }
 
 
+@settings(deadline=None)  # how long parsing takes is the machine's affair
 @given(st.sampled_from(sorted(NUMBERS)), st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_is_taken_exactly_or_refused_by_its_range(name, value):
     from falconet.config.load import parse, value_of

@@ -8,8 +8,8 @@ import pytest
 from falconet.config.load import load
 from falconet.config.named import from_config
 from falconet.config.options import options_of
-from falconet.config.schema import TrainOptions
-from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line
+from falconet.config.schema import DoctorOptions, TrainOptions
+from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line, from_mapping
 from falconet.errors import ConfigError
 
 OPTIONS = options_of(TrainOptions)
@@ -168,3 +168,32 @@ def test_help_and_mistakes_never_import_torch():
         " main(['validate', '--model', 'x', '--lr', '3']); assert not {'torch', 'timm', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+PLACES = {
+    "--imagenet-data-path a": "a",
+    "--imagenet_data_path=a": "a",
+    "--data-dir a --imagenet-data-path b": "b",
+    "--imagenet-data-path b --data-dir a": "a",
+}
+
+
+@pytest.mark.parametrize(("line", "place"), PLACES.items())
+def test_the_place_of_the_data_has_two_spellings_and_the_last_one_holds(line, place):
+    settings = from_line(line.split(), OPTIONS)
+    assert (settings[-1].option, settings[-1].values) == ("data-dir", (place,))
+
+
+def test_a_config_may_use_the_other_spelling():
+    (setting,) = from_mapping({"imagenet_data_path": "x"}, OPTIONS, source="c")
+    assert (setting.option, setting.values) == ("data-dir", ("x",))
+
+
+def test_a_typo_of_the_other_spelling_is_answered():
+    with pytest.raises(ConfigError, match="did you mean '--imagenet-data-path'"):
+        from_line(["--imagenet-datapath", "x"], OPTIONS)
+
+
+def test_a_command_without_data_has_neither():
+    with pytest.raises(ConfigError, match="unknown option --imagenet-data-path"):
+        from_line(["--imagenet-data-path", "x"], options_of(DoctorOptions))

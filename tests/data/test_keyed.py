@@ -59,6 +59,7 @@ def test_purposes_keep_their_numbers():
         "CUTMIX": 5,
         "GENERATE": 6,
         "SPLIT": 7,
+        "OBJECT_CROP": 8,
     }
 
 

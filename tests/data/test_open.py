@@ -2,10 +2,10 @@
 
 import pytest
 
-from falconet.data.open import KINDS, open_source
+from falconet.data.open import KINDS, RandomImages, open_source
 from falconet.errors import ConfigError, DataError
 
-RANDOM = {"data_dir": None, "image_size": 12, "classes": 7, "images": 40, "seed": 1}
+RANDOM = {"data_dir": None, "random": RandomImages(image_size=12, classes=7, images=40, seed=1)}
 
 
 @pytest.mark.parametrize(("kind", "classes", "count", "side"), [("digits", 10, 1437, 8), ("generated", 7, 40, 12)])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models.groupnorm import FastGroupNorm, group_norm, plain_group_norm
+from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm, group_norm, plain_group_norm
 
 CASES = ("few channels", "several tiles", "channels beyond a tile", "single pixels", "many groups", "far from zero")
 SHAPES = [(2, 6, 5, 7, 3), (3, 40, 9, 9, 4), (1, 130, 3, 3, 13), (2, 8, 70, 70, 2), (2, 4, 1, 1, 1), (1, 256, 2, 3, 32)]
@@ -107,3 +107,21 @@ def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, dtype):
     assert y.is_contiguous(memory_format=torch.channels_last)
     found = [y.detach(), *(t.grad for t in leaves)]
     check_close(found, exact(x, dy, weight, bias, groups), max(5e-6, 2 * torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_strided_groups_are_group_norm_of_the_channels_sorted_by_group(memory):
+    torch.manual_seed(0)
+    layer = StridedGroupNorm(3, 12, eps=1e-3)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    x = torch.randn(4, 12, 5, 7).to(memory_format=memory).requires_grad_()
+    order = sorted(range(12), key=lambda channel: channel % 3)  # group 0: channels 0, 3, 6, 9
+    theirs = nn.functional.group_norm(
+        x.detach().double()[:, order], 3, layer.weight.double()[order], layer.bias.double()[order], 1e-3
+    )
+    ours = layer(x)
+    torch.testing.assert_close(ours.double()[:, order], theirs, rtol=1e-5, atol=1e-5)
+    ours.square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert layer(x.detach().half()).dtype == torch.float16

@@ -12,6 +12,7 @@ from torchvision.models.resnet import Bottleneck
 from falconet.errors import ConfigError
 from falconet.models import zoo
 from falconet.models.norms import Norm
+from falconet.models.residual import ResidualShape
 from falconet.models.zoo import EfficientNetShape
 
 ORIGINALS = EfficientNetShape(expand_ratio=4, group_dim=16)
@@ -96,7 +97,7 @@ def test_an_efficientnet_has_the_originals_parameters_and_timms_layers(name):
     plain, grouped = EFFICIENTNET_COUNTS[name]
     model = on_meta(name)
     assert zoo.count_parameters(model) == plain
-    assert zoo.count_parameters(on_meta(name, efficientnet=ORIGINALS)) == grouped
+    assert zoo.count_parameters(on_meta(name, shape=ORIGINALS)) == grouped
 
     with torch.device("meta"):
         timms = timm.create_model(name.replace("-", "_"), drop_path_rate=0.2)
@@ -130,7 +131,7 @@ def test_logits_are_timms_with_the_same_state_dict(name, timm_name):
 
 
 def test_every_depthwise_convolution_of_a_grouped_efficientnet_is_grouped_and_it_runs():
-    model = zoo.build("efficientnet-b3", classes=3, seed=0, efficientnet=ORIGINALS).eval()
+    model = zoo.build("efficientnet-b3", classes=3, seed=0, shape=ORIGINALS).eval()
     depthwise = [layer for name, layer in model.named_modules() if name.endswith("conv_dw")]
     per_group = [layer.in_channels // layer.groups for layer in depthwise]
     assert per_group == [20, 24] + [16] * 24  # 40 and 24 channels are no multiples of 16
@@ -138,7 +139,7 @@ def test_every_depthwise_convolution_of_a_grouped_efficientnet_is_grouped_and_it
 
 
 def test_the_expand_ratio_widens_every_stage_after_the_first():
-    model = on_meta("efficientnet-b0", efficientnet=EfficientNetShape(expand_ratio=2))
+    model = on_meta("efficientnet-b0", shape=EfficientNetShape(expand_ratio=2))
     expands = [layer for name, layer in model.named_modules() if name.endswith("conv_pw") and "blocks.0." not in name]
     assert len(expands) == 15
     assert all(layer.out_channels == 2 * layer.in_channels for layer in expands)
@@ -229,7 +230,8 @@ def test_the_image_size_is_the_one_the_model_was_designed_for(name, side):
 
 def test_the_names_are_the_originals_and_the_cifar_residual_networks():
     cifar = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110))
-    assert zoo.names() == (*TORCHVISION, *cifar)
+    ours = {"resnet10", "resnet14", "resnet26", "resnext14", "resnext26", "resnext152", "efficientnet-cifar"}
+    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar}
 
 
 def test_parameters_are_counted_without_running_statistics():
@@ -267,17 +269,74 @@ def test_a_model_for_oblong_images_is_refused():
 
 
 MISPLACED = {
-    "resnet50": (EfficientNetShape(expand_ratio=4), "--efficientnet-expand-ratio 4: 'resnet50' has no such shape; "),
-    "timm:efficientnet_b0": (
-        EfficientNetShape(group_dim=16),
-        "--efficientnet-group-dim 16: 'timm:efficientnet_b0' has no such shape; ",
-    ),
+    "resnet50": (EfficientNetShape(expand_ratio=4), "efficientnet-b0 to efficientnet-b7"),
+    "timm:efficientnet_b0": (EfficientNetShape(group_dim=16), "efficientnet-b0 to efficientnet-b7"),
+    "mobilenet": (ResidualShape(stride="1x1"), "a resnet or resnext"),
 }
 
 
 @pytest.mark.parametrize(("name", "expected"), MISPLACED.items())
-def test_an_efficientnet_shape_on_another_model_is_refused(name, expected):
-    shape, message = expected
+def test_the_shape_of_one_family_on_another_is_refused(name, expected):
+    shape, wanted = expected
     with pytest.raises(ConfigError) as caught:
-        zoo.build(name, classes=2, seed=0, efficientnet=shape)
-    assert str(caught.value) == message + "wanted efficientnet-b0 to efficientnet-b7"
+        zoo.build(name, classes=2, seed=0, shape=shape)
+    assert str(caught.value) == f"--model: '{name}' has no such shape; wanted {wanted}"
+
+
+# inventory 2.2, which has a projection in the first block of ResNet-10 too: 64 x 64 weights and a norm of 64 channels.
+SHORT_COUNTS = {
+    "resnet10": 5_423_016 - 64 * 64 - 2 * 64,
+    "resnet14": 10_064_936,
+    "resnet26": 15_995_176,
+    "resnext14": 9_411_880,
+    "resnext26": 15_389_480,
+    "resnext152": 59_951_400,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), SHORT_COUNTS.items())
+def test_the_depths_that_timm_has_no_name_for_have_the_originals_parameters(name, count):
+    assert zoo.count_parameters(on_meta(name)) == count
+
+
+def test_the_efficientnet_for_cifar_has_the_originals_parameters_and_strides():
+    assert zoo.count_parameters(on_meta("efficientnet-cifar", classes=10)) == 1_077_932
+    assert zoo.count_parameters(on_meta("efficientnet-cifar", classes=10, shape=ORIGINALS)) == 1_683_420
+    model = zoo.build("efficientnet-cifar", classes=10, seed=0)
+    assert model.forward_features(torch.zeros(1, 3, 32, 32)).shape[2:] == (4, 4)  # 32 / 2**3, not / 2**5
+
+
+def test_a_resnext_of_another_width_is_torchvisions():
+    with torch.device("meta"):
+        expected = reference.ResNet(Bottleneck, [3, 4, 6, 3], groups=16, width_per_group=8)
+    model = on_meta("resnext50", shape=ResidualShape(groups=16, group_dim=8))
+    assert zoo.count_parameters(model) == zoo.count_parameters(expected)
+
+
+def test_the_first_convolution_of_a_bottleneck_strides_on_request():
+    usual, first = on_meta("resnet50"), on_meta("resnet50", shape=ResidualShape(stride="1x1"))
+    for model, strides in ((usual, ((1, 1), (2, 2))), (first, ((2, 2), (1, 1)))):
+        block = model.layer2[0]
+        assert (block.conv1.stride, block.conv2.stride) == strides
+        assert model.layer1[0].conv1.stride == model.layer1[0].conv2.stride == (1, 1)
+    assert usual.state_dict().keys() == first.state_dict().keys()
+
+
+SHAPES = {
+    "dropout": (EfficientNetShape(dropout=0.5), lambda model: model.global_pool[1].p == 0.5),
+    "drop path": (
+        EfficientNetShape(drop_path=0.32),
+        lambda model: abs(model.blocks[5][3].drop_path.drop_prob - 0.32 * 14 / 16) < 1e-9,
+    ),
+    "no squeeze and excitation": (EfficientNetShape(se=False), lambda model: "se" not in str(list(model.state_dict()))),
+    "relu": (EfficientNetShape(activation="relu"), lambda model: "SiLU" not in str(model)),
+    "divisor": (EfficientNetShape(divisor=16), lambda model: model.blocks[1][0].conv_pwl.out_channels == 32),
+    "top": (EfficientNetShape(top_width=640), lambda model: model.conv_head.out_channels == 640),
+    "width": (EfficientNetShape(width=2.0), lambda model: model.conv_head.out_channels == 2560),
+    "depth": (EfficientNetShape(depth=2.0), lambda model: len(model.blocks[1]) == 4),
+}
+
+
+@pytest.mark.parametrize(("shape", "holds"), SHAPES.values(), ids=SHAPES)
+def test_an_efficientnets_shape_is_what_was_asked_for(shape, holds):
+    assert holds(on_meta("efficientnet-b0", shape=shape))

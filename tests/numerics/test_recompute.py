@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.numerics.recompute import automatic, layer_names, recompute
+from falconet.numerics.footprint import measure
+from falconet.numerics.recompute import automatic, layer_names, recompute, recompute_stage
 
 MODELS = {
     "resnet8-cifar": 16,
@@ -78,6 +79,31 @@ def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
     assert list(changed.state_dict()) == list(plain.state_dict())
     for key, value in plain.state_dict().items():
         assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
+
+
+@pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b0"])
+def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
+    plain = build(name)
+    changed = copy.deepcopy(plain)
+    footprint = measure(plain, images(name))
+    recompute_stage(changed, footprint.stored_layers(footprint.every))
+    for first, second in zip(step(plain, images(name)), step(changed, images(name)), strict=True):
+        assert torch.equal(first, second)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, changed.state_dict()[key]), key
+    kept = saved_bytes(changed, images(name))
+    assert kept == pytest.approx(footprint.stored(footprint.every), rel=0.05)
+    assert kept < saved_bytes(plain, images(name)) / 2
+
+
+def test_what_named_layers_leave_stored_is_predicted():
+    model = build("resnet8-cifar")
+    names = ["layer1/0/conv2", "add", "add_2"]
+    footprint = measure(model, images("resnet8-cifar"), stored=names)
+    assert len(footprint.blocks) == 4
+    recompute_stage(model, names)
+    kept = saved_bytes(model, images("resnet8-cifar"))
+    assert kept == pytest.approx(footprint.stored(footprint.every), rel=0.05)
 
 
 def counted(layers):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from falconet.optim.build import UpdateRule, build, decay_groups, set_lr
+from falconet.optim.build import UpdateRule, build, decay_groups, set_lr, undecayed_names
 from falconet.optim.ema import Ema
 
 NAMES = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
@@ -186,3 +186,26 @@ def update(model, optimizer, images, lr):
     optimizer.zero_grad()
     model(images).square().mean().backward()
     optimizer.step()
+
+
+EXCLUDED = {
+    "vectors": {"0.bias", "1.weight", "1.bias", "2.bias"},
+    "norms": {"1.weight", "1.bias"},
+    "nothing": set(),
+}
+
+
+@pytest.mark.parametrize(("exclude", "spared"), EXCLUDED.items())
+def test_weight_decay_spares_what_was_asked_for(exclude, spared):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Linear(4, 2))
+    rule = UpdateRule(name="sgd", momentum=0.0, weight_decay=0.5, undecayed=undecayed_names(model, exclude))
+    before = {name: p.detach().clone().add_(1.0) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(before[name])
+            p.grad = torch.zeros_like(p)
+    optimizer = build(model, rule)
+    set_lr(optimizer, 1.0)
+    optimizer.step()
+    same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert same == spared

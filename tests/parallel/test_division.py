@@ -1,35 +1,68 @@
-"""Replicas over devices: the global batch is the recipe's, or the run is refused."""
+"""Replicas and stages over devices: the global batch is the recipe's, or the run is refused."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel.division import Asked, over_devices, over_processes, processes_that_fit
+from falconet.parallel.division import Asked, Division, over_devices, over_processes, processes_that_fit
 
 small = st.integers(1, 64)
+few = st.integers(1, 6)
 
 
-@given(small, small, small)
-def test_devices_never_change_the_global_batch(replicas, accumulation, devices):
-    asked = Asked(replicas=replicas, accumulation=accumulation)
+@given(small, small, few, small)
+def test_devices_never_change_the_global_batch(replicas, accumulation, stages, devices):
+    asked = Asked(replicas=replicas, accumulation=accumulation, stages=stages)
     found = over_devices(asked, devices=devices, what="")
-    assert found.processes * found.accumulation == replicas * accumulation
+    assert found.replicas * found.accumulation == replicas * accumulation
     assert found.processes <= devices
-    assert (found.note is None) == (found.processes == replicas)
+    assert found.stages == (stages if stages <= devices else 1)
+    assert (found.notes == ()) == (found.processes == replicas * stages)
 
 
-@given(small, small, small, st.booleans())
-def test_processes_never_change_the_global_batch(replicas, accumulation, size, free):
-    asked = Asked(replicas=replicas, accumulation=accumulation, free=free)
+@given(small, small, few, small, st.booleans())
+def test_processes_never_change_the_global_batch(replicas, accumulation, stages, size, free):
+    asked = Asked(replicas=replicas, accumulation=accumulation, stages=stages, free=free)
     try:
         found = over_processes(asked, size=size, launcher="torchrun")
     except ConfigError:
-        assert replicas % size
-        assert not free or replicas * accumulation % size
+        assert size % stages or replicas % (size // stages)
+        assert not free or size % stages or replicas * accumulation % (size // stages)
     else:
         assert found.processes == size
-        assert size * found.accumulation == replicas * accumulation
+        assert found.replicas * found.accumulation == replicas * accumulation
+
+
+FOLDED = {  # replicas, stages, devices -> replicas and stages that run
+    (4, 2, 8): (4, 2),
+    (4, 2, 7): (2, 2),
+    (3, 2, 5): (1, 2),
+    (1, 4, 3): (1, 1),
+    (4, 4, 3): (2, 1),
+}
+
+
+@pytest.mark.parametrize(("asked", "run"), FOLDED.items())
+def test_replicas_are_folded_before_stages(asked, run):
+    replicas, stages, devices = asked
+    recipe = Asked(replicas=replicas, accumulation=3, stages=stages)
+    found = over_devices(recipe, devices=devices, what="few are here")
+    assert (found.replicas, found.stages) == run
+
+
+def test_what_is_folded_is_said_in_a_line_each():
+    found = over_devices(Asked(replicas=4, accumulation=1, stages=4), devices=3, what="3 devices are here")
+    assert found == Division(
+        2,
+        2,
+        1,
+        (
+            "4 stages asked for, 3 devices are here: all of a replica's run in one process, with the same updates",
+            "4 replicas asked for, 3 devices are here: 2 run, with 2 times the accumulation; global batch and learning"
+            " rate stay",
+        ),
+    )
 
 
 def test_strict_devices_refuse():
@@ -41,9 +74,19 @@ def test_strict_devices_refuse():
         over_processes(asked, size=2, launcher="torchrun")
 
 
+def test_strict_devices_refuse_stages_without_one():
+    asked = Asked(replicas=2, accumulation=1, stages=2, strict=True)
+    with pytest.raises(DeviceError, match="--replicas 2 with 2 stages each needs 4 devices; 2 are here"):
+        over_devices(asked, devices=2, what="2 are here")
+    with pytest.raises(DeviceError, match="needs 4 processes, torchrun started 2"):
+        over_processes(asked, size=2, launcher="torchrun")
+
+
 def test_a_world_that_contradicts_the_recipe_is_refused():
     with pytest.raises(ConfigError, match=r"--replicas: got 4 .* torchrun started 3 processes; wanted 4 processes"):
         over_processes(Asked(replicas=4, accumulation=1), size=3, launcher="torchrun")
+    with pytest.raises(ConfigError, match=r"and 2 stages, but torchrun started 5 processes; wanted 4 processes$"):
+        over_processes(Asked(replicas=2, accumulation=1, stages=2), size=5, launcher="torchrun")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tiny import TINY
 from falconet.checkpoint import files
 
 LINE = f"{TINY} --micro-batch-size 4 --replicas 2 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --ema-half-life 1"
+STAGES = "--replicas 1 --gradient-accumulation 2 --pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,19 @@ def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, 
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
+@pytest.mark.dist
+def test_a_stage_killed_with_9_starts_again_and_all_end_with_the_same_bits(tmp_path):
+    assert finish(begin(f"train {LINE} {STAGES} --epoch 6 --run-dir straight", tmp_path))[0] == 0
+    targets, code, out, err = kill_at_random(tmp_path, "killed", total=24, kills=1, extra=STAGES)
+    assert (code, err) == (0, ""), (targets, out)
+    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 1
+    assert_bitwise(tmp_path / "straight", tmp_path / "killed")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2"])
+@pytest.mark.parametrize(
+    "extra", ["", "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2", STAGES]
+)
 def test_twenty_five_kills_and_the_same_bits(tmp_path, extra):
     assert finish(begin(f"train {LINE} {extra} --epoch 200 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25, extra=extra)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from falconet.data.keyed import FloatArray
 from falconet.data.native import build
-from falconet.data.source import BoolArray, PixelArray
+from falconet.data.source import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
 StatusArray = npt.NDArray[np.int8]
@@ -31,6 +31,7 @@ class Status(IntEnum):
     UNREADABLE = 5
     NO_MEMORY = 6
     BAD_REQUEST = 7
+    CHANGED = 8  # the bytes do not have their checksum
 
 
 class Library:
@@ -47,6 +48,8 @@ class Library:
         self._declare("falconet_decode", None, pointer, i32, pointer, pointer, i32, i32, pointer, pointer)
         self._declare("falconet_restart_marked", ctypes.c_int8, ctypes.c_char_p, i64, i32, i64, pointer, pointer)
         self._declare("falconet_free", None, pointer)
+        self._declare("falconet_open_ranges", None, pointer, i32, pointer, pointer, pointer, pointer, pointer)
+        self._declare("falconet_crc32c", ctypes.c_uint32, ctypes.c_char_p, i64, i32)
 
     def _declare(self, name: str, result: type | None, *arguments: type) -> None:
         function = getattr(self.c, name)
@@ -61,6 +64,10 @@ class Library:
     def processor(self) -> str:
         """Which of its inner loops this processor runs: 'avx2' or 'portable'."""
         return str(self.c.falconet_processor().decode())
+
+    def crc32c(self, data: bytes, *, portable: bool = False) -> int:
+        """The checksum of TFRecords and packed shards."""
+        return int(self.c.falconet_crc32c(data, len(data), portable))
 
     def restart_marked(self, data: bytes, *, interval: int = 8, most_pixels: int = MOST_PIXELS) -> bytes | Status:
         """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; or why not."""
@@ -102,6 +109,25 @@ class Workspace:
         sizes, statuses = np.zeros((len(paths), 2), np.int32), np.zeros(len(paths), np.int8)
         pointers = (ctypes.c_char_p * len(paths))(*paths)
         self._c.falconet_open(self._handle, len(paths), pointers, sizes.ctypes.data, statuses.ctypes.data)
+        return sizes, statuses
+
+    def open_ranges(self, ranges: Ranges) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
+        """The same from ranges of files that are open already."""
+        count = len(ranges.files)
+        sizes, statuses = np.zeros((count, 2), np.int32), np.zeros(count, np.int8)
+        files = np.ascontiguousarray(ranges.files, np.int32)
+        places = np.ascontiguousarray(ranges.places, np.int64)
+        assert places.shape == (count, 4)
+        checksums = None if ranges.checksums is None else np.ascontiguousarray(ranges.checksums, np.uint32)
+        self._c.falconet_open_ranges(
+            self._handle,
+            count,
+            files.ctypes.data,
+            places.ctypes.data,
+            None if checksums is None else checksums.ctypes.data,
+            sizes.ctypes.data,
+            statuses.ctypes.data,
+        )
         return sizes, statuses
 
     def decode(

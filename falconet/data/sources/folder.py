@@ -1,37 +1,92 @@
 """Class folders of image files: train/<class>/ and val/<class>/ (or validation/<class>/)."""
 
 import os
+from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
+from falconet.data.index import Array, Found, indexed
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.source import FileSource, Splits
+from falconet.data.source import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
+from falconet.parallel.environment import is_first
+from falconet.report.counting import Counting
 
 VALIDATION_NAMES = ("val", "validation")
+SPLITS = ("train", "validation")
 
 
 def load(data_dir: Path) -> Splits:
     """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
     if not data_dir.is_dir():
         raise DataError(f"{data_dir}: no such folder, wanted one with train/ and val/")
-    train = _existing(data_dir, ("train",))
-    validation = _existing(data_dir, VALIDATION_NAMES)
-    names = _class_names(train)
-    validation_names = _class_names(validation)
-    for name in validation_names:
-        if name not in names:
-            raise DataError(f"{validation / name}: no such class in {train}{did_you_mean(name, names)}")
+    roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
+    found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots))
+    class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])
+    train, validation = (_source(found, split, root=roots[split], class_names=class_names) for split in SPLITS)
     return Splits(
-        train=_source(train, folders=names, class_names=names),
-        validation=_source(validation, folders=validation_names, class_names=names),
+        train=train,
+        validation=validation,
         native_size=None,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
+        layout="class folders",
     )
+
+
+def _source(found: Found, split: str, *, root: Path, class_names: tuple[str, ...]) -> FileSource:
+    arrays = found.arrays
+    names = Names(arrays[f"{split}.names"].tobytes(), arrays[f"{split}.offsets"])
+    return FileSource(root, names, arrays[f"{split}.labels"].astype(np.int64), class_names)
+
+
+@dataclass
+class Listing:
+    """Files as they are found: bytes and numbers instead of a Python object each."""
+
+    names: bytearray = field(default_factory=bytearray)
+    ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    labels: "array[int]" = field(default_factory=lambda: array("i"))
+    folders: list[Path] = field(default_factory=list)  # every one that was looked into
+
+    def add(self, name: str, label: int) -> None:
+        self.names += os.fsencode(name)
+        self.ends.append(len(self.names))
+        self.labels.append(label)
+
+    def arrays(self, split: str) -> dict[str, Array]:
+        return {
+            f"{split}.names": np.frombuffer(bytes(self.names), np.uint8),
+            f"{split}.offsets": np.array(self.ends, np.int64),
+            f"{split}.labels": np.array(self.labels, np.int32),
+        }
+
+
+def _search(roots: dict[str, Path]) -> Found:
+    train, validation = roots["train"], roots["validation"]
+    class_names = _class_names(train)
+    validation_names = _class_names(validation)
+    for name in validation_names:
+        if name not in class_names:
+            raise DataError(f"{validation / name}: no such class in {train}{did_you_mean(name, class_names)}")
+    numbers = {name: number for number, name in enumerate(class_names)}
+    arrays: dict[str, Array] = {}
+    folders: list[Path] = []
+    with Counting(f"listing {train.parent}", quiet=not is_first(os.environ)) as counting:
+        for split, names in zip(SPLITS, (class_names, validation_names), strict=True):
+            listing = Listing(folders=[roots[split]])
+            for name in names:
+                before = len(listing.labels)
+                _list(roots[split] / name, numbers[name], listing)
+                counting.add(len(listing.labels) - before)
+            folders += listing.folders
+            arrays |= listing.arrays(split)
+    return Found(arrays, {"classes": [os.fsencode(name).hex() for name in class_names]}, folders)
 
 
 def _existing(data_dir: Path, names: tuple[str, ...]) -> Path:
@@ -49,33 +104,29 @@ def _class_names(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _source(root: Path, *, folders: tuple[str, ...], class_names: tuple[str, ...]) -> FileSource:
-    numbers = {name: number for number, name in enumerate(class_names)}
-    names: list[str] = []
-    labels: list[int] = []
-    for folder in folders:
-        found = list(_image_names(str(root / folder), ""))
-        if not found:
-            raise DataError(f"{root / folder}: no image in this class folder")
-        names += found
-        labels += [numbers[folder]] * len(found)
-    return FileSource.of(root, names=names, labels=labels, class_names=class_names)
+def _list(folder: Path, label: int, listing: Listing) -> None:
+    before = len(listing.labels)
+    for name in _image_names(str(folder), "", listing.folders):
+        listing.add(name, label)
+    if len(listing.labels) == before:
+        raise DataError(f"{folder}: no image in this class folder")
 
 
-def _image_names(folder: str, prefix: str) -> Iterator[str]:
+def _image_names(folder: str, prefix: str, folders: list[Path]) -> Iterator[str]:
     """Names relative to the class folder, sorted, folders within it included; links to folders are not followed."""
+    folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from _image_names(entry.path, f"{prefix}{entry.name}/")
-            elif os.path.splitext(entry.name)[1].lower() in _extensions():  # noqa: PTH122, a million names
+                yield from _image_names(entry.path, f"{prefix}{entry.name}/", folders)
+            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122, a million names
                 yield prefix + entry.name
 
 
 @cache
-def _extensions() -> frozenset[str]:
+def image_extensions() -> frozenset[str]:
     """The endings of formats that Pillow can read, not only write."""
     known = Image.registered_extensions()  # also loads Pillow's plugins
     return frozenset(ending for ending, kind in known.items() if kind in Image.OPEN)

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "crc32c.hpp"
 #include "decode.hpp"
 #include "files.hpp"
 #include "transcode.hpp"
@@ -36,8 +37,10 @@ struct Workspace {
 
 constexpr size_t kept_file_bytes = size_t{1} << 20;  // a larger file's memory is given back
 
-Status open_one(Workspace& workspace, Image& image, const char* path, int32_t* size) {
-    Status status = falconet::read_file(path, workspace.limits.bytes, image.file, image.size);
+// Reads by `read`, then the header.
+template <class Read>
+Status open_one(Workspace& workspace, Image& image, const Read& read, int32_t* size) {
+    Status status = read(image);
     int width = 0, height = 0;
     if (status == Status::ok) status = workspace.decoder.measure(image.file.data(), image.size, width, height);
     size[0] = width;
@@ -53,6 +56,29 @@ Status guarded(const Work& work) {
         return Status::no_memory;
     } catch (...) {
         return Status::damaged;
+    }
+}
+
+// Every image by `read`; what happens to one happens to no other.
+template <class Read>
+void open_all(Workspace& workspace, int32_t count, int32_t* sizes, int8_t* statuses, const Read& read) {
+    workspace.opened = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        sizes[2 * i] = sizes[2 * i + 1] = 0;
+        const Status status = guarded([&] {
+            if (static_cast<size_t>(i) == workspace.images.size())
+                workspace.images.push_back(std::make_unique<Image>());
+            Image& image = *workspace.images[static_cast<size_t>(i)];
+            const auto own = [&](Image& opened) { return read(i, opened); };
+            image.status = guarded([&] { return open_one(workspace, image, own, sizes + 2 * i); });
+            return image.status;
+        });
+        statuses[i] = static_cast<int8_t>(status);
+        if (static_cast<size_t>(i) >= workspace.images.size()) {  // not even its own record: give up on the rest
+            for (int32_t rest = i; rest < count; ++rest) statuses[rest] = static_cast<int8_t>(Status::no_memory);
+            return;
+        }
+        workspace.opened = i + 1;
     }
 }
 
@@ -75,23 +101,24 @@ FALCONET_API void falconet_workspace_free(void* workspace) { delete static_cast<
 FALCONET_API void falconet_open(void* handle, int32_t count, const char* const* paths, int32_t* sizes,
                                 int8_t* statuses) {
     Workspace& workspace = *static_cast<Workspace*>(handle);
-    workspace.opened = 0;
-    for (int32_t i = 0; i < count; ++i) {
-        sizes[2 * i] = sizes[2 * i + 1] = 0;
-        const Status status = guarded([&] {
-            if (static_cast<size_t>(i) == workspace.images.size())
-                workspace.images.push_back(std::make_unique<Image>());
-            Image& image = *workspace.images[static_cast<size_t>(i)];
-            image.status = guarded([&] { return open_one(workspace, image, paths[i], sizes + 2 * i); });
-            return image.status;
-        });
-        statuses[i] = static_cast<int8_t>(status);
-        if (static_cast<size_t>(i) >= workspace.images.size()) {  // not even its own record: give up on the rest
-            for (int32_t rest = i; rest < count; ++rest) statuses[rest] = static_cast<int8_t>(Status::no_memory);
-            return;
-        }
-        workspace.opened = i + 1;
-    }
+    open_all(workspace, count, sizes, statuses, [&](int32_t i, Image& image) {
+        return falconet::read_file(paths[i], workspace.limits.bytes, image.file, image.size);
+    });
+}
+
+// The same from ranges of open files. ranges: count x (begin, size, skip, length), see files.hpp; checksums: count, or
+// null where there are none.
+FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_t* files, const int64_t* ranges,
+                                       const uint32_t* checksums, int32_t* sizes, int8_t* statuses) {
+    Workspace& workspace = *static_cast<Workspace*>(handle);
+    const auto range = [&](int32_t i) {
+        const int64_t* r = ranges + 4 * static_cast<size_t>(i);
+        return falconet::Range{files[i], r[0], r[1], r[2], r[3], checksums != nullptr ? checksums[i] : 0};
+    };
+    for (int32_t i = 0; i < count; ++i) falconet::expect(range(i));  // a disk or a network likes many requests at once
+    open_all(workspace, count, sizes, statuses, [&](int32_t i, Image& image) {
+        return falconet::read_range(range(i), checksums != nullptr, workspace.limits.bytes, image.file, image.size);
+    });
 }
 
 // Decodes the files opened last, each once. boxes: count x (x0, y0, x1, y1); out: count x size x size x 3, or count x 3
@@ -137,3 +164,8 @@ FALCONET_API int8_t falconet_restart_marked(const uint8_t* data, int64_t size, i
 }
 
 FALCONET_API void falconet_free(uint8_t* result) { delete[] result; }
+
+FALCONET_API uint32_t falconet_crc32c(const uint8_t* data, int64_t size, int32_t portable) {
+    const auto count = static_cast<size_t>(size);
+    return portable != 0 ? falconet::crc32c_portable(data, count, 0) : falconet::crc32c(data, count, 0);
+}

@@ -1,10 +1,18 @@
-// Standard C++ only, so that it builds anywhere; a pipe or a device is refused before it can block.
+// Whole files by standard C++, where a pipe or a device is refused before it can block; ranges by POSIX's pread.
 #include "files.hpp"
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <system_error>
+
+#include "crc32c.hpp"
 
 namespace falconet {
 
@@ -21,6 +29,34 @@ Status read_file(const char* path, int64_t most, Buffer<uint8_t>& buffer, size_t
     size = static_cast<size_t>(bytes);
     uint8_t* data = buffer.need(size + 1);
     return std::fread(data, 1, size, file.get()) == size ? Status::ok : Status::unreadable;
+}
+
+void expect(const Range& range) {
+#if defined(POSIX_FADV_WILLNEED)
+    constexpr int64_t request = 128 << 10;  // of a longer one Linux reads only a beginning
+    for (int64_t done = 0; done < range.size; done += request)
+        posix_fadvise(range.file, static_cast<off_t>(range.begin + done),
+                      static_cast<off_t>(std::min(request, range.size - done)), POSIX_FADV_WILLNEED);
+#endif
+}
+
+Status read_range(const Range& range, bool checked, int64_t most, Buffer<uint8_t>& buffer, size_t& size) {
+    if (range.begin < 0 || range.size < 0 || range.skip < 0 || range.length < 0 || range.skip > range.size ||
+        range.length > range.size - range.skip)
+        return Status::bad_request;
+    if (range.size > most) return Status::too_large;
+    const size_t wanted = static_cast<size_t>(range.size);
+    uint8_t* data = buffer.need(wanted + 1);
+    for (size_t have = 0; have < wanted;) {
+        const ssize_t got = pread(range.file, data + have, wanted - have, static_cast<off_t>(range.begin) + have);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return Status::unreadable;
+        have += static_cast<size_t>(got);
+    }
+    if (checked && crc32c(data, wanted, 0) != range.crc32c) return Status::changed;
+    size = static_cast<size_t>(range.length);
+    if (range.skip > 0) std::memmove(data, data + range.skip, size);
+    return Status::ok;
 }
 
 }  // namespace falconet

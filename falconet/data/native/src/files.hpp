@@ -1,4 +1,4 @@
-// Whole files into memory.
+// Files, and ranges of larger ones, into memory.
 #pragma once
 #include <cstdint>
 
@@ -9,5 +9,19 @@ namespace falconet {
 
 // Reads a regular file of at most `most` bytes into `buffer`.
 Status read_file(const char* path, int64_t most, Buffer<uint8_t>& buffer, size_t& size);
+
+// An image within an open file: `size` bytes from `begin` on are read and have this checksum; the image is `length` of
+// them from `skip` on.
+struct Range {
+    int32_t file;
+    int64_t begin, size, skip, length;
+    uint32_t crc32c;
+};
+
+// Asks the system to begin reading; nothing waits for it.
+void expect(const Range& range);
+
+// Reads a range of at most `most` bytes and leaves the image alone at the beginning of `buffer`.
+Status read_range(const Range& range, bool checked, int64_t most, Buffer<uint8_t>& buffer, size_t& size);
 
 }  // namespace falconet

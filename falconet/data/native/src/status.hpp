@@ -13,6 +13,7 @@ enum class Status : int8_t {
     unreadable = 5,   // the file cannot be opened or read
     no_memory = 6,
     bad_request = 7,  // the box does not lie in the image, or the output has no size
+    changed = 8,      // the bytes do not have their checksum
 };
 
 struct Limits {

@@ -1,0 +1,16 @@
+"""`pytest` in this folder: each script of the originals answers. The real tests are run by `make test`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted(path for folder in ("train", "inference", "datasets") for path in (HERE / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_lists_its_options(script: Path) -> None:
+    run = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f"usage: {script.name} [options]")

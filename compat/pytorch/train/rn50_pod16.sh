@@ -1,0 +1,7 @@
+#!/bin/sh
+# ResNet-50 as 16 replicas, which were an IPU-POD16; fewer devices take them in turns.
+# Any option of train.py may follow.
+set -e
+here=$(dirname "$0")
+exec poprun -vv --num-instances=8 --num-replicas=16 python3 "$here/train.py" --config resnet50 \
+    --dataloader-worker 14 --dataloader-rebatch-size 256 "$@"

@@ -1,0 +1,8 @@
+#!/bin/sh
+# ResNet-50 as 64 replicas, which were an IPU-POD64. HOSTS=a,b,c,d runs them on several hosts.
+# Any option of train.py may follow.
+set -e
+here=$(dirname "$0")
+exec poprun -vv --num-instances=16 --num-replicas=64 ${HOSTS:+--host="$HOSTS"} \
+    ${VIPU_SERVER:+--vipu-server-host="$VIPU_SERVER"} ${PARTITION:+--vipu-partition="$PARTITION"} \
+    python3 "$here/train.py" --config resnet50-pod64 --dataloader-worker 14 --dataloader-rebatch-size 256 "$@"

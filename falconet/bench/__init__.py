@@ -1,0 +1,1 @@
+"""Benchmark specs, measurement, comparison."""

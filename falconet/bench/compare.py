@@ -1,0 +1,75 @@
+"""Faster, slower, or within noise: two runs of the same benchmark by Welch's t-test."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from falconet.bench.results import Result
+from falconet.bench.spread import Estimate, t_quantile
+
+Verdict = Literal["faster", "slower", "within noise", "one value", "not comparable", "new", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How one benchmark changed; percentages of the earlier throughput, more is faster."""
+
+    name: str
+    verdict: Verdict
+    old: float | None = None
+    new: float | None = None
+    change: float | None = None
+    low: float | None = None  # the 95 % interval of the change
+    high: float | None = None
+    why: str = ""
+
+    def loses_more_than(self, margin: float) -> bool:
+        """Whether it is slower for sure, and by more than `margin` percent."""
+        return self.verdict == "slower" and self.change is not None and -self.change > margin
+
+
+def compare(old: Mapping[str, Result], new: Sequence[Result]) -> Iterator[Comparison]:
+    """Each new result against the old one of the same name, then what is missing."""
+    for result in new:
+        yield _compared(old[result.name], result) if result.name in old else Comparison(name=result.name, verdict="new")
+    for name in old.keys() - {result.name for result in new}:
+        yield Comparison(name=name, verdict="missing")
+
+
+def change_between(old: Estimate, new: Estimate) -> tuple[float, float, float]:
+    """The change in percent of the old mean, and its 95 % interval, which is not a number where no spread is known."""
+    change = 100 * (new.mean / old.mean - 1)
+    if old.count < 2 or new.count < 2:
+        return change, math.nan, math.nan
+    parts = [old.std**2 / old.count, new.std**2 / new.count]
+    total = sum(parts)
+    if total == 0:
+        return change, change, change
+    # Welch and Satterthwaite; rounded down, which widens the interval.
+    freedom = total**2 / (parts[0] ** 2 / (old.count - 1) + parts[1] ** 2 / (new.count - 1))
+    half = 100 * t_quantile(max(1, math.floor(freedom))) * math.sqrt(total) / old.mean
+    return change, change - half, change + half
+
+
+def _compared(old: Result, new: Result) -> Comparison:
+    if old.throughput is None or new.throughput is None:
+        which = "the earlier run" if old.throughput is None else "this run"
+        return Comparison(name=new.name, verdict="not comparable", why=f"{which} has no throughput")
+    means = {"old": old.throughput.mean, "new": new.throughput.mean}
+    for what, before, after in (
+        ("status", old.status, new.status),
+        ("folding", old.folded, new.folded),
+        ("profiling", old.profiled, new.profiled),
+        ("command", old.command, new.command),
+    ):
+        if before != after:
+            return Comparison(name=new.name, verdict="not comparable", why=f"another {what}", **means)
+    change, low, high = change_between(old.throughput, new.throughput)
+    verdict: Verdict = "faster" if low > 0 else "slower" if high < 0 else "within noise"
+    why = ""
+    if math.isnan(low):
+        verdict, why = "one value", "no spread is known; --repeat 3 or more tells"
+    elif "runs" not in (old.throughput.of, new.throughput.of):
+        why = "spread of one run alone, which is less than that between runs"
+    return Comparison(name=new.name, verdict=verdict, change=change, low=low, high=high, why=why, **means)

@@ -1,0 +1,93 @@
+"""How fast a model predicts: the latency of single batches, and the rate of batches one behind the other."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from falconet.data.feed import Feed
+from falconet.data.loader import Batch
+from falconet.parallel.world import World
+
+T = TypeVar("T")
+Predict = Callable[[Tensor], Tensor]  # N x 3 x S x S, uint8, on the device -> N x classes
+AHEAD = 4  # batches that the host may be ahead of the device: enough to keep it busy, a bounded share of its memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Seconds of every batch, the slowest replica's, the warm-up included."""
+
+    latency: list[float]  # one batch at a time, until its scores are there
+    throughput: list[float]  # one behind the other
+
+
+@torch.inference_mode()
+def measure_with_copy(predict: Predict, batches: Sequence[Batch], *, count: int, world: World) -> Series:
+    """From images in the host's memory to scores in the host's memory."""
+    device = world.device
+
+    def there_and_back(batch: Batch) -> None:
+        predict(batch.images.to(device, non_blocking=True)).cpu()  # reading the scores waits for them
+
+    world.barrier("inference")
+    latency = [_timed(there_and_back, batch) for batch in islice(cycle(batches), count)]
+    if device.type != "cuda":
+        return _everywhere(world, latency, latency)
+    world.barrier("inference")
+    ahead = Feed(([batch] for batch in islice(cycle(batches), count)), device=device)
+    answers = (predict(update[0].images).to("cpu", non_blocking=True) for update in ahead)
+    return _everywhere(world, latency, _spacing(answers))
+
+
+@torch.inference_mode()
+def measure_resident(predict: Predict, batches: Sequence[Batch], *, count: int, world: World) -> Series:
+    """From images in the device's memory to scores in the device's memory."""
+    device = world.device
+    images = [batch.images.to(device) for batch in batches]
+
+    def there(one: Tensor) -> None:
+        predict(one)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    world.barrier("inference")
+    latency = [_timed(there, one) for one in islice(cycle(images), count)]
+    if device.type != "cuda":
+        return _everywhere(world, latency, latency)
+    world.barrier("inference")
+    return _everywhere(world, latency, _spacing(predict(one) for one in islice(cycle(images), count)))
+
+
+def _timed(call: Callable[[T], None], value: T) -> float:
+    begun = time.perf_counter()
+    call(value)
+    return time.perf_counter() - begun
+
+
+def _spacing(answers: Iterator[Tensor]) -> list[float]:
+    """Seconds between the ends of answers that are computed one behind the other on the current stream."""
+    events = [_marked()]
+    for _ in answers:
+        events.append(_marked())
+        if len(events) > AHEAD:
+            events[-AHEAD - 1].synchronize()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in pairwise(events)]
+
+
+def _marked() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _everywhere(world: World, latency: list[float], throughput: list[float]) -> Series:
+    """The slowest replica's seconds of each batch, on each of them."""
+    own = torch.tensor([latency, throughput], dtype=torch.float64, device=world.device)
+    slowest = world.max(own).tolist()
+    return Series(latency=slowest[0], throughput=slowest[1])

@@ -1,0 +1,185 @@
+"""What one run measured: from the files it left, or else from its lines; without the warm-up."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from falconet.bench.arithmetic import evaluate
+from falconet.bench.process import Ended
+from falconet.bench.spec import Benchmark, Metric
+from falconet.bench.spread import BLOCKS, Estimate, estimate, percentile
+from falconet.bench.steady import Steady, find_steady
+
+METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
+PERCENTILES = (50, 90, 99)
+# As the trainer and `bench infer` say that a machine has fewer devices than a command asks for.
+_FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* asked for, .+)")
+
+
+class Sample(NamedTuple):
+    """A stretch between two log points, or one batch."""
+
+    images: float
+    seconds: float
+    waiting: float | None = None  # seconds of it in which the loop waited for data, where somebody measured them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One run without its warm-up."""
+
+    samples: Sequence[Sample] = ()
+    latencies: Sequence[float] = ()  # milliseconds, of an update or a batch
+    steady: Steady = field(default_factory=lambda: Steady(0, "few"))
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the spec's
+    peak_memory: int = 0  # bytes
+    folded: str | None = None  # how it was made to fit this machine
+    seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float | None:
+        """Images per second: all images over all seconds."""
+        seconds = sum(sample.seconds for sample in self.samples)
+        return sum(sample.images for sample in self.samples) / seconds if seconds else None
+
+    @property
+    def waiting_percent(self) -> float | None:
+        known = [sample.waiting for sample in self.samples if sample.waiting is not None]
+        return 100 * sum(known) / sum(sample.seconds for sample in self.samples) if known else None
+
+    def within(self) -> Estimate | None:
+        """The spread of the throughput within this run, over blocks of neighbours."""
+        if len(self.samples) < 4:
+            return None
+        count = min(BLOCKS, len(self.samples) // 2)
+        bounds = [len(self.samples) * number // count for number in range(count + 1)]
+        blocks = [self.samples[low:high] for low, high in pairwise(bounds)]
+        rates = [sum(one.images for one in block) / sum(one.seconds for one in block) for block in blocks]
+        return estimate(rates, of="blocks of one run")
+
+    def latency(self) -> dict[str, float]:
+        """Percentiles, mean and largest, in milliseconds."""
+        if not self.latencies:
+            return {}
+        found = {f"p{percent}": percentile(self.latencies, percent) for percent in PERCENTILES}
+        return found | {"mean": sum(self.latencies) / len(self.latencies), "max": max(self.latencies)}
+
+
+def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, runs: Path) -> Measured:
+    """Everything that a run left behind."""
+    found = {name: _found(metric, ended.lines) for name, metric in benchmark.metrics.items()}
+    samples, latencies = _from_files(runs)
+    latencies = latencies or found.get("latency", [])
+    if not samples:
+        samples = [Sample(1.0, 1.0 / value) for value in found.get("throughput", []) if value > 0]
+    skip = max(1, benchmark.metrics["throughput"].skip if "throughput" in benchmark.metrics else 1)
+    steady = find_steady([sample.seconds / sample.images for sample in samples], at_least=skip)
+    settled = find_steady(latencies, at_least=skip)
+    metrics = {name: _reduced(benchmark.metrics[name], values) for name, values in found.items() if values}
+    rest = Measured(samples=samples[steady.first :], latencies=latencies[settled.first :])
+    if rest.throughput is not None:
+        metrics["throughput"] = rest.throughput
+    metrics |= {f"latency_{name}": value for name, value in rest.latency().items()}
+    return Measured(
+        samples=rest.samples,
+        latencies=rest.latencies,
+        steady=steady,
+        metrics=metrics | _derived(benchmark.derived, metrics, parameters),
+        peak_memory=_peak_memory(runs) or ended.peak_memory,
+        folded="; ".join(match[1] for line in ended.lines if (match := _FOLDED.search(line))) or None,
+        seconds=ended.seconds,
+    )
+
+
+def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:
+    """Samples and latencies (ms) of a training run or of `bench infer`; a run that left neither has none."""
+    for path in sorted(runs.rglob(INFERENCE)):
+        content = _json(path.read_text(encoding="utf-8"))
+        images = float(content.get("images_per_batch", 1))
+        samples = [Sample(images, seconds) for seconds in content.get("throughput_seconds", [])]
+        return samples, [1000 * seconds for seconds in content.get("latency_seconds", [])]
+    for path in sorted(runs.rglob(METRICS)):
+        return _from_training(path)
+    return [], []
+
+
+def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
+    batch = _global_batch(path.with_name(PLAN))
+    samples, latencies, before = [], [], 0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        point = _json(line)
+        rate, update = point.get("train/images_per_second"), point.get("update", 0)
+        if not rate or update <= before:
+            continue
+        seconds = (update - before) * batch / rate
+        waiting = seconds * point.get("train/waiting_percent", 0.0) / 100
+        samples.append(Sample((update - before) * batch, seconds, waiting))
+        latencies.append(1000 * seconds / (update - before))
+        before = update
+    return samples, latencies
+
+
+def _global_batch(plan: Path) -> int:
+    text = plan.read_text(encoding="utf-8") if plan.exists() else ""
+    found = re.search(r"^global batch (\d+)", text, re.M)
+    return int(found[1]) if found else 1
+
+
+def _peak_memory(runs: Path) -> int:
+    paths = [*runs.rglob(SUMMARY), *runs.rglob(INFERENCE)]
+    return max((int(_json(path.read_text(encoding="utf-8")).get("peak_memory_bytes", 0)) for path in paths), default=0)
+
+
+def _json(text: str) -> dict[str, Any]:
+    """A JSON object; a run that was killed may leave half a line."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _found(metric: Metric, lines: Sequence[str]) -> list[float]:
+    values = []
+    for line in lines:
+        for text in metric.pattern.findall(line):
+            try:
+                values.append(float(text.replace(",", "")))
+            except ValueError:
+                continue  # the pattern also matched some other text
+    return values
+
+
+def _reduced(metric: Metric, values: Sequence[float]) -> float:
+    if metric.reduction == "final":
+        return values[-1]
+    if metric.reduction == "value":
+        return values[0]
+    if metric.reduction == "min":
+        return min(values)
+    kept = values[metric.skip :] or values[-1:]
+    return sum(kept) / len(kept)
+
+
+def _derived(
+    expressions: Mapping[str, str], metrics: Mapping[str, float], parameters: Mapping[str, str]
+) -> dict[str, float]:
+    """In the order of the spec, so that one may use another."""
+    known = {name: float(value) for name, value in parameters.items() if _is_number(value)} | dict(metrics)
+    for name, expression in expressions.items():
+        value = evaluate(expression, known)
+        if value is not None:
+            known[name] = value
+    return {name: known[name] for name in expressions if name in known}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""How many devices a command was written for, read off its words before it runs."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from falconet.config.named import all_configs
+
+_OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
+
+
+def devices_needed(argv: Sequence[str]) -> int:
+    """Replicas times stages (or shards), as the line, its launcher or its named config says; 1 if nobody does."""
+    options = _options(argv)
+    config = all_configs().get(options.get("config", [""])[0], {})
+    if "num-replicas" in options:  # poprun
+        return _number(options, "num-replicas") * _number(options, "ipus-per-replica")
+    for processes in ("nproc-per-node", "np", "n"):  # torchrun, mpirun
+        if processes in options and argv[0] in ("torchrun", "mpirun", "mpiexec", "srun"):
+            return _number(options, processes)
+    replicas = _number(options, "replicas") if "replicas" in options else _stored(config, "replicas")
+    return replicas * _stages(options, config)
+
+
+def _options(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Every option with its values; the later one counts."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in argv:
+        match = _OPTION.fullmatch(word)
+        if match:
+            values = found[match[1].replace("_", "-")] = [] if match[2] is None else [match[2]]
+        else:
+            values.append(word)
+    return found
+
+
+def _stages(options: Mapping[str, list[str]], config: Mapping[str, object]) -> int:
+    if "shards" in options:  # TensorFlow's word
+        return _number(options, "shards")
+    splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline_splits", [])))
+    names = splits if isinstance(splits, list) else [splits]
+    if names and str(names[0]).startswith("auto:"):
+        return max(1, int(str(names[0]).removeprefix("auto:") or 1))
+    return len(names) + 1
+
+
+def _number(options: Mapping[str, list[str]], name: str) -> int:
+    text = (options.get(name) or ["1"])[0]
+    return int(text) if text.isdigit() else 1
+
+
+def _stored(config: Mapping[str, object], name: str) -> int:
+    text = str(config.get(name, config.get(name.replace("_", "-"), "1")))
+    return int(text) if text.isdigit() else 1

@@ -1,0 +1,126 @@
+"""One run of a command in a process of its own: its lines, its end, its memory."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from falconet.bench.command import Command, child_environment
+
+GRACE = 30.0  # seconds to save and leave after a polite signal
+POLL = 0.05  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a process ended, and what it printed."""
+
+    code: int
+    seconds: float
+    lines: Sequence[str]
+    peak_memory: int  # bytes of the largest process, of the machine's memory
+    stopped: Literal["timeout", "interrupted"] | None = None
+
+    @property
+    def last_line(self) -> str:
+        return next((line.strip() for line in reversed(self.lines) if line.strip()), "nothing was printed")
+
+
+def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
+    """Run a command to its end; standard output and error go to `log` as one. `timeout`: seconds."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            command.argv,
+            cwd=command.folder,
+            env=child_environment(command, runs),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that all of its processes can be reached, and Ctrl-C comes through us
+        )
+    except OSError as error:
+        # Such as a program that is not there: the benchmark's failure, not ours.
+        line = f"{error.filename or command.argv[0]}: {error.strerror}"
+        log.write_text(line + "\n", encoding="utf-8")
+        return Ended(code=127, seconds=0.0, lines=[line], peak_memory=0)
+    lines: list[str] = []
+    reader = threading.Thread(target=_read, args=(process, log, lines, echo), daemon=True)
+    reader.start()
+    stopped: Literal["timeout", "interrupted"] | None = None
+    try:
+        with _terminated_as_interrupted():
+            peak = _wait(process, timeout)
+        if peak is None:
+            stopped, peak = "timeout", _stop(process, signal.SIGTERM)
+    except KeyboardInterrupt:
+        stopped, peak = "interrupted", _stop(process, signal.SIGINT)
+    reader.join(timeout=GRACE)
+    return Ended(
+        code=process.returncode,
+        seconds=time.monotonic() - begun,
+        lines=lines,
+        peak_memory=peak,
+        stopped=stopped,
+    )
+
+
+def _read(process: "subprocess.Popen[str]", log: Path, lines: list[str], echo: Callable[[str], None]) -> None:
+    assert process.stdout is not None
+    with log.open("w", encoding="utf-8", buffering=1) as file, process.stdout as output:
+        for line in output:
+            file.write(line)
+            lines.append(line.rstrip("\n"))
+            echo(lines[-1])
+
+
+def _wait(process: "subprocess.Popen[str]", timeout: float | None) -> int | None:
+    """The peak memory of a process that ended, in bytes; None when the time is over before."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while deadline is None or time.monotonic() < deadline:
+        # Not Popen.wait, which throws away how much memory the process had.
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return usage.ru_maxrss * 1024
+        time.sleep(POLL)
+    return None
+
+
+def _stop(process: "subprocess.Popen[str]", politely: signal.Signals) -> int:
+    """Ask all processes to leave, then make them; the peak memory of the first, in bytes."""
+    for number in (politely, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        peak = _wait(process, GRACE)
+        if peak is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what the first one left behind
+            return peak
+    raise AssertionError("nothing outlives SIGKILL")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM is Ctrl-C, so that a scheduler's stop also keeps what was measured."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt

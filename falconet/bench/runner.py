@@ -1,0 +1,133 @@
+"""Benchmarks one after the other, each run in a process of its own."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from falconet.bench import command, process
+from falconet.bench.measured import Measured, measure
+from falconet.bench.needs import devices_needed
+from falconet.bench.results import Result, summarise
+from falconet.bench.spec import Benchmark
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One variant of a benchmark, ready to start."""
+
+    benchmark: Benchmark
+    parameters: Mapping[str, str]
+    command: command.Command
+
+    @property
+    def name(self) -> str:
+        values = ",".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.benchmark.name}[{values}]" if values else self.benchmark.name
+
+    @property
+    def devices(self) -> int:
+        return devices_needed(self.command.argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routine:
+    """How every benchmark is run."""
+
+    repeat: int
+    folder: Path  # of logs and run folders
+    here: int  # devices of this machine
+    timeout: float | None = None  # seconds
+    stop_on_error: bool = False
+    profiled: bool = False
+    echo: Say = lambda _: None
+
+
+def prepare(benchmarks: Sequence[Benchmark], *, wandb: bool, profile: bool, note: Say) -> list[Job]:
+    """Every variant of every benchmark; mistakes in commands are found before anything runs."""
+    said: dict[str, None] = {}
+    jobs = [
+        Job(
+            benchmark=benchmark,
+            parameters=parameters,
+            command=command.build(benchmark, parameters, wandb=wandb, profile=profile, note=said.setdefault),
+        )
+        for benchmark in benchmarks
+        for parameters in benchmark.variants
+    ]
+    ignored = dict.fromkeys(key for benchmark in benchmarks for key in benchmark.ignored)
+    if ignored:
+        said[f"note: {', '.join(ignored)} in the spec: nothing is installed or prepared here"] = None
+    for line in said:
+        note(line)
+    return jobs
+
+
+def run_all(jobs: Sequence[Job], routine: Routine, say: Say) -> Iterator[Result]:
+    """The result of each job when it is there; ends after an interruption."""
+    for number, job in enumerate(jobs, start=1):
+        say(f"[{number}/{len(jobs)}] {job.name}: {job.command.shown()}")
+        if job.devices > routine.here:
+            say(f"  needs {job.devices} devices, {routine.here} here: runs folded, and is marked so")
+        result = _run(job, routine, say)
+        if result.status == "failed":
+            say(f"  FAILED: {result.reason}")
+        yield result
+        if result.status == "interrupted" or (result.status == "failed" and routine.stop_on_error):
+            return
+
+
+def _run(job: Job, routine: Routine, say: Say) -> Result:
+    measured: list[Measured] = []
+    facts: dict[str, Any] = {
+        "name": job.name,
+        "command": job.command.shown(),
+        "devices": job.devices,
+        "profiled": routine.profiled and "--profile" in job.command.argv,
+        "output": job.benchmark.output,
+    }
+    for number in range(1, routine.repeat + 1):
+        home = routine.folder / _safe(job.name) / f"run{number}"
+        timeout = min(filter(None, (routine.timeout, job.benchmark.timeout)), default=None)
+        ended = process.run(
+            job.command, runs=home / "runs", log=home / "output.log", timeout=timeout, echo=routine.echo
+        )
+        found = measure(job.benchmark, job.parameters, ended, home / "runs")
+        if ended.stopped == "interrupted":
+            return summarise(measured or [found], status="interrupted", reason=f"interrupted in run {number}", **facts)
+        reason = _why_failed(job, ended, found, timeout)
+        if reason:
+            return summarise(measured, status="failed", reason=reason, **facts)
+        measured.append(found)
+        say(f"  run {number}/{routine.repeat}: {_words(found)}")
+    return summarise(measured, status="passed", **facts)
+
+
+def _why_failed(job: Job, ended: process.Ended, found: Measured, timeout: float | None) -> str:
+    """Nothing, if it did not."""
+    if ended.stopped == "timeout":
+        return f"stopped after {timeout:g} seconds; its last line: {ended.last_line}"
+    if ended.code:
+        return f"exit code {ended.code}: {ended.last_line}"
+    missing = [name for name in job.benchmark.metrics if name not in found.metrics and not _has(found, name)]
+    if missing:
+        return f"no line matches the regexp of {', '.join(missing)}"
+    return "" if found.metrics else "ran to its end, and measured nothing"
+
+
+def _has(found: Measured, name: str) -> bool:
+    return name == "latency" and bool(found.latencies)
+
+
+def _words(found: Measured) -> str:
+    if found.throughput is None:
+        return ", ".join(f"{name} {value:g}" for name, value in found.metrics.items())
+    dropped = f"{found.steady.first} of {found.steady.first + len(found.samples)} measurements dropped as warm-up"
+    return f"{found.throughput:,.1f} images/s ({dropped}, {found.steady.verdict})"
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=-]+", "_", name).strip("_")

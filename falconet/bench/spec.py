@@ -1,0 +1,240 @@
+"""Benchmark specs: the YAML files of the originals' runner, and ours, which are the same."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from falconet.bench import arithmetic
+from falconet.config.settings import read_yaml
+from falconet.errors import ConfigError, did_you_mean
+
+Reduction = Literal["mean", "final", "min", "value"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "final", "min", "value")
+CONVERGENCE = "_conv"  # ends the name of a benchmark that trains to an accuracy
+TEMPLATE = "options"  # in the name of an entry that others merge, and that is no benchmark
+
+USED = ("description", "cmd", "data", "derived", "output", "env", "parameters", "location", "timeout", "allow_wandb")
+# What prepared an IPU machine: read, and told to have no effect.
+UNUSED = (
+    *("requirements_path", "requirements_file", "required_apt_packages_path", "required_apt_packages"),
+    *("pre_run_commands", "repository", "reference_directory", "generated", "synthetic"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number to find in the output."""
+
+    pattern: re.Pattern[str]
+    skip: int = 0  # measurements that are warm-up in any case
+    reduction: Reduction = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One entry of a spec."""
+
+    name: str
+    where: str  # the file it comes from
+    folder: Path  # in which its command runs
+    command: str
+    variants: tuple[Mapping[str, str], ...] = ({},)  # parameters that are put into the command
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    derived: Mapping[str, str] = field(default_factory=dict)  # name -> arithmetic with {other metrics}
+    output: tuple[tuple[str, str], ...] = ()  # (title, metric)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout: float | None = None  # seconds
+    allow_wandb: bool = False
+    ignored: tuple[str, ...] = ()  # keys without effect here
+
+    @property
+    def converges(self) -> bool:
+        return CONVERGENCE in self.name
+
+
+class _Spelled(yaml.SafeLoader):
+    """Scalars as they are spelled, `<<` merges, and a name given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for number, name in enumerate(names):
+            if name in names[:number] and not getattr(node, "merged", False):
+                raise yaml.constructor.ConstructorError(None, None, f"'{name}' is there twice", node.start_mark)
+        node.merged = True  # type: ignore[attr-defined]  # what is merged in comes before, under the same names
+        return super().construct_mapping(node, deep=deep)
+
+
+_Spelled.yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}
+
+
+def find_spec(name: str) -> Path:
+    """The file that `--spec` names: a path, or a built-in spec."""
+    path = Path(name)
+    if path.suffix in (".yml", ".yaml") or path.exists():
+        return path
+    built_in = builtin_specs()
+    if name not in built_in:
+        meant = did_you_mean(name, built_in) or f"; wanted a YAML file or one of {', '.join(built_in)}"
+        raise ConfigError(f"--spec: no spec is named '{name}'{meant}")
+    return built_in[name]
+
+
+def builtin_specs() -> dict[str, Path]:
+    with resources.as_file(resources.files("falconet.bench") / "specs") as folder:
+        return {path.stem: path for path in sorted(folder.glob("*.yml"))}
+
+
+def read_spec(path: Path) -> list[Benchmark]:
+    """Every benchmark of a file, checked."""
+    content = read_yaml(path, loader=_Spelled)
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: wanted a mapping of benchmark names to entries with a cmd")
+    # A built-in spec lies in the package; its commands run where the user is.
+    folder = Path.cwd() if path in builtin_specs().values() else path.resolve().parent
+    found = [
+        _Entry(str(name), entry, where=str(path)).benchmark(folder)
+        for name, entry in content.items()
+        if TEMPLATE not in str(name)
+    ]
+    if not found:
+        raise ConfigError(f"{path}: has no benchmark in it; wanted an entry with a cmd")
+    return found
+
+
+def select(benchmarks: Sequence[Benchmark], names: Iterable[str], *, convergence: bool) -> list[Benchmark]:
+    """Those that were named, in that order; or all, without those that train to an accuracy unless asked for."""
+    by_name: dict[str, Benchmark] = {}
+    for benchmark in benchmarks:
+        if benchmark.name in by_name:
+            raise ConfigError(f"{benchmark.where}: '{benchmark.name}' is also in {by_name[benchmark.name].where}")
+        by_name[benchmark.name] = benchmark
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in by_name:
+            meant = did_you_mean(name, by_name) or f"; wanted one of {', '.join(by_name)}"
+            raise ConfigError(f"--benchmark: no benchmark is named '{name}'{meant}")
+    if wanted:
+        return [by_name[name] for name in wanted]
+    chosen = [benchmark for benchmark in benchmarks if convergence or not benchmark.converges]
+    if not chosen:
+        raise ConfigError("--spec: all benchmarks train to an accuracy; wanted --include-convergence to run them")
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry as it was read, and where its mistakes are."""
+
+    name: str
+    content: Any
+    where: str
+
+    def benchmark(self, folder: Path) -> Benchmark:
+        if not isinstance(self.content, Mapping):
+            raise self._mistake("wanted a mapping with a cmd")
+        self._check_keys(self.content, (*USED, *UNUSED), "")
+        if "cmd" not in self.content:
+            raise self._mistake(f"has no cmd; wanted one, or '{TEMPLATE}' in the name of an entry to merge")
+        return Benchmark(
+            name=self.name,
+            where=self.where,
+            folder=folder / self.content.get("location", ""),
+            command=" ".join(self._text("cmd").split()),
+            variants=tuple(self._variants()),
+            metrics={name: self._metric(name, entry) for name, entry in self._mapping("data").items()},
+            derived={name: self._expression(name, entry) for name, entry in self._mapping("derived").items()},
+            output=tuple(self._output()),
+            environment={str(name): str(value) for name, value in self._mapping("env").items()},
+            timeout=self._number("timeout"),
+            allow_wandb=str(self.content.get("allow_wandb", "false")).lower() in ("true", "yes", "on"),
+            ignored=tuple(key for key in self.content if key in UNUSED),
+        )
+
+    def _variants(self) -> Iterator[dict[str, str]]:
+        """A list is a table with its names first; a mapping is every combination of its comma-separated values."""
+        given = self.content.get("parameters", {})
+        if isinstance(given, list) and len(given) > 1 and all(isinstance(row, list) for row in given):
+            names, *rows = given
+            for row in rows:
+                if len(row) != len(names):
+                    raise self._mistake(f"parameters: a row has {len(row)} values, wanted {len(names)}")
+                yield dict(zip(names, row, strict=True))
+            return
+        if not isinstance(given, Mapping):
+            raise self._mistake("parameters: wanted a mapping such as `batchsize: 1,64`, or rows below their names")
+        values = [value if isinstance(value, list) else str(value).split(",") for value in given.values()]
+        for row in product(*values):
+            yield {str(name): str(value).strip() for name, value in zip(given, row, strict=True)}
+
+    def _metric(self, name: str, entry: Any) -> Metric:
+        if not isinstance(entry, Mapping) or "regexp" not in entry:
+            raise self._mistake(f"data: {name}: wanted a regexp with one group")
+        self._check_keys(entry, ("regexp", "skip", "reduction_type"), f"data: {name}: ")
+        reduction = entry.get("reduction_type", "mean")
+        if reduction not in REDUCTIONS:
+            raise self._mistake(f"data: {name}: reduction_type: got '{reduction}', wanted {', '.join(REDUCTIONS)}")
+        try:
+            pattern = re.compile(entry["regexp"])
+        except re.error as error:
+            raise self._mistake(f"data: {name}: regexp: {error}") from error
+        if pattern.groups != 1:
+            raise self._mistake(f"data: {name}: regexp: has {pattern.groups} groups, wanted one around the number")
+        skip = str(entry.get("skip", "0"))
+        if not skip.isdigit():
+            raise self._mistake(f"data: {name}: skip: got '{skip}', wanted a whole number, at least 0")
+        return Metric(pattern=pattern, skip=int(skip), reduction=reduction)
+
+    def _expression(self, name: str, entry: Any) -> str:
+        if not isinstance(entry, Mapping) or "expr" not in entry:
+            raise self._mistake(f"derived: {name}: wanted an expr such as '{{throughput}} / 4'")
+        self._check_keys(entry, ("expr", "reduction_type", "skip"), f"derived: {name}: ")
+        try:
+            arithmetic.check(str(entry["expr"]))
+        except ConfigError as error:
+            raise self._mistake(f"derived: {name}: {error}") from error
+        return str(entry["expr"])
+
+    def _output(self) -> Iterator[tuple[str, str]]:
+        given = self.content.get("output", [])
+        rows = given if isinstance(given, list) else None
+        if rows is None or any(not isinstance(row, list) or len(row) != 2 for row in rows):
+            raise self._mistake("output: wanted a list of pairs such as [samples/sec, throughput]")
+        yield from ((str(title), str(metric)) for title, metric in rows)
+
+    def _text(self, key: str) -> str:
+        value = self.content[key]
+        if not isinstance(value, str) or not value.strip():
+            raise self._mistake(f"{key}: wanted text")
+        return value
+
+    def _mapping(self, key: str) -> Mapping[Any, Any]:
+        value = self.content.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self._mistake(f"{key}: wanted a mapping")
+        return value
+
+    def _number(self, key: str) -> float | None:
+        if key not in self.content:
+            return None
+        try:
+            number = float(self.content[key])
+        except (TypeError, ValueError):
+            number = 0.0
+        if not number > 0:
+            raise self._mistake(f"{key}: got '{self.content[key]}', wanted a number of seconds, more than 0")
+        return number
+
+    def _check_keys(self, mapping: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+        for key in mapping:
+            if key not in known:
+                wanted = f"; wanted {', '.join(known[:10])}"
+                raise self._mistake(f"{where}unknown key '{key}'{did_you_mean(str(key), known) or wanted}")
+
+    def _mistake(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {self.name}: {what}")

@@ -1,0 +1,168 @@
+"""`falconet bench`: run benchmark specs, and compare with an earlier run."""
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import falconet
+from falconet.bench import compare, results, runner, tables
+from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
+from falconet.commands import launching, parts
+from falconet.commands.reading import load_options
+from falconet.config.measuring import Bench
+from falconet.config.schema import BenchOptions
+from falconet.config.settings import Setting
+from falconet.errors import ConfigError
+from falconet.parallel.division import PROCESSES_PER_CORE
+from falconet.report.screen import Screen
+
+PASSED, FAILED, SLOWER, INTERRUPTED = 0, 1, 3, 130  # exit codes
+DEFAULT = "./benchmarks.yml"
+
+
+def run(line: Sequence[Setting]) -> int:
+    if launching.is_another_process():
+        return PASSED
+    options, screen = load_options(BenchOptions, line).options.bench, Screen()
+    old = results.read(options.compare) if options.compare else None
+    every = [benchmark for name in _specs(options) for benchmark in read_spec(find_spec(name))]
+    chosen = select(every, options.benchmark, convergence=options.include_convergence)
+    jobs = runner.prepare(chosen, wandb=options.allow_wandb, profile=options.profile, note=screen.line)
+    if options.plan:
+        _show_plan(jobs, screen)
+        return PASSED
+    folder = _open_folder(options)
+    measured = _measure(jobs, options, folder, screen)
+    _show(measured, options, folder, screen)
+    slower = _compare(old, measured, options, folder, screen) if old else False
+    if any(result.status == "interrupted" for result in measured):
+        return INTERRUPTED
+    return FAILED if any(result.status == "failed" for result in measured) else SLOWER if slower else PASSED
+
+
+def machine() -> dict[str, object]:
+    """What the numbers depend on."""
+    cuda = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
+    return {
+        "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
+        "processor": _processor(),
+        "cores": parts.cores(),
+        "falconet": falconet.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def devices_here() -> int:
+    """Processes that can work at the same time: one a CUDA device, or as the trainer counts on a CPU."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * parts.cores()
+
+
+def _specs(options: Bench) -> tuple[str, ...]:
+    if options.spec:
+        return options.spec
+    if not Path(DEFAULT).exists():
+        raise ConfigError(f"--spec: is needed where there is no {DEFAULT}: a file, or {', '.join(builtin_specs())}")
+    return (DEFAULT,)
+
+
+def _open_folder(options: Bench) -> Path:
+    """The folder of the results, empty and writable, as a whole path: commands run in folders of their own."""
+    asked = options.log_dir
+    folder = Path("bench-results", time.strftime("%Y%m%d-%H%M%S")) if asked == "auto" else asked
+    if (folder / "results.json").exists():
+        raise ConfigError(f"--log-dir: {folder} already holds results; wanted another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
+    return folder.resolve()
+
+
+def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: Screen) -> list[results.Result]:
+    """Run everything; what was measured is on disk after every benchmark."""
+    routine = runner.Routine(
+        repeat=options.repeat,
+        folder=folder,
+        here=devices_here(),
+        timeout=options.timeout,
+        stop_on_error=options.stop_on_error,
+        profiled=options.profile,
+        echo=screen.line if options.show_output else lambda _: None,
+    )
+    measured: list[results.Result] = []
+    about = machine()
+    for result in runner.run_all(jobs, routine, screen.line):
+        measured.append(result)
+        _write(measured, about, options, folder)
+    return measured
+
+
+def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
+    names = tables.metric_names(measured) if options.additional_metrics else options.csv_metrics
+    results.write(folder / "results.json", measured, about)
+    tables.write_csv(folder / "results.csv", measured, metrics=names)
+    (folder / "results.md").write_text(tables.markdown(measured, about), encoding="utf-8")
+
+
+def _show(measured: Sequence[results.Result], options: Bench, folder: Path, screen: Screen) -> None:
+    screen.line("")
+    unknown = [name for name in options.csv_metrics if name not in tables.metric_names(measured)]
+    if unknown:
+        screen.line(f"note: --csv-metrics: nothing measured {', '.join(unknown)}; the columns are empty")
+    text = (folder / "results.md").read_text(encoding="utf-8")
+    for line in tables.plain(text):
+        screen.line(line)
+    for line in text.splitlines():
+        if line.startswith("- "):
+            screen.line(line)
+    passed = sum(result.status == "passed" for result in measured)
+    screen.line(f"{passed} of {len(measured)} passed; written to {folder}: results.json, results.csv, results.md")
+
+
+def _compare(
+    old: tuple[Mapping[str, results.Result], Mapping[str, object]],
+    measured: Sequence[results.Result],
+    options: Bench,
+    folder: Path,
+    screen: Screen,
+) -> bool:
+    """Say what changed; whether anything lost more than the margin."""
+    earlier, there = old
+    comparisons = list(compare.compare(earlier, measured))
+    text = tables.comparison_markdown(comparisons, margin=options.margin)
+    (folder / "comparison.md").write_text(text, encoding="utf-8")
+    screen.line("")
+    here = machine()
+    other = [name for name in ("devices", "processor", "cores") if there.get(name) != here[name]]
+    if other:
+        screen.line(f"note: {options.compare} was measured on another machine ({', '.join(other)} differ)")
+    for line in tables.plain(text):
+        screen.line(line)
+    lost = [one.name for one in comparisons if one.loses_more_than(options.margin)]
+    if lost:
+        screen.line(f"slower by more than {options.margin:g} %: {', '.join(lost)}")
+    return bool(lost)
+
+
+def _show_plan(jobs: Sequence[runner.Job], screen: Screen) -> None:
+    here = devices_here()
+    for job in jobs:
+        folded = f"; {here} here, so it would run folded" if job.devices > here else ""
+        screen.line(f"{job.name}: {job.devices} devices{folded}")
+        screen.line(f"  {job.command.shown()}")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,201 @@
+"""`falconet bench infer`: images per second, and latency, of a model that predicts."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
+from falconet.bench.measured import INFERENCE, Measured, Sample
+from falconet.bench.spread import estimate
+from falconet.bench.steady import find_steady
+from falconet.checkpoint import files
+from falconet.commands import launching, opening, parts
+from falconet.commands.reading import load_options
+from falconet.config.options import options_of
+from falconet.config.schema import InferOptions, ValidateOptions
+from falconet.config.settings import LINE, Setting
+from falconet.data.decode import BadImages
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, SyntheticLoader
+from falconet.data.preprocessing import Normalise
+from falconet.data.readers import reader_for
+from falconet.errors import ConfigError
+from falconet.numerics.precision import REGIMES
+from falconet.parallel import environment
+from falconet.parallel.division import PROCESSES_PER_CORE
+from falconet.parallel.world import World, device_kind, open_world
+from falconet.report import inference as lines
+from falconet.report.folders import RUNS
+
+HELD = 8  # different batches that take turns, prepared before the clock starts
+MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured."""
+
+    options: InferOptions
+    model: nn.Module
+    images: parts.Images
+
+
+def run(line: Sequence[Setting]) -> int:
+    options, place = load_options(InferOptions, line).options, environment.find_place(os.environ)
+    asked = parts.value_or(options.inference.replicas, place.size if place else 1)
+    here = _devices(options)
+    if place is None and min(asked, here) > 1:
+        from falconet.parallel.launch import Workers, launch
+
+        argv = ["bench", "infer", *(word for setting in line if setting.source == LINE for word in setting.argv())]
+        workers = Workers(argv=argv, processes=min(asked, here), restarts=0)
+        return launch(workers, progress=lambda: None, say=launching.spoken())
+    machine = options.machine
+    threads = parts.value_or(machine.threads, parts.cores())
+    with open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place) as world:
+        if asked > world.size:
+            note = f"note: {asked} replicas asked for, {here} devices are here: {world.size} run, with a batch each"
+            launching.screen_of(world).line(note)
+        _measure(_open(options, line, world), world)
+    return 0
+
+
+def _devices(options: InferOptions) -> int:
+    cuda = device_kind(options.machine.device) == "cuda"
+    return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * parts.cores()
+
+
+def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
+    """The model with the checkpoint's weights and options, or with random ones."""
+    path = options.input.checkpoint_input_path
+    if path is None:
+        data = options.data
+        images = parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+        model = parts.build_model(options.model, classes=images.classes, seed=0)
+        REGIMES[options.machine.precision].require(world.device)
+        model = REGIMES[options.machine.precision].prepare(model, world.device)
+        return Subject(options=options, model=model.eval(), images=images)
+    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ValidateOptions)]
+    if path.is_file():
+        opened = opening.open_foreign(path, shared)
+    else:
+        opened = next(opening.open_checkpoint(files.newest_whole(path, note=launching.spoken(world)), shared))
+    merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
+    return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
+
+
+def _measure(subject: Subject, world: World) -> None:
+    options = subject.options
+    screen, count = launching.screen_of(world), min(options.data.iterations, MOST)
+    if count < options.data.iterations:
+        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
+    predict, batches = _predictor(subject, world), _batches(subject, world)
+    resident = measure_resident(predict, batches, count=count, world=world)
+    on_host = options.data.data != "synthetic" and world.device.type == "cuda"
+    series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
+    per_batch = options.data.micro_batch_size * world.size
+    main, inner = _steady(series, per_batch), _steady(resident, per_batch)
+    facts = lines.Facts(
+        model=options.model.model,
+        micro_batch=options.data.micro_batch_size,
+        data=options.data.data,
+        dtype=str(REGIMES[options.machine.precision].formats(world.device)["activations"]),
+        devices=world.size,
+    )
+    if options.style.log_style == "pytorch":
+        for seconds in series.throughput:
+            screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
+    for text in lines.summary(facts, _rates(main), main.latencies):
+        screen.line(text)
+    if options.style.log_style == "tensorflow":
+        for text in lines.tensorflow(facts, _rates(main), main.latencies):
+            screen.line(text)
+    for text in _own_lines(main, inner, copied=on_host):
+        screen.line(text)
+    peak = world.peak_memory()
+    screen.line(f"peak memory  {peak / 2**30:.2f} GiB")
+    if world.is_first:
+        _write(options, series, resident, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})
+
+
+def _predictor(subject: Subject, world: World) -> Predict:
+    normalise = Normalise(subject.images.preprocessing).to(world.device)
+    regime, model = REGIMES[subject.options.machine.precision], subject.model
+
+    def predict(images: Tensor) -> Tensor:
+        return regime.run(model, normalise(images))
+
+    return predict
+
+
+def _batches(subject: Subject, world: World) -> list[Batch]:
+    """A few batches of the validation images, prepared once, or random ones that live on the device."""
+    options, images = subject.options, subject.images
+    data, shape = options.data, BatchShape(micro_batch=options.data.micro_batch_size)
+    if data.data == "synthetic":
+        size = images.preprocessing.image_size
+        loader = SyntheticLoader(shape, image_size=size, classes=images.classes, images=1, seed=0, device=world.device)
+        return next(loader.updates(0))
+    bad = BadImages(parts.value_or(data.bad_images_allowed, 0), note=launching.spoken(world))
+    source = images.splits.validation
+    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
+    found = EvaluationLoader(reader, source.labels, shape=shape, workers=parts.workers(data)).batches()
+    held = islice(found, min(HELD, data.iterations))
+    return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
+
+
+def _held(images: Tensor, device: torch.device) -> Tensor:
+    """A copy that stays: channels-last, and pinned where it is copied to a device."""
+    kept = images.permute(0, 2, 3, 1).contiguous().clone()
+    return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
+
+
+def _steady(series: Series, per_batch: int) -> Measured:
+    """Both series without their warm-up."""
+    steady = find_steady(series.throughput)
+    samples = [Sample(per_batch, seconds) for seconds in series.throughput[steady.first :]]
+    kept = series.latency[find_steady(series.latency).first :]
+    return Measured(samples=samples, latencies=[1000 * seconds for seconds in kept], steady=steady)
+
+
+def _rates(measured: Measured) -> list[float]:
+    return [sample.images / sample.seconds for sample in measured.samples]
+
+
+def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
+    texts = []
+    named = (("with copies", main), ("without copies", inner)) if copied else (("on the device", inner),)
+    for name, found in named:
+        latency = "  ".join(f"{key} {value:.3f}" for key, value in found.latency().items())
+        spread = found.within() or estimate(_rates(found))
+        texts.append(
+            f"{name}: {found.throughput:,.1f} images/s (95 % {max(0.0, spread.low):,.1f} to {spread.high:,.1f})"
+        )
+        texts.append(f"{name}: latency of a batch in ms: {latency}")
+    total = main.steady.first + len(main.samples)
+    texts.append(f"{main.steady.first} of {total} batches dropped as warm-up ({main.steady.verdict})")
+    return texts
+
+
+def _write(options: InferOptions, series: Series, resident: Series, *, facts: dict[str, object]) -> None:
+    """Every batch's seconds, for `falconet bench` and for whoever asked."""
+    content = facts | {
+        "model": options.model.model,
+        "throughput_seconds": series.throughput,
+        "latency_seconds": series.latency,
+        "resident_throughput_seconds": resident.throughput,
+        "resident_latency_seconds": resident.latency,
+    }
+    home = os.environ.get(RUNS)
+    for path in [options.inference.output, Path(home) / INFERENCE if home else None]:
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,77 @@
+"""`falconet data pack`: class folders into checksummed shards."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from falconet.commands import parts
+from falconet.commands.reading import load_options
+from falconet.config.schema import PackOptions
+from falconet.config.settings import Setting
+from falconet.data import native, packing
+from falconet.data.source import FileSource
+from falconet.data.sources import folder
+from falconet.errors import ConfigError, DataError, Interrupted
+from falconet.report.counting import Counting
+from falconet.report.screen import Screen
+
+
+def run(line: Sequence[Setting]) -> int:
+    options = load_options(PackOptions, line).options.pack
+    if options.source is None or options.target is None:
+        raise ConfigError("needs two folders: the one with train/ and val/, and the one for the shards")
+    say = Screen().line
+    sources = _sources(options.source)
+    target = _made(options.target)
+    shards = packing.plan(sources, shard_size=options.shard_size)
+    recipe = packing.Recipe(resize=options.resize, marked=native.library() is not None)
+    _check_target(target, shards)
+    if not recipe.marked:
+        say(f"no restart markers, so that decoding will not be faster: no native decoder here ({native.why_not()})")
+    packer = packing.Packer(target, recipe=recipe, workers=parts.value_or(options.workers, parts.cores()))
+    whole = 0
+    try:
+        with (
+            packing.alone(target),
+            Counting(f"packing {options.source}", total=sum(map(len, sources.values()))) as counting,
+        ):
+            for shard in shards:
+                if packing.made(shard, target, recipe):
+                    counting.add(shard.end - shard.begin)
+                else:
+                    packer.pack(shard, done=counting.add)
+                whole += 1
+    except KeyboardInterrupt:
+        say(f"stopped; {whole} of {len(shards)} shards are whole, and the same command goes on from there")
+        raise Interrupted from None
+    say(_summary(packer, len(shards), target))
+    return 0
+
+
+def _sources(source: Path) -> dict[str, FileSource]:
+    splits = folder.load(source)
+    found = {"train": splits.train, "validation": splits.validation}
+    return {split: own for split, own in found.items() if isinstance(own, FileSource)}
+
+
+def _made(target: Path) -> Path:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be made ({error.strerror})") from None
+    return target
+
+
+def _check_target(target: Path, shards: list[packing.Shard]) -> None:
+    others = packing.leftovers(target, shards)
+    if others:
+        raise DataError(f"{others[0]}: is of another set, which had more shards; wanted an empty folder")
+
+
+def _summary(packer: packing.Packer, shards: int, target: Path) -> str:
+    if packer.images == 0:
+        return f"{target}: all {shards} shards were there already"
+    share = packer.bytes_written / max(1, packer.bytes_read) - 1
+    return (
+        f"{target}: {shards} shards; {packer.images:,} images packed now, {packer.marked:,} of them with restart"
+        f" markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%})"
+    )

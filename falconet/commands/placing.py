@@ -1,0 +1,153 @@
+"""How the model lies on the devices: whole in every process. The other way, in stages, is `pipelining`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import nn
+
+from falconet.checkpoint.state import TrainState
+from falconet.commands import numbers, parts
+from falconet.config import schema
+from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
+from falconet.data.preprocessing import Normalise
+from falconet.models import splits, zoo
+from falconet.numerics.precision import Regime
+from falconet.numerics.scaling import Offender
+from falconet.optim.half import HalfOptimizer
+from falconet.parallel.gathering import OneStage, Stages
+from falconet.parallel.grid import Grid
+from falconet.parallel.replicas import Replicas
+from falconet.train.evaluate import Evaluation
+from falconet.train.loss import Loss
+from falconet.train.moving import Move, PlainMove, ScaledMove
+from falconet.train.step import LocalStep, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What both ways are made from."""
+
+    options: schema.TrainOptions
+    images: parts.Images
+    shape: BatchShape
+    grid: Grid
+    regime: Regime
+    note: parts.Note
+
+    def built(self) -> nn.Module:
+        """The whole model in fp32, on the host."""
+        return parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+
+    @property
+    def normalise(self) -> Normalise:
+        return Normalise(self.images.preprocessing).to(self.grid.world.device)
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.images.classes, self.options.augmentation.label_smoothing)
+
+    @property
+    def seed(self) -> int:
+        """Of dropout: every process drops other units."""
+        return self.options.run.seed + (self.grid.world.rank << 40)
+
+
+class Placement(Protocol):
+    """A way for the model to lie on devices."""
+
+    @property
+    def model(self) -> nn.Module: ...  # what this process trains
+
+    @property
+    def parameters(self) -> int: ...  # of the whole model
+
+    @property
+    def trained(self) -> Sequence[str]: ...  # names of all weights that are trained, in the model's order
+
+    @property
+    def splits(self) -> Sequence[str]: ...  # the layers that begin a further stage
+
+    def lines(self) -> list[str]: ...  # for the plan
+
+    def stages(self) -> Stages: ...
+
+    def loader(self) -> Loader | SyntheticLoader | IdleLoader: ...  # of training batches
+
+    def evaluator(self) -> Callable[[nn.Module], Evaluation]: ...
+
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> Step: ...
+
+
+class WholeModel:
+    """One replica a process."""
+
+    splits: Sequence[str] = ()
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    @cached_property
+    def model(self) -> nn.Module:
+        setup = self._setup
+        model = setup.built()
+        asked = setup.options.parallel.pipeline_splits
+        if asked and not asked[0].startswith("auto:"):
+            splits.split(model, asked)  # stages that share a process change nothing, but their names must be right
+        return setup.regime.prepare(model, setup.grid.world.device)
+
+    @property
+    def parameters(self) -> int:
+        return zoo.count_parameters(self.model)
+
+    @property
+    def trained(self) -> Sequence[str]:
+        return [name for name, weight in self.model.named_parameters() if weight.requires_grad]
+
+    def lines(self) -> list[str]:
+        return self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> list[str]:
+        """What the model recomputes, in words; the model is changed accordingly."""
+        setup = self._setup
+        return numbers.recompute_activations(
+            self.model,
+            setup.options,
+            image_size=setup.images.preprocessing.image_size,
+            regime=setup.regime,
+            device=setup.grid.world.device,
+        )
+
+    def stages(self) -> Stages:
+        return OneStage()
+
+    def loader(self) -> Loader | SyntheticLoader:
+        setup = self._setup
+        return parts.training_loader(
+            setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
+        )
+
+    def evaluator(self) -> Callable[[nn.Module], Evaluation]:
+        setup = self._setup
+        return parts.evaluator(
+            setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
+        )
+
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
+        setup = self._setup
+        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device)
+        if state.scale is not None:
+            assert isinstance(state.optimizer, HalfOptimizer)
+            move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender)
+        return LocalStep(
+            state.model,
+            move,
+            normalise=setup.normalise,
+            loss=setup.loss,
+            regime=setup.regime,
+            seed=setup.seed,
+            averages=[state.ema] if state.ema else [],
+            replicas=replicas,
+        )

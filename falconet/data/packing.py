@@ -1,0 +1,221 @@
+"""Class folders into packed shards: the same bytes whenever and however often it is started."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from falconet.data import native
+from falconet.data.decode import UnreadableImageError, open_rgb
+from falconet.data.native.binding import Library
+from falconet.data.source import FileSource
+from falconet.data.sources import packed
+from falconet.errors import DataError
+
+INTERVAL = 8  # MCUs between restart markers: docs/data.md has the trade
+QUALITY = 90  # of photos that are encoded anew
+WINDOW = 4  # images in the air, times the workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is done to each image."""
+
+    resize: int | None = None  # short side in pixels; None: nothing is lost
+    marked: bool = True  # restart markers, where the native library can write them
+
+
+class Outcome(NamedTuple):
+    """One packed image."""
+
+    data: bytes
+    read: int  # bytes of the file
+    marked: bool
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard to be made: images `begin` to `end` of a source."""
+
+    source: FileSource
+    split: str
+    number: int
+    of: int
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return packed.shard_name(self.split, self.number)
+
+
+def plan(sources: dict[str, FileSource], *, shard_size: int) -> list[Shard]:
+    """Every shard, by the number of images alone, so that it is the same plan every time."""
+    shards = []
+    for split, source in sources.items():
+        count = -(-len(source) // shard_size)
+        for number in range(count):
+            begin = number * shard_size
+            shards.append(Shard(source, split, number, count, begin, min(begin + shard_size, len(source))))
+    return shards
+
+
+def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
+    """Whether the shard is there already, whole, of this recipe, and newer than every file in it."""
+    path = target / shard.name
+    try:
+        head = packed.read_head(path)
+        newest = max(shard.source.path(index).stat().st_mtime for index in range(shard.begin, shard.end))
+        return bool(head.facts == _facts(shard, recipe) and path.stat().st_mtime >= newest)
+    except (DataError, OSError):
+        return False
+
+
+class Packer:
+    """Packs shards, one after the other, each written aside and renamed when it is whole."""
+
+    def __init__(self, target: Path, *, recipe: Recipe, workers: int) -> None:
+        self._target, self._recipe, self._workers = target, recipe, workers
+        self._library = native.library() if recipe.marked else None
+        self.images = self.marked = self.bytes_read = self.bytes_written = 0
+
+    def pack(self, shard: Shard, *, done: Callable[[], None]) -> None:
+        """Make one shard; `done` is called for each image. DataError: a file that cannot be read, or a full disk."""
+        path = self._target / shard.name
+        aside = path.with_name(f".{path.name}.partial")
+        try:
+            with aside.open("wb") as file:
+                writer = packed.Writer(file)
+                for index, outcome in self._outcomes(shard):
+                    label = int(shard.source.labels[index])
+                    writer.add(outcome.data, label=label, name=shard.source.name(index))
+                    self._count(outcome)
+                    done()
+                writer.finish(_facts(shard, self._recipe))
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(
+                f"{path}: the disk is full; the shards before it are whole: make room and give the same command again"
+            ) from None
+        finally:
+            aside.unlink(missing_ok=True)
+        _flush_folder(self._target)
+
+    def _count(self, outcome: Outcome) -> None:
+        self.images += 1
+        self.marked += outcome.marked
+        self.bytes_read += outcome.read
+        self.bytes_written += len(outcome.data)
+
+    def _outcomes(self, shard: Shard) -> Iterator[tuple[int, Outcome]]:
+        """In order, with a bounded number of images in memory."""
+        pool = ThreadPoolExecutor(self._workers, thread_name_prefix="falconet-pack")
+        begun: deque[tuple[int, Future[Outcome]]] = deque()
+        try:
+            for index in range(shard.begin, shard.end):
+                path = shard.source.path(index)
+                begun.append((index, pool.submit(prepared, path, recipe=self._recipe, library=self._library)))
+                if len(begun) >= WINDOW * self._workers:
+                    first, future = begun.popleft()
+                    yield first, future.result()
+            while begun:
+                first, future = begun.popleft()
+                yield first, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
+    """The bytes to store for a file: as it is if nothing can be done to it, damaged ones too."""
+    try:
+        original = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    data = original if recipe.resize is None else shrunk(original, recipe.resize)
+    marked = library.restart_marked(data, interval=INTERVAL) if library is not None and data else None
+    if isinstance(marked, bytes):
+        return Outcome(marked, len(original), True)
+    return Outcome(data, len(original), False)
+
+
+def shrunk(data: bytes, short_side: int) -> bytes:
+    """A photo larger than this, shrunk and encoded anew; any other as it is."""
+    try:
+        image = open_rgb(io.BytesIO(data))
+    except UnreadableImageError:
+        return data
+    short = min(image.width, image.height)
+    if short <= short_side:
+        return data
+    size = (round(image.width * short_side / short), round(image.height * short_side / short))
+    file = io.BytesIO()
+    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
+    return file.getvalue()
+
+
+def _facts(shard: Shard, recipe: Recipe) -> dict[str, object]:
+    """What a shard says of itself; two with the same facts were made of the same files."""
+    return {
+        "split": shard.split,
+        "number": shard.number,
+        "shards": shard.of,
+        "classes": list(shard.source.class_names),
+        "made": {"interval": INTERVAL if recipe.marked else None, "resize": recipe.resize, "files": _digest(shard)},
+    }
+
+
+def _digest(shard: Shard) -> str:
+    """Of names, labels and sizes of the files."""
+    total = hashlib.sha256()
+    for index in range(shard.begin, shard.end):
+        size = shard.source.path(index).stat().st_size
+        total.update(f"{int(shard.source.labels[index])} {size} ".encode())
+        total.update(os.fsencode(shard.source.name(index)) + b"\0")
+    return total.hexdigest()
+
+
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """One packing at a time in a folder; what a killed one left half-written goes."""
+    handle = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{target}: another `falconet data pack` is writing there") from None
+        except OSError:  # a file system without locks
+            pass
+        for path in target.glob(".*.partial"):
+            path.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+def leftovers(target: Path, shards: Sequence[Shard]) -> list[Path]:
+    """Shards of an earlier set, with more of them: they would be taken for a part of this one."""
+    names = {shard.name for shard in shards}
+    return [path for paths in packed.find(target).values() for path in paths if path.name not in names]
+
+
+def _flush_folder(folder: Path) -> None:
+    """So that the new name survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

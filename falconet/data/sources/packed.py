@@ -1,0 +1,179 @@
+"""Packed shards: our own files of many images each, with checksums and an index inside.
+
+    train-00000.falconet, ..., validation-00000.falconet, ...
+
+A shard is a magic line, the images' bytes end to end, an index in the safetensors format, and a tail of 72 bytes: where
+the index begins and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 of zeros), the
+SHA-256 of everything before the tail, and the magic line again. docs/data.md describes it for others to read.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save
+
+from falconet.data.checksum import crc32c
+from falconet.data.index import Array
+from falconet.data.shards import open_shard, pread
+from falconet.data.source import Names, Splits
+from falconet.data.sources.gather import source_of, splits_of
+from falconet.errors import DataError
+
+ENDING = ".falconet"
+MAGIC = b"falconet shard 1"
+PLACE = struct.Struct("<QQII")
+TAIL = PLACE.size + 32 + len(MAGIC)  # bytes
+SPLITS = ("train", "validation")
+COLUMNS = ("begins", "sizes", "checksums", "labels", "names", "offsets")
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05}{ENDING}"
+
+
+def find(data_dir: Path) -> dict[str, list[Path]]:
+    return {split: sorted(data_dir.glob(f"{split}-*{ENDING}")) for split in SPLITS}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a shard says of itself."""
+
+    arrays: dict[str, Array]
+    facts: dict[str, Any]  # split, number, shards, classes, made
+    sha256: str  # of all before the tail, as it was when the shard was written
+
+
+class Writer:
+    """Writes one shard; the digest is made as the bytes go by."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sha = file, hashlib.sha256()
+        self._at = 0
+        self._rows: list[tuple[int, int, int, int]] = []  # begin, size, checksum, label
+        self._names: list[str] = []
+        self._write(MAGIC)
+
+    def add(self, data: bytes, *, label: int, name: str) -> None:
+        self._rows.append((self._at, len(data), crc32c(data), label))
+        self._names.append(name)
+        self._write(data)
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """The index and the tail."""
+        rows, names = np.array(self._rows, np.int64).reshape(-1, 4), Names.of(self._names)
+        arrays: dict[str, Array] = {
+            "begins": np.ascontiguousarray(rows[:, 0]),
+            "sizes": rows[:, 1].astype(np.uint32),
+            "checksums": rows[:, 2].astype(np.uint32),
+            "labels": rows[:, 3].astype(np.int32),
+            "names": np.frombuffer(names.block, np.uint8),
+            "offsets": names.offsets,
+        }
+        begin, index = self._at, bytes(save(arrays, {"facts": json.dumps(facts, sort_keys=True)}))
+        self._write(index)
+        self._file.write(PLACE.pack(begin, len(index), crc32c(index), 0) + self._sha.digest() + MAGIC)
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._sha.update(data)
+        self._at += len(data)
+
+
+def read_head(path: Path) -> Head:
+    """The index of a shard, or DataError: cut short, of another version, or damaged there."""
+    file = open_shard(path)
+    try:
+        total = os.fstat(file).st_size
+        tail = pread(file, max(0, total - TAIL), TAIL)
+        if len(tail) < TAIL or tail[-len(MAGIC) :] != MAGIC or pread(file, 0, len(MAGIC)) != MAGIC:
+            raise DataError(f"{path}: not a whole packed shard of this version; `falconet data pack` makes it again")
+        begin, size, checksum, _ = PLACE.unpack(tail[: PLACE.size])
+        index = pread(file, begin, size) if begin + size + TAIL == total else b""
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    finally:
+        os.close(file)
+    try:
+        if crc32c(index) != checksum:
+            raise ValueError
+        arrays = load_arrays(index)
+        facts = json.loads(json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]["facts"])
+        _check(arrays, begin)
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again") from None
+    return Head(arrays, facts, tail[PLACE.size : PLACE.size + 32].hex())
+
+
+def _check(arrays: dict[str, Array], end: int) -> None:
+    """The columns are of one length, and the images lie end to end before the index."""
+    begins, sizes, offsets = (arrays[name].astype(np.int64) for name in ("begins", "sizes", "offsets"))
+    lengths = {len(arrays[name]) for name in ("begins", "sizes", "checksums", "labels")} | {len(offsets) - 1}
+    ends = np.cumsum([len(MAGIC), *sizes.tolist()])
+    if len(lengths) != 1 or not np.array_equal(begins, ends[:-1]) or ends[-1] != end:
+        raise ValueError
+    if np.any(np.diff(offsets) < 0) or offsets[0] != 0 or offsets[-1] != len(arrays["names"]):
+        raise ValueError
+
+
+def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
+    """The index is inside the shards; all of them together are one set."""
+    heads = {split: [read_head(path) for path in paths] for split, paths in shards.items()}
+    classes: tuple[str, ...] | None = None
+    for split, paths in shards.items():
+        if not paths:
+            raise DataError(f"{data_dir}: packed shards, but none is named {shard_name(split, 0)}")
+        wanted = int(heads[split][0].facts["shards"])
+        for number in range(wanted):
+            if data_dir / shard_name(split, number) not in paths:
+                raise DataError(f"{data_dir}: no {shard_name(split, number)}; {len(paths)} of {wanted} are there")
+        for path, head in zip(paths, heads[split], strict=True):
+            classes = classes or tuple(head.facts["classes"])
+            if tuple(head.facts["classes"]) != classes or int(head.facts["shards"]) != wanted:
+                raise DataError(f"{path}: belongs to another set than the shards beside it")
+            if np.any((head.arrays["labels"] < 0) | (head.arrays["labels"] >= len(classes))):
+                raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again")
+    assert classes is not None
+    train, validation = (
+        source_of(_joined(heads[split], split), split, paths=paths, class_names=classes)
+        for split, paths in shards.items()
+    )
+    return splits_of(train, validation, layout="packed shards")
+
+
+def _joined(heads: list[Head], split: str) -> dict[str, Array]:
+    columns = {name: np.concatenate([head.arrays[name] for head in heads]) for name in COLUMNS if name != "offsets"}
+    starts = np.cumsum([0, *(len(head.arrays["names"]) for head in heads[:-1])])
+    ends = [head.arrays["offsets"][1:] + start for head, start in zip(heads, starts, strict=True)]
+    columns["offsets"] = np.concatenate([np.zeros(1, np.int64), *ends])
+    counts = [len(head.arrays["labels"]) for head in heads]
+    columns["shards"] = np.repeat(np.arange(len(heads), dtype=np.int32), counts)
+    return {f"{split}.{name}": column for name, column in columns.items()}
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a shard, one line each: images by name, else the whole."""
+    head = read_head(path)
+    names = Names(head.arrays["names"].tobytes(), head.arrays["offsets"])
+    columns = (head.arrays[name].tolist() for name in ("begins", "sizes", "checksums"))
+    problems = []
+    with path.open("rb", buffering=1 << 20) as file:
+        sha = hashlib.sha256(file.read(len(MAGIC)))
+        for number, (begin, size, stored) in enumerate(zip(*columns, strict=True)):
+            assert begin == file.tell(), f"{path}: images lie end to end"
+            data = file.read(size)
+            sha.update(data)
+            if crc32c(data) != stored:
+                problems.append(f"{path}: {names[number]}: its bytes do not have their checksum")
+        sha.update(file.read()[:-TAIL])
+    if sha.hexdigest() != head.sha256 and not problems:
+        problems.append(f"{path}: its bytes do not have their SHA-256, though every image has its checksum")
+    return problems

@@ -1,0 +1,164 @@
+"""Photos in plain tar archives, as WebDataset writes them: KEY.jpg beside KEY.cls (or .json, or .txt)."""
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from falconet.data.index import Array, Found, indexed
+from falconet.data.source import Splits
+from falconet.data.sources.folder import image_extensions
+from falconet.data.sources.gather import MOST_CLASSES, Gathered, class_names, label_file, source_of, splits_of
+from falconet.errors import DataError, did_you_mean
+from falconet.parallel.environment import is_first
+from falconet.report.counting import Counting
+
+SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|$)")
+LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample's counts
+JSON_KEYS = ("label", "cls", "class", "class_id")
+MOST_LABEL = 1 << 20  # bytes of a label file
+MOST_IMAGE = 1 << 30  # bytes of an image
+
+
+def find(data_dir: Path) -> dict[str, list[Path]]:
+    """The archives of each split, by name, from the folder itself or from train/ and val/ in it."""
+    found: dict[str, list[Path]] = {"train": [], "validation": []}
+    for folder in (data_dir, *(data_dir / name for name in ("train", "val", "validation"))):
+        for path in sorted(folder.glob("*.tar")) if folder.is_dir() else ():
+            match = SPLIT.search(path.name.lower()) or SPLIT.search(folder.name.lower())
+            if match:
+                found["train" if match[1].startswith("train") else "validation"].append(path)
+    return found
+
+
+def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
+    """Labels are numbers from 0 on, or names of classes, which are then sorted."""
+    for split, paths in shards.items():
+        if not paths:
+            raise DataError(f"{data_dir}: tar archives, but none with {split} in its name")
+    every = [path for paths in shards.values() for path in paths]
+    names = label_file(data_dir)
+    watched = every if names is None else [*every, names]
+    found = indexed(data_dir, kind="tar", search=lambda: _search(data_dir, shards, watched), watched=watched)
+    classes = tuple(found.facts["classes"])
+    arrays = dict(found.arrays)
+    train, validation = (source_of(arrays, split, paths=paths, class_names=classes) for split, paths in shards.items())
+    return splits_of(train, validation, layout="tar archives")
+
+
+@dataclass
+class Sample:
+    """Members of one key."""
+
+    key: str
+    image: tarfile.TarInfo | None = None
+    labels: dict[str, str] = field(default_factory=dict)  # ending -> text
+
+
+def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) -> Found:
+    gathered = {split: Gathered("shards", "begins", "sizes", "labels") for split in shards}
+    said: dict[str, int] = {}  # label as it is written -> its number in the order of being found
+    with Counting(f"indexing {data_dir}", quiet=not is_first(os.environ)) as counting:
+        for split, paths in shards.items():
+            for number, path in enumerate(paths):
+                for sample in _samples(path):
+                    member = sample.image
+                    if member is None:
+                        raise DataError(f"{path}: {sample.key}: a label without an image")
+                    label = said.setdefault(_label(path, sample), len(said))
+                    gathered[split].add(shards=number, begins=member.offset_data, sizes=member.size, labels=label)
+                    gathered[split].add_name(member.name)
+                    counting.add()
+            if not len(gathered[split]):
+                raise DataError(f"{paths[0]}: no image in it, nor in the other {split} archives")
+    classes, numbers = _classes(data_dir, list(said))
+    arrays: dict[str, Array] = {}
+    for split, own in gathered.items():
+        arrays |= own.arrays(split)
+        arrays[f"{split}.labels"] = numbers[arrays[f"{split}.labels"]]
+    return Found(arrays, {"classes": classes}, watched)
+
+
+def _classes(data_dir: Path, said: list[str]) -> tuple[list[str], Array]:
+    """The classes, and the number of each label in the order they were found."""
+    if all(label.isdecimal() for label in said):
+        numbers = [int(label) for label in said]
+        if max(numbers) >= MOST_CLASSES:
+            raise DataError(f"{data_dir}: the label {max(numbers)} in an archive; wanted less than {MOST_CLASSES:,}")
+        values = np.array(numbers, np.int32)
+        return list(class_names(data_dir, count=int(values.max()) + 1)), values
+    mixed = next((label for label in said if label.isdecimal()), None)
+    if mixed is not None:
+        other = next(label for label in said if not label.isdecimal())
+        raise DataError(f"{data_dir}: labels that are numbers, such as {mixed}, and others that are not: '{other}'")
+    named = class_names(data_dir, count=0) if label_file(data_dir) else tuple(sorted(set(said)))
+    unknown = next((label for label in said if label not in named), None)
+    if unknown is not None:
+        raise DataError(f"{label_file(data_dir)}: has no class '{unknown}'{did_you_mean(unknown, named)}")
+    return list(named), np.array([named.index(label) for label in said], np.int32)
+
+
+def _label(path: Path, sample: Sample) -> str:
+    """A number in decimal digits, or the name of a class."""
+    for ending in LABELS:
+        text = sample.labels.get(ending)
+        if text is None:
+            continue
+        label = _from_json(text) if ending == "json" else text.strip()
+        if label:
+            return str(int(label)) if label.isdecimal() else label
+    wanted = ", ".join(f".{ending}" for ending in LABELS)
+    raise DataError(f"{path}: {sample.key}: an image without a label; wanted one in {wanted}")
+
+
+def _from_json(text: str) -> str:
+    try:
+        stored = json.loads(text)
+    except ValueError:
+        return ""
+    values = [stored[key] for key in JSON_KEYS if key in stored] if isinstance(stored, dict) else [stored]
+    return str(values[0]).strip() if values and isinstance(values[0], int | str) else ""
+
+
+def _samples(path: Path) -> Iterator[Sample]:
+    """Neighbours with one key; the key is all before the first dot of the name."""
+    sample: Sample | None = None
+    try:
+        with tarfile.open(path, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte a member
+                folder, _, name = member.name.rpartition("/")
+                stem, _, ending = name.partition(".")
+                if not member.isreg() or not stem or folder.startswith("__MACOSX"):
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if sample is None or sample.key != key:
+                    if sample is not None and (sample.image or sample.labels):
+                        yield sample
+                    sample = Sample(key)
+                ending = ending.lower().rpartition(".")[2]
+                if f".{ending}" in image_extensions() and sample.image is None:
+                    _check_plain(path, member)
+                    sample.image = member
+                elif ending in LABELS and member.size <= MOST_LABEL:
+                    opened = archive.extractfile(member)
+                    assert opened is not None  # a regular member
+                    sample.labels[ending] = opened.read().decode("utf-8", "replace")
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{path}: not a whole, uncompressed tar archive ({error})") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if sample is not None and (sample.image or sample.labels):
+        yield sample
+
+
+def _check_plain(path: Path, member: tarfile.TarInfo) -> None:
+    """One stretch of the file, and no longer than an image can be."""
+    end = member.offset_data + member.size
+    if member.issparse() or member.size > MOST_IMAGE or end > path.stat().st_size:
+        raise DataError(f"{path}: {member.name}: is stored in pieces or too large, or the archive is cut short")

@@ -1,0 +1,74 @@
+"""docs/migration.md, generated from the dialects: `python -m falconet.dialects.document > docs/migration.md`."""
+
+import sys
+from collections.abc import Iterator
+
+from falconet.dialects.explain import becomes
+from falconet.dialects.outside import OUTSIDE
+from falconet.dialects.programs import PROGRAMS
+from falconet.dialects.table import Program
+
+INTRODUCTION = """# From the originals to Falconet
+
+Generated from `falconet/dialects/` by `make docs`; a test fails when it is stale. The programs themselves are in
+`compat/`: type what you know there, and it runs. `--show-translation` prints the canonical command line with a note for
+whatever is different, and exits.
+
+- Defaults are each program's own: what a line leaves out is set as its original did.
+- Behind a lone `--` stand options of Falconet's own, which are not translated: `-- --device cpu --image-size 64`.
+- Options may be shortened as long as it stays clear which is meant, as the originals allowed (`--pipeline-split`).
+- Named configs are read from `configs.yml` beside the script, in the originals' format; yours may stand there too.
+- An option of another original is refused with its name here. What only tuned the IPU is accepted, and said to have no
+  effect.
+- Where documents and code of an original contradict each other, the documents hold: TensorFlow's pipeline schedule is
+  grouped if not given, `--initial-loss-scaling` doubles towards `--loss-scaling`, `weight_avg.py` averages.
+
+What is not the same, whatever the options:
+
+- A seed that is not given is 0; the originals drew one.
+- Images of CIFAR are normalised by the data's mean and deviation; the TensorFlow program did so image by image.
+- On ImageNet, images are divided by their deviation too; the TensorFlow program did so with `--normalise-input` alone.
+- ResNet-18 and -34 of the TensorFlow program had a projection in their first block; here they are torchvision's.
+- The PopART program added a zero channel to every image (`--input-image-padding` does), and its CIFAR networks had
+  projection shortcuts where ours append zero channels.
+- Not there: SqueezeNet, ResNeXt and bottleneck ResNets for CIFAR, proxy norm, half-resolution training, initial weights
+  of another run, a share of the data, `upload_run.py`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [line for program in PROGRAMS.values() for line in _program(program)]
+    return "\n".join([INTRODUCTION, *lines, *_outside()])
+
+
+def _outside() -> Iterator[str]:
+    for program, options in OUTSIDE.items():
+        yield f"## {program.replace(':', ': ')}"
+        yield ""
+        yield "| old | new | effect |"
+        yield "|---|---|---|"
+        for option, (new, effect) in options.items():
+            yield f"| `{option}` | {new if new == 'none' else f'`{new}`'} | {effect} |"
+        yield ""
+
+
+def _program(program: Program) -> Iterator[str]:
+    yield f"## {program.name.replace(':', ': ')}"
+    yield ""
+    command = f"`falconet {program.command}`" if isinstance(program.command, str) else program.about
+    yield f"{program.about[0].upper()}{program.about[1:]}." + (
+        "" if command == program.about else f" Becomes {command}."
+    )
+    yield ""
+    yield "| old | new | effect |"
+    yield "|---|---|---|"
+    for option in program.options:
+        names = ", ".join(f"`{name}`" for name in option.names)
+        new = f"`{becomes(option)}`" if option.new else "none"
+        yield f"| {names} | {new} | {option.effect} |".replace("<", "&lt;")
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,108 @@
+"""Layer names of the originals as names of our modules: splits of pipelines, layers kept in recomputation."""
+
+import re
+from collections.abc import Sequence
+
+from falconet.errors import ConfigError, did_you_mean
+
+# Blocks of each stage.
+RESNET = {
+    **{"10": (1, 1, 1, 1), "18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "14": (1, 1, 1, 1), "26": (2, 2, 2, 2)},
+    **{"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)},
+}
+BASIC = ("10", "18", "34")  # two convolutions a block; the others have three
+_EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
+    **{"0": (1, 2, 2, 3, 3, 4, 1), "1": (2, 3, 3, 4, 4, 5, 2), "2": (2, 3, 3, 4, 4, 5, 2), "3": (2, 3, 3, 5, 5, 6, 2)},
+    **{"4": (2, 4, 4, 6, 6, 8, 2), "5": (3, 5, 5, 7, 7, 9, 3), "6": (3, 6, 6, 8, 8, 11, 3)},
+    **{"7": (4, 7, 7, 10, 10, 13, 4)},
+}
+_MOBILENET = {"mobilenet-v3-large": (1, 2, 3, 4, 2, 3), "mobilenet-v3-small": (1, 2, 3, 2, 3)}
+
+
+def pytorch_layer(name: str, *, model: str) -> str:
+    """A layer of the PyTorch program: torchvision's names, an own MobileNet's, timm's, and additions by number."""
+    added = re.fullmatch(r"add(?:_(\d+))?", name)
+    if added:
+        return _addition(int(added[1] or 0), model=model, name=name)
+    block = re.fullmatch(r"mb_block/(\d+)(?:/.*)?", name)
+    if block and model in _MOBILENET:
+        return _mobilenet_block(int(block[1]), model=model, name=name)
+    whole = {"avgpool": "global_pool", "relu": "act1", "first_block/0": "conv_stem", "layer0": "conv1"}
+    if name in whole and not model.startswith("efficientnet"):
+        return whole[name]
+    name = re.sub(r"/downsample_(\d)$", r"/downsample/\1", name)  # as one of their configs spells it
+    name = re.sub(r"^(layer\d)/block(\d+)", r"\1/\2", name)  # as the example of the program's documents spells it
+    name = re.sub(r"^(layer\d)/(conv|bn)$", r"\1/0/\2", name)
+    name = re.sub(r"^(layer\d/\d+)/(conv|bn)$", r"\1/\g<2>1", name)
+    return re.sub(r"^(layer\d/\d+)/relu$", r"\1/act1", name)
+
+
+def _addition(number: int, *, model: str, name: str) -> str:
+    """The layer after the residual addition of that number, counted as torch.fx does: add, add_1, add_2, ..."""
+    if model.startswith("resnet"):
+        depth = model.removeprefix("resnet")
+        places = [(stage, block) for stage, blocks in enumerate(RESNET[depth], 1) for block in range(blocks)]
+        template = f"layer{{}}/{{}}/act{2 if depth in BASIC else 3}"
+    elif model.startswith("efficientnet-b"):
+        repeats = _EFFICIENTNET[model.removeprefix("efficientnet-b")]
+        places = [(stage, block) for stage, blocks in enumerate(repeats) for block in range(1, blocks)]
+        template = "blocks/{}/{}"
+    else:
+        return name
+    if number >= len(places):
+        raise ConfigError(f"{name}: {model} has {len(places)} additions, add to add_{len(places) - 1}")
+    return template.format(*places[number])
+
+
+def _mobilenet_block(number: int, *, model: str, name: str) -> str:
+    places = [(stage, block) for stage, blocks in enumerate(_MOBILENET[model]) for block in range(blocks)]
+    if number >= len(places):
+        raise ConfigError(f"{name}: {model} has {len(places)} blocks, mb_block/0 to mb_block/{len(places) - 1}")
+    return "blocks/{}/{}".format(*places[number])
+
+
+def tensorflow_layer(name: str, *, family: str, size: str, cifar: bool = False) -> str:
+    """An operation of the TensorFlow program, which is the first of the next stage there as well."""
+    legal = legal_splits(family=family, size=size, cifar=cifar)
+    if name not in legal:
+        said = did_you_mean(name, legal) or f"; wanted some of {_some(legal)}"
+        raise ConfigError(f"--pipeline-splits: '{name}' is not a split of {family} {size}{said}")
+    return legal[name]
+
+
+def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, str]:
+    """Every name that could begin a stage of a model, and our module's."""
+    return _efficientnet_splits(size) if family == "efficientnet" else _resnet_splits(size, cifar=cifar)
+
+
+def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
+    repeats: tuple[int, ...]
+    if cifar:
+        repeats, last, pool = ((int(size) - 2) // 6,) * 3, "relu2", "avgpool"
+    else:
+        repeats, last, pool = RESNET[size], "act2" if size in BASIC else "act3", "global_pool"
+    splits = {}
+    for stage, blocks in enumerate(repeats, 1):
+        for block in range(blocks):
+            splits[f"b{stage}/{block}"] = f"layer{stage}/{block}"
+            for relu in (f"b{stage}/{block}/relu", f"stage{stage}/unit{block + 1}/relu"):  # the name of SDK 2.5
+                splits[relu] = f"layer{stage}/{block}/{last}"
+    return {**splits, "reduce_mean": pool, "fc1": "fc"}
+
+
+def _efficientnet_splits(size: str) -> dict[str, str]:
+    splits = {}
+    for stage, blocks in enumerate(_EFFICIENTNET[size.removeprefix("B")]):
+        for block in range(blocks):
+            old, ours = f"block{stage + 1}{'abcdefghijklm'[block]}", f"blocks/{stage}/{block}"
+            if stage or block:
+                splits[old] = ours
+            if block == 0:  # those without a residual are cut within as well
+                last = "conv_pwl" if stage else "conv_pw"
+                splits |= {f"{old}/b": f"{ours}/conv_dw", f"{old}/SE": f"{ours}/se", f"{old}/c": f"{ours}/{last}"}
+    return {**splits, "Top": "conv_head"}
+
+
+def _some(names: Sequence[str] | dict[str, str]) -> str:
+    relus = [name for name in names if name.endswith("/relu") and name.startswith("b")]
+    return ", ".join(relus or names)

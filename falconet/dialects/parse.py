@@ -1,0 +1,87 @@
+"""An old line or YAML entry, split into the options of its program, as the originals' argparse would."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from falconet.dialects.table import Old, Program
+from falconet.dialects.values import check, truth
+from falconet.errors import ConfigError, did_you_mean
+
+_NUMBER = re.compile(r"-\.?\d")
+Given = dict[str, tuple[str, ...]]  # by the option's first name
+
+
+def from_line(program: Program, argv: Iterable[str], *, others: Sequence[Program] = ()) -> Given:
+    """What was typed; the last of two wins. `others`: programs whose options may have been meant."""
+    names = _names(program)
+    typed: list[tuple[str, Old, list[str]]] = []
+    for token in argv:
+        if token.startswith("-") and token != "-" and not _NUMBER.match(token):
+            spelled, equals, value = token.partition("=")
+            option = names[_full(spelled, names, program, others)]
+            typed.append((spelled, option, [value] if equals else []))
+        elif typed and typed[-1][1].kind != "flag":
+            typed[-1][2].append(token)
+        else:
+            raise ConfigError(f"'{token}': an option was wanted, such as {program.options[0].name}")
+    return {option.name: check(option, tuple(values), spelled=spelled) for spelled, option, values in typed}
+
+
+def from_mapping(program: Program, mapping: object, *, source: str, others: Sequence[Program] = ()) -> Given:
+    """What a YAML entry of the originals says: keys with `_` or `-`, text, numbers, booleans and lists."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{source}: a mapping of options was wanted, such as `epochs: 10`")
+    names = _names(program)
+    given: Given = {}
+    for key, value in mapping.items():
+        spelled = "--" + str(key).replace("_", "-")
+        negated = f"--no-{spelled[2:]}"
+        if spelled not in names and negated in names:  # argparse keeps --no-validation as `validation`
+            spelled, value = negated, {"true": "false", "false": "true"}.get(str(value).lower(), value)
+        folded = {name.lower().replace("_", "-"): name for name in names}
+        if spelled.lower() not in folded:
+            raise _unknown(spelled, names, program, others, where=f"{source}: ", dashes=False)
+        option = names[folded[spelled.lower()]]
+        values = tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
+        if option.kind == "flag":
+            on = truth(values[0]) if len(values) == 1 else None
+            if on is None:
+                raise ConfigError(f"{source}: {key}: got '{' '.join(values)}', wanted true or false")
+            if on:
+                given[option.name] = ()
+        elif values:  # an empty list leaves the option alone
+            given[option.name] = check(option, values, spelled=f"{source}: {key}")
+    return given
+
+
+def _names(program: Program) -> dict[str, Old]:
+    return {name: option for option in program.options for name in option.names}
+
+
+def _full(spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program]) -> str:
+    """The whole name of an option that may be shortened, as long as it stays clear which one is meant."""
+    if spelled in names:
+        return spelled
+    begun = {names[name].name: name for name in names if spelled.startswith("--") and name.startswith(spelled)}
+    if len(begun) == 1:
+        return next(iter(begun.values()))
+    if len(begun) > 1:
+        raise ConfigError(f"{spelled}: could be {' or '.join(sorted(begun.values()))}")
+    raise _unknown(spelled, names, program, others, where="", dashes=True)
+
+
+def _unknown(
+    spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program], *, where: str, dashes: bool
+) -> ConfigError:
+    shown = spelled if dashes else spelled[2:]
+    for other in others:
+        foreign = _names(other).get(spelled)
+        if foreign is None:
+            continue
+        here = [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
+        says = f"here it is {' or '.join(here)}" if here else f"{program.script} has no such option"
+        return ConfigError(f"{where}{shown} is the {TITLES[other.dialect]} program's; {says}")
+    return ConfigError(f"{where}unknown option {shown}{did_you_mean(spelled, names)}")
+
+
+TITLES = {"pytorch": "PyTorch", "tf1": "TensorFlow", "popart": "PopART", "tool": "benchmark"}

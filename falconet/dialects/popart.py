@@ -1,0 +1,285 @@
+"""The PopART program's programs."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from falconet.dialects.pytorch import FP_EXCEPTIONS
+from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.values import Values, short
+from falconet.errors import ConfigError
+
+IMAGES = {"IMAGENET": 1_281_167, "CIFAR-10": 50_000}
+COLLECTIVES = "--bucket-size groups reductions"
+
+
+def micro_batch(old: Values) -> int:
+    batch, factor = old.whole("--batch-size"), old.whole("--replication-factor")
+    if batch % factor:
+        raise ConfigError(f"--batch-size: got {batch}, wanted a multiple of --replication-factor, which is {factor}")
+    return batch // factor
+
+
+def batch_size(old: Values) -> Iterable[Effect]:
+    """Theirs is that of all replicas together, before accumulation."""
+    yield To("micro-batch-size", (str(micro_batch(old)),))
+
+
+def model(old: Values) -> Iterable[Effect]:
+    size, cifar = old.text("--size"), old.text("--dataset") == "CIFAR-10"
+    yield from model_of(size)
+    if cifar and size in ("18", "34", "50", "101", "152", "x50"):
+        yield To("image-size", ("32",))
+        yield Say(f"--size {size} on CIFAR-10: keeps the ImageNet stem, where theirs had a 3 x 3 convolution")
+
+
+def model_of(size: str) -> Iterable[Effect]:
+    if size.startswith("x"):
+        yield To("model", (f"resnext{size[1:]}",))
+    elif size in ("18", "34", "50", "101", "152"):
+        yield To("model", (f"resnet{size}",))
+    else:
+        yield To("model", (f"resnet{size}-cifar",))
+        return
+    if size not in ("18", "34"):
+        yield To("bottleneck-stride", ("1x1",))
+
+
+def shortcut(old: Values) -> Iterable[Effect]:
+    """Ours: A in the CIFAR networks, B in the others, C in none."""
+    cifar = old.text("--size") in ("8", "14", "20", "32", "44", "56", "110")
+    ours = "A" if cifar else "B"
+    if old.given("--shortcut-type") and old.text("--shortcut-type") != ours:
+        yield Say(f"--shortcut-type {old.text('--shortcut-type')}: this model has type {ours} here")
+    elif cifar and not old.given("--shortcut-type"):
+        yield Say("shortcuts are of type A (no parameters) in the CIFAR networks here, where theirs were B")
+
+
+def data(old: Values) -> Iterable[Effect]:
+    yield To("data", ({"IMAGENET": "imagenet", "CIFAR-10": "cifar10"}[old.text("--dataset")],))
+
+
+def norm(old: Values) -> Iterable[Effect]:
+    kind = old.text("--norm-type").lower()
+    yield To("norm-type", (kind,))
+    if kind == "group":
+        yield To("norm-num-groups", (old.text("--norm-groups"),))
+    if kind == "none":
+        yield Say("--norm-type NONE: convolutions keep having no bias")
+
+
+def learning_rate(old: Values) -> Iterable[Effect]:
+    """2**x times the batch of all replicas; accumulation does not count."""
+    first = _multipliers(old)[0]
+    yield To("lr", (short(2.0 ** old.whole("--base-learning-rate") * old.whole("--batch-size") * first),))
+
+
+def schedule(old: Values) -> Iterable[Effect]:
+    """Multipliers of the first rate, at shares of training; ours is one factor a drop."""
+    multipliers, shares = _multipliers(old), _shares(old, "--learning-rate-schedule")
+    if len(multipliers) != len(shares) + 1:
+        raise ConfigError(
+            f"--learning-rate-decay: got {len(multipliers)} multipliers, wanted {len(shares) + 1}, one more than"
+            " --learning-rate-schedule has"
+        )
+    factors = {round(after / before, 9) for before, after in pairwise(multipliers)}
+    if len(factors) > 1:
+        raise ConfigError(
+            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted the same factor at each drop, such"
+            " as 1,0.1,0.01"
+        )
+    yield To("lr-schedule", ("step",))
+    yield To("lr-decay", (short(factors.pop() if factors else 1.0),))
+    yield To("lr-epoch-decay", tuple(short(share * old.whole("--epochs")) for share in shares))
+    yield To("warmup-epoch", ("0",))
+
+
+def _multipliers(old: Values) -> list[float]:
+    return _shares(old, "--learning-rate-decay")
+
+
+def _shares(old: Values, name: str) -> list[float]:
+    try:
+        return [float(share) for share in old.text(name).split(",") if share]
+    except ValueError:
+        raise ConfigError(f"{name}: got '{old.text(name)}', wanted numbers with commas between them") from None
+
+
+def stages(old: Values) -> Iterable[Effect]:
+    """The devices of a replica; without --pipeline they worked one after the other."""
+    devices, factor = old.whole("--num-ipus"), old.whole("--replication-factor")
+    if devices % factor:
+        raise ConfigError(f"--num-ipus: got {devices}, wanted a multiple of --replication-factor, which is {factor}")
+    if devices // factor > 1:
+        yield To("pipeline-splits", (f"auto:{devices // factor}",))
+        yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
+
+
+def rounding(old: Values) -> Iterable[Effect]:
+    yield To("no-enable-stochastic-rounding" if old.flag("--no-prng") else "enable-stochastic-rounding")
+
+
+def validation(old: Values) -> Iterable[Effect]:
+    yield To("validation-mode", ("none" if old.flag("--no-validation") else "during",))
+
+
+def logs(old: Values) -> Iterable[Effect]:
+    """A step of theirs is --batches-per-step updates."""
+    effective = old.whole("--batch-size") * old.whole("--gradient-accumulation-factor")
+    updates = IMAGES[old.text("--dataset")] // effective
+    steps = old.whole("--steps-per-log") * old.whole("--batches-per-step")
+    yield To("logs-per-epoch", (str(max(1, updates // steps)),))
+
+
+def run_folder(old: Values) -> Iterable[Effect]:
+    if old.given("--log-dir", "--log_dir_string"):
+        yield To("run-dir", (f"{old.text('--log-dir').rstrip('/')}/{old.text('--log_dir_string')}",))
+
+
+def recompute(old: Values) -> Iterable[Effect]:
+    """Stages of a pipeline recompute here unless they are told not to."""
+    staged = old.whole("--num-ipus") > old.whole("--replication-factor")
+    if old.flag("--recompute") and not staged:
+        yield To("enable-recompute")
+    elif staged and not old.flag("--recompute"):
+        yield To("recompute-mode", ("none",))
+
+
+def replicas(old: Values) -> Iterable[Effect]:
+    if old.whole("--replication-factor") > 1:
+        yield To("replicas", (old.text("--replication-factor"),))
+
+
+def own(_: Values) -> Iterable[Effect]:
+    """What the program has no options for."""
+    yield To("log-style", ("popart",))
+    yield To("optimizer", ("sgd",))
+    yield To("momentum", ("0",))
+    yield To("weight-decay-exclude", ("nothing",))
+    yield To("checkpoints-kept", ("1",))
+
+
+def synthetic_command(old: Values) -> str:
+    return "train" if old.text("--mode") == "train" else "bench infer"
+
+
+def synthetic(old: Values) -> Iterable[Effect]:
+    cifar = old.text("--size") in ("8", "14", "20", "32", "44", "56", "110")
+    yield To("data", ("generated" if old.flag("--use-generated-data") else "synthetic",))
+    yield To("classes", ("10" if cifar else "1000",))
+    yield To("image-size", ("32" if cifar else "224",))
+    yield To("iterations", (str(old.whole("--steps") * old.whole("--batches-per-step")),))
+    yield To("epoch", ("1",))
+    yield To("warmup-epoch", ("0",))
+    yield To("momentum", ("0",))
+
+
+_MODEL_NORMS = ("BATCH", "GROUP", "NONE")
+_HELP = part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",))
+
+MAIN: tuple[Old, ...] = (
+    becomes("--dataset", "text", "CIFAR-10", "data", data, "imagenet or cifar10", choices=("IMAGENET", "CIFAR-10")),
+    same("--data-dir", "text", required=True),
+    same("--num-workers", "whole", "16", new="dataloader-workers", effect="threads instead of processes"),
+    becomes("--batch-size", "whole", "32", "micro-batch-size", batch_size, "divided by --replication-factor"),
+    becomes(
+        "--size",
+        "text",
+        "20",
+        "model bottleneck-stride",
+        model,
+        "20 is resnet20-cifar, 50 is resnet50, x50 is resnext50; bottlenecks stride in their first convolution",
+        choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
+    ),
+    becomes(
+        "--norm-type", "text", "GROUP", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+    ),
+    part_of("--norm-groups", "whole", "16", "norm-num-groups", "the same"),
+    becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
+    becomes(
+        "--precision",
+        "text",
+        "16",
+        "precision",
+        lambda old: [To("precision", (f"{old.text('--precision')}.{old.text('--precision')}",))],
+        "16 is 16.16, 32 is 32.32",
+        choices=("16", "32"),
+    ),
+    part_of("--prng", "flag", None, "enable-stochastic-rounding", "on, as it is if nothing is said"),
+    becomes("--no-prng", "flag", None, "enable-stochastic-rounding", rounding, "on unless given"),
+    nothing("--fp-exceptions", "flag", FP_EXCEPTIONS),
+    same("--half-partials", "flag", new="half-partial"),
+    becomes(
+        "--base-learning-rate", "whole", "-6", "lr", learning_rate, "2**x times --batch-size; accumulation not counted"
+    ),
+    becomes(
+        "--learning-rate-decay",
+        "text",
+        "1,0.1,0.01",
+        "lr-schedule lr-decay lr-epoch-decay",
+        schedule,
+        "the factor between neighbours, which must be the same each time",
+    ),
+    part_of("--learning-rate-schedule", "text", "0.5,0.75", "lr-epoch-decay", "shares of training times --epochs"),
+    same("--epochs", "whole", "30", new="epoch"),
+    becomes("--no-validation", "flag", None, "validation-mode", validation, "validation-mode none, else during"),
+    nothing("--valid-per-epoch", "number", "had no effect; an epoch is validated once", "1"),
+    becomes("--steps-per-log", "whole", "1", "logs-per-epoch", logs, "log points in an epoch: updates / steps"),
+    same("--weight-decay", "number", "0"),
+    becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "divided by --replication-factor: stages"),
+    becomes("--replication-factor", "whole", "1", "replicas", replicas, "the same"),
+    becomes("--recompute", "flag", None, "enable-recompute recompute-mode", recompute, "the same"),
+    part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential; stages of equal cost"),
+    part_of("--batches-per-step", "whole", "250", "logs-per-epoch", "updates of a step; the host starts each itself"),
+    nothing("--simulation", "flag", "runs on what is here; --device cpu leaves the GPU alone"),
+    same("--gradient-accumulation-factor", "whole", "1", new="gradient-accumulation"),
+    nothing("--ckpt", "text", "checkpoints are folders in the run folder; `falconet export` is to write ONNX"),
+    nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
+    nothing("--max-bytes-per-tile", "whole", COLLECTIVES),
+    becomes("--log-dir", "text", "logs", "run-dir", run_folder, "the run folder, if given; else runs/"),
+    part_of("--log_dir_string", "text", "net", "run-dir", "the run folder's name"),
+    nothing("--get-reports", "flag", "had no effect; --profile traces a few updates"),
+    _HELP,
+)
+SYNTHETIC: tuple[Old, ...] = (
+    same("--batch-size", "whole", "1", new="micro-batch-size"),
+    becomes(
+        "--size",
+        "text",
+        "18",
+        "model bottleneck-stride",
+        lambda old: model_of(old.text("--size")),
+        "8 is resnet8-cifar, 50 is resnet50, x50 is resnext50",
+        choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
+    ),
+    becomes(
+        "--norm-type", "text", "BATCH", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+    ),
+    part_of("--norm-groups", "whole", "32", "norm-num-groups", "the same"),
+    becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
+    nothing("--log-dir", "text", "what is measured is printed"),
+    becomes(
+        "--mode",
+        "text",
+        "infer",
+        "data",
+        synthetic,
+        "train is `falconet train`, else `falconet bench infer`",
+        choices=("infer", "eval", "train"),
+    ),
+    part_of("--use-generated-data", "flag", None, "data", "--data generated instead of synthetic"),
+    part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches"),
+    part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches"),
+    nothing("--simulation", "flag", IPU),
+    _HELP,
+)
+
+PROGRAMS = (
+    Program(name="popart:resnet_main.py", options=MAIN, command="train", about="trains and validates", rule=own),
+    Program(
+        name="popart:resnet_synthetic_benchmark.py",
+        options=SYNTHETIC,
+        command=synthetic_command,
+        about="measures a model on random images",
+    ),
+)

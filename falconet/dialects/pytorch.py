@@ -1,0 +1,295 @@
+"""The PyTorch program's training options, and those it shares with its inference benchmark."""
+
+from collections.abc import Iterable
+
+from falconet.dialects.layers import pytorch_layer
+from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Say, To, Variable
+from falconet.dialects.values import Values
+
+MODELS = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
+    *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
+)
+# The one place that says so; when phases are there, the rows below name canonical options instead.
+HALF_RESOLUTION = "half-resolution training with fine-tuning is not there yet; the run keeps the full resolution"
+OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
+MEMORY = (
+    "planned the IPU's temporary memory; cuDNN keeps to the free memory by itself, CUBLASLT_WORKSPACE_SIZE (KiB) bounds"
+    " cuBLAS, --memory-budget bounds activations"
+)
+FP_EXCEPTIONS = "always so here: a loss that is not a number stops the run and names the update"
+
+
+def iterations(old: Values) -> Iterable[Effect]:
+    """Their epoch of random data had this many host calls, each of several updates."""
+    yield To("iterations", (str(old.whole("--iterations") * old.whole("--device-iterations")),))
+
+
+def replicas(old: Values) -> Iterable[Effect]:
+    """A launcher's word counts more than the option, as it did."""
+    count = old.place.replicas or old.whole("--replicas")
+    if old.place.replicas and old.given("--replicas") and old.place.replicas != old.whole("--replicas"):
+        yield Say(f"--replicas {old.whole('--replicas')}: the launcher asks for {count} in all, which counts")
+    if count > 1:
+        yield To("replicas", (str(count),))
+
+
+def device_iterations(old: Values) -> Iterable[Effect]:
+    if old.whole("--device-iterations") > 1:
+        yield Say("--device-iterations: the host starts every update itself; only the length of random data is scaled")
+
+
+def norm_eps(old: Values) -> Iterable[Effect]:
+    """Batch norm keeps the model's own unless it is asked for; the new group norms have the program's default."""
+    if old.given("--norm-eps") or old.text("--norm-type") == "group":
+        yield To("norm-eps", (old.text("--norm-eps"),))
+
+
+def batchnorm_momentum(old: Values) -> Iterable[Effect]:
+    if old.given("--batchnorm-momentum"):
+        yield To("batchnorm-momentum", (old.text("--batchnorm-momentum"),))
+
+
+def fast_groupnorm(old: Values) -> Iterable[Effect]:
+    """Theirs grouped every G-th channel, which is what their checkpoints need."""
+    if old.flag("--enable-fast-groupnorm") and old.text("--norm-type") == "group":
+        yield To("norm-grouping", ("strided",))
+    elif old.flag("--enable-fast-groupnorm"):
+        yield Say("--enable-fast-groupnorm: has no effect without --norm-type group")
+
+
+def normalization(old: Values) -> Iterable[Effect]:
+    """On the host, unless 8-bit images leave only the device."""
+    place = {"ipu": "device"}.get(old.text("--normalization-location"), old.text("--normalization-location"))
+    if place == "host" and old.flag("--eight-bit-io"):
+        place = "device"
+        if old.given("--normalization-location"):
+            yield Say("--normalization-location host: 8-bit images are normalised on the device")
+    yield To("normalization-location", (place,))
+
+
+def eight_bit(old: Values) -> Iterable[Effect]:
+    yield To("eight-bit-io" if old.flag("--eight-bit-io") else "no-eight-bit-io")
+
+
+def splits(old: Values) -> Iterable[Effect]:
+    if old.has("--pipeline-splits"):
+        names = old.texts("--pipeline-splits")
+        yield To("pipeline-splits", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+
+
+def cache(old: Values) -> Iterable[Effect]:
+    if old.has("--model-cache-path"):
+        yield Variable("TRITON_CACHE_DIR", old.text("--model-cache-path"))
+
+
+def profile(old: Values) -> Iterable[Effect]:
+    if old.flag("--profile"):
+        yield To("profile")
+
+
+def compile_only(old: Values) -> Iterable[Effect]:
+    if old.flag("--compile-only"):
+        yield To("plan")
+        yield Say(f"--compile-only: {OFFLINE}")
+
+
+def imagenet_path(old: Values) -> Iterable[Effect]:
+    if old.given("--imagenet-data-path") and old.text("--data") == "imagenet":
+        yield To("data-dir", (old.text("--imagenet-data-path"),))
+    elif old.given("--imagenet-data-path"):
+        yield Say(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
+
+
+def wandb(old: Values) -> Iterable[Effect]:
+    if old.flag("--wandb"):
+        yield To("wandb")
+        yield To("wandb-project", ("pytorch-cnn",))
+
+
+def recompute_layers(old: Values) -> Iterable[Effect]:
+    """The stages of a pipeline recompute anyway, as theirs did."""
+    recomputes = old.flag("--enable-recompute") or _recompute_mode(old) == "manual" or old.has("--pipeline-splits")
+    if old.has("--recompute-checkpoints") and recomputes:
+        names = old.texts("--recompute-checkpoints")
+        yield To("recompute-checkpoints", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+    elif old.given("--recompute-checkpoints"):
+        yield Say("--recompute-checkpoints: has no effect without --recompute-mode manual or --enable-recompute")
+
+
+def _recompute_mode(old: Values) -> str:
+    return old.text("--recompute-mode")
+
+
+def recompute_mode(old: Values) -> Iterable[Effect]:
+    if _recompute_mode(old) != "none":
+        yield To("recompute-mode", (_recompute_mode(old),))
+
+
+def loss_scaling(old: Values) -> Iterable[Effect]:
+    """The automatic scale begins at 1 in their program, whatever else is said."""
+    if not old.flag("--auto-loss-scaling"):
+        yield To("loss-scaling", (old.text("--loss-scaling"),))
+        return
+    if old.given("--loss-scaling", "--initial-loss-scaling"):
+        yield Say("--loss-scaling: the automatic scale begins at 1, as it did")
+
+
+def initial_loss_scaling(old: Values) -> Iterable[Effect]:
+    if old.has("--initial-loss-scaling") and not old.flag("--auto-loss-scaling"):
+        yield To("initial-loss-scaling", (old.text("--initial-loss-scaling"),))
+
+
+def checkpoint_input(old: Values) -> Iterable[Effect]:
+    """Where their averaging and their validation after training looked: the run's own checkpoints, usually."""
+    if old.given("--checkpoint-input-path"):
+        given = old.text("--checkpoint-input-path")
+        if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
+            yield Say(
+                "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
+                " `falconet average` and `falconet validate`"
+            )
+
+
+def half_resolution(old: Values) -> Iterable[Effect]:
+    if old.flag("--half-res-training"):
+        yield Say(f"--half-res-training: {HALF_RESOLUTION}")
+
+
+def fine_tune(name: str, kind: str, default: str | None) -> Old:
+    return nothing(name, kind, HALF_RESOLUTION, default)  # type: ignore[arg-type]  # one of the kinds
+
+
+COMMON: tuple[Old, ...] = (
+    same("--micro-batch-size", "whole", "1", aliases=("--batch-size",)),
+    same("--dataloader-rebatch-size", "whole"),
+    becomes("--iterations", "whole", "100", "iterations", iterations, "times --device-iterations: updates in an epoch"),
+    same("--model", "text", "resnet18", choices=MODELS),
+    becomes("--pipeline-splits", "text", None, "pipeline-splits", splits, "layers renamed as ours", count="some"),
+    becomes("--replicas", "whole", "1", "replicas", replicas, "the same; a launcher's number counts more"),
+    becomes("--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; else a note"),
+    same("--half-partial", "flag"),
+    nothing("--exchange-memory-target", "text", IPU, choices=("cycles", "balanced", "memory")),
+    same("--norm-type", "text", "batch", choices=("batch", "group", "none")),
+    becomes("--norm-eps", "number", "1e-05", "norm-eps", norm_eps, "the same, for batch norm too"),
+    same("--norm-num-groups", "whole", "32"),
+    becomes(
+        "--enable-fast-groupnorm",
+        "flag",
+        None,
+        "norm-grouping",
+        fast_groupnorm,
+        "strided: every G-th channel in a group, as theirs; our --enable-fast-groupnorm is a kernel for neighbours",
+    ),
+    becomes(
+        "--batchnorm-momentum", "number", "0.1", "batchnorm-momentum", batchnorm_momentum, "the same; auto if not given"
+    ),
+    becomes(
+        "--normalization-location",
+        "text",
+        "host",
+        "normalization-location",
+        normalization,
+        "ipu becomes device",
+        choices=("host", "ipu", "none"),
+    ),
+    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
+    same("--dataloader-worker", "whole", new="dataloader-workers", effect="threads instead of processes"),
+    becomes("--profile", "flag", None, "profile", profile, "torch.profiler for a few updates; the run goes on"),
+    becomes("--model-cache-path", "text", None, "TRITON_CACHE_DIR", cache, "where compiled kernels are kept"),
+    same("--input-image-padding", "flag"),
+    nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
+    becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
+    nothing("--offline-target-ipu-version", "whole", IPU, "2"),
+    same("--efficientnet-expand-ratio", "whole", "6"),
+    same("--efficientnet-group-dim", "whole", "1"),
+    part_of("--config", "text", None, "config", "a named config of configs.yml; what is typed counts more"),
+    part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),
+)
+
+TRAINING: tuple[Old, ...] = (
+    same("--data", "text", "cifar10", choices=("cifar10", "imagenet", "synthetic", "generated")),
+    same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
+    becomes("--imagenet-data-path", "text", None, "data-dir", imagenet_path, "the same; else DATA_DIR is looked at"),
+    same("--gradient-accumulation", "whole", "1"),
+    same("--lr", "number", "0.01"),
+    same("--weight-decay", "number", "0.0001"),
+    same("--optimizer", "text", "sgd", choices=("sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf")),
+    same("--optimizer-eps", "number", "1e-08"),
+    same("--momentum", "number", "0.0"),
+    same("--rmsprop-decay", "number", "0.99"),
+    same("--epoch", "whole", "10"),
+    becomes(
+        "--checkpoint-input-path",
+        "text",
+        None,
+        "checkpoint-input-path",
+        checkpoint_input,
+        "the run's own checkpoints are averaged and validated; others by `falconet average` and `falconet validate`",
+        aliases=("--checkpoint-input-dir",),
+    ),
+    same("--checkpoint-output-path", "text", aliases=("--checkpoint-output-dir", "--checkpoint-path")),
+    same("--checkpoint-save-freq", "whole", "1"),
+    same("--validation-mode", "text", "after", choices=("none", "during", "after")),
+    same("--validation-frequency", "whole", "4"),
+    becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "to the project pytorch-cnn"),
+    nothing("--wandb-weight-histogram", "flag", "weights are not drawn; they are in the checkpoints"),
+    same("--seed", "whole", effect="the same; 0 if not given, where the original drew one"),
+    becomes(
+        "--recompute-mode",
+        "text",
+        "none",
+        "recompute-mode",
+        recompute_mode,
+        "the same",
+        choices=("none", "auto", "manual"),
+    ),
+    same("--enable-recompute", "flag"),
+    becomes(
+        "--recompute-checkpoints",
+        "text",
+        None,
+        "recompute-checkpoints",
+        recompute_layers,
+        "layers renamed as ours; add_N is the layer behind that addition",
+        count="some",
+    ),
+    same("--disable-stable-batchnorm", "flag"),
+    same("--offload-optimizer", "flag"),
+    same("--enable-optimizer-rts", "flag"),
+    nothing("--available-memory-proportion", "number", MEMORY, count="some"),
+    same("--logs-per-epoch", "whole", "1"),
+    same("--label-smoothing", "number", "0.0"),
+    same("--lr-schedule", "text", "step", choices=("step", "cosine", "exponential")),
+    same("--lr-decay", "number", "0.5"),
+    same("--lr-epoch-decay", "number", count="some"),
+    same("--warmup-epoch", "number", "0"),
+    same("--lr-scheduler-freq", "number", "0"),
+    becomes("--loss-scaling", "number", "1.0", "loss-scaling", loss_scaling, "the same; 1 with --auto-loss-scaling"),
+    becomes(
+        "--initial-loss-scaling",
+        "number",
+        None,
+        "initial-loss-scaling",
+        initial_loss_scaling,
+        "the same, as documented: doubles until it is --loss-scaling",
+    ),
+    same("--auto-loss-scaling", "flag"),
+    same("--enable-stochastic-rounding", "flag"),
+    nothing("--enable-fp-exceptions", "flag", FP_EXCEPTIONS),
+    same("--use-bbox-info", "flag"),
+    same("--mixup-alpha", "number", "0.0"),
+    same("--cutmix-lambda-low", "number", "0.0"),
+    same("--cutmix-lambda-high", "number", "0.0"),
+    same("--cutmix-disable-prob", "number", "0.0"),
+    becomes("--half-res-training", "flag", None, "", half_resolution, HALF_RESOLUTION),
+    fine_tune("--fine-tune-epoch", "whole", "0"),
+    fine_tune("--fine-tune-lr", "number", "0.25"),
+    fine_tune("--fine-tune-micro-batch-size", "whole", "1"),
+    fine_tune("--fine-tune-gradient-accumulation", "whole", "1"),
+    fine_tune("--fine-tune-first-trainable-layer", "text", None),
+    same("--weight-avg-strategy", "text", "none", choices=("mean", "exponential", "none")),
+    same("--weight-avg-exp-decay", "number", "0.99"),
+    same("--weight-avg-N", "whole", "-1"),
+)

@@ -1,0 +1,138 @@
+"""The TensorFlow program's programs."""
+
+from collections.abc import Iterable
+from math import ceil
+
+from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.rows import becomes, idle, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.tensorflow_machine import MACHINE
+from falconet.dialects.tensorflow_model import DATA, MODEL
+from falconet.dialects.tensorflow_recipe import KEEPING, LENGTH, RATE, SCHEDULE, UPDATE
+from falconet.dialects.values import Values
+from falconet.errors import ConfigError
+
+VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
+UPLOAD = (
+    "upload_run.py: has no counterpart; train with --wandb, and WANDB_MODE=offline where there is no network: then"
+    " `wandb sync` uploads the run"
+)
+
+
+def train_command(old: Values) -> str:
+    if old.flag("--dataset-benchmark"):
+        return "data bench"
+    return "restore" if old.has("--restore-path") else "train"
+
+
+def validation_command(old: Values) -> str:
+    """Without a checkpoint it measured a model of random weights: that is the inference benchmark."""
+    return "validate" if old.has("--restore-path") else "bench infer"
+
+
+def style(_: Values) -> Iterable[Effect]:
+    yield To("log-style", ("tensorflow",))
+
+
+def repeats(old: Values) -> Iterable[Effect]:
+    """As many batches as that many passes over the validation images have."""
+    if old.has("--restore-path"):
+        if old.whole("--repeat") > 1:
+            yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
+        return
+    passes = ceil(VALIDATION_IMAGES[facts.dataset(old)] / (facts.micro_batch(old) * facts.replicas(old)))
+    yield To("iterations", (str(old.whole("--repeat") * passes),))
+
+
+def discard(old: Values) -> Iterable[Effect]:
+    if old.whole("--discard-last"):
+        yield To("weight-avg-discard", (old.text("--discard-last"),))
+
+
+def refuse(_: Values) -> str:
+    raise ConfigError(UPLOAD)
+
+
+_VALIDATING: tuple[Old, ...] = (
+    becomes(
+        "--repeat", "whole", "1", "iterations", repeats, "without --restore-path: passes over the validation images"
+    ),
+    nothing("--inference", "text", "what is measured is always said"),
+    nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
+)
+_SHARED = (*LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
+_TRAINING = "is for training"
+_MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_PREDICTING: tuple[Old, ...] = (
+    *(option if option.name in _MEASURED else idle(option, _TRAINING) for option in LENGTH),
+    *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
+    *MACHINE,
+    *MODEL,
+    *DATA,
+)
+
+PROGRAMS = (
+    Program(
+        name="tf1:train.py",
+        options=(*_SHARED, *SCHEDULE),
+        command=train_command,
+        about="trains from scratch, or goes on with --restore-path",
+        rule=style,
+    ),
+    Program(
+        name="tf1:validation.py",
+        options=(*_PREDICTING, *_VALIDATING),
+        command=validation_command,
+        about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
+        rule=style,
+    ),
+    Program(
+        name="tf1:restore.py",
+        options=(
+            same("--restore-path", "text", new="checkpoint-input-path", required=True),
+            part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
+        ),
+        command="restore",
+        about="continues a run",
+        whole=False,
+    ),
+    Program(
+        name="tf1:weight_avg.py",
+        options=(
+            same("--restore-path", "text", new="checkpoint-input-path", required=True),
+            same("--filename", "text", new="checkpoint-output-path", required=True),
+            same("-N", "whole", new="weight-avg-N"),
+            same("--mode", "text", new="weight-avg-strategy", required=True, choices=("mean", "exponential")),
+            same("--decay", "number", "0.99", new="weight-avg-exp-decay"),
+            becomes("--discard-last", "whole", "0", "weight-avg-discard", discard, "the same"),
+        ),
+        command="average",
+        about="averages checkpoints",
+        whole=False,
+    ),
+    Program(
+        name="tf1:upload_run.py",
+        options=(
+            nothing("--base-folder", "text", UPLOAD),
+            nothing("--name", "text", UPLOAD),
+            nothing("--project", "text", UPLOAD, "large-scale-cnn"),
+        ),
+        command=refuse,
+        about="refused: a run is uploaded by --wandb while it trains, or by `wandb sync`",
+    ),
+    Program(
+        name="tf1:inference_embedded.py",
+        options=(
+            *_PREDICTING,
+            *_VALIDATING,
+            nothing(
+                "--num-inference-thread", "whole", "one request at a time; --replicas puts processes side by side", "1"
+            ),
+            nothing("--force-recompile", "flag", "there is no compiled program to make again"),
+            nothing("--tmp-execs", "flag", "there is no compiled program to name"),
+        ),
+        command="bench infer",
+        about="how fast the model predicts",
+        rule=style,
+    ),
+)

@@ -1,0 +1,207 @@
+"""What the TensorFlow program works out from several options: data, model, batch, epochs, learning rate."""
+
+import json
+import re
+from math import ceil
+from typing import Any
+
+from falconet.dialects.values import Values
+from falconet.errors import ConfigError
+
+IMAGES = {"imagenet": 1_281_167, "cifar-10": 50_000, "cifar-100": 50_000}
+CLASSES = {"imagenet": 1000, "cifar-10": 10, "cifar-100": 100}
+FAMILIES = ("resnet", "resnext", "efficientnet")
+IMAGENET_SIZES = {
+    "resnet": ("10", "14", "18", "26", "34", "50", "101", "152"),
+    "resnext": ("14", "26", "50", "101", "152"),
+    "efficientnet": tuple(f"B{size}" for size in range(8)),
+}
+CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
+
+
+def family(old: Values) -> str:
+    name = old.text("--model").lower()
+    if name not in FAMILIES:
+        raise ConfigError(f"--model: got '{name}', wanted {', '.join(FAMILIES)}; squeezenet is not there")
+    return name
+
+
+def dataset(old: Values) -> str:
+    """Named, or read off the folder's name."""
+    if old.has("--dataset"):
+        return old.text("--dataset").lower()
+    folder = data_dir(old) or ""
+    found = re.search(r"imagenet|cifar-?100|cifar-?10", folder.lower())
+    if not found:
+        where = f"cannot be told from --data-dir {folder}" if folder else "is needed, or --data-dir"
+        raise ConfigError(f"--dataset: {where}; wanted imagenet, cifar-10 or cifar-100")
+    return {"cifar10": "cifar-10", "cifar100": "cifar-100"}.get(found[0], found[0])
+
+
+def data_dir(old: Values) -> str | None:
+    return old.text("--data-dir") if old.has("--data-dir") else old.place.environment.get("DATA_DIR")
+
+
+def is_random(old: Values) -> bool:
+    return old.flag("--generated-data") or old.flag("--synthetic-data")
+
+
+def is_imagenet(old: Values) -> bool:
+    return dataset(old) == "imagenet"
+
+
+def size(old: Values) -> str:
+    """The model's size as the program's tables spell it."""
+    kind = family(old)
+    if old.has("--model-size"):
+        text = old.text("--model-size").upper()
+        return f"B{text}" if kind == "efficientnet" and text.isdigit() else text
+    defaults = {"resnet": ("18", "20"), "resnext": ("14", "11"), "efficientnet": ("B0", "B0")}
+    return defaults[kind][0 if is_imagenet(old) else 1]
+
+
+def model(old: Values) -> str:
+    """Our name of the model; a size that we do not have is refused with those we have."""
+    kind, number = family(old), size(old)
+    if is_imagenet(old) and number in IMAGENET_SIZES[kind]:
+        return f"efficientnet-{number.lower()}" if kind == "efficientnet" else f"{kind}{number}"
+    if kind == "efficientnet" and number == "CIFAR" and not is_imagenet(old):
+        return "efficientnet-cifar"
+    if kind == "resnet" and number in CIFAR_SIZES and not is_imagenet(old):
+        return f"resnet{number}-cifar"
+    cifar = {"resnet": ", ".join(CIFAR_SIZES), "resnext": "none; --model resnet has some", "efficientnet": "cifar"}
+    here = ", ".join(IMAGENET_SIZES[kind]) if is_imagenet(old) else cifar[kind]
+    raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {here}")
+
+
+def micro_batch(old: Values) -> int:
+    if old.has("--batch-size"):
+        return old.whole("--batch-size")
+    return {"resnet": (4, 32), "resnext": (1, 8), "efficientnet": (4, 8)}[family(old)][0 if is_imagenet(old) else 1]
+
+
+def workers(old: Values) -> int:
+    """Processes that TF_CONFIG lists, each with replicas of its own."""
+    text = old.place.environment.get("TF_CONFIG", "")
+    if not old.flag("--distributed") or not text:
+        return 1
+    try:
+        content: Any = json.loads(text)
+        cluster = content["cluster"]
+        return max(1, len(cluster.get("chief", [])) + len(cluster.get("worker", [])))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError("TF_CONFIG: cannot be read; wanted JSON with a cluster of workers") from None
+
+
+def replicas(old: Values) -> int:
+    """Copies of the model in all; a launcher's word counts more than the option."""
+    return (old.place.replicas or old.whole("--replicas")) * workers(old)
+
+
+def total_batch(old: Values) -> int:
+    """Images in one update, which the learning rate is scaled by."""
+    return micro_batch(old) * old.whole("--gradient-accumulation-count") * replicas(old)
+
+
+def epochs(old: Values) -> float:
+    if old.has("--epochs"):
+        return old.number("--epochs")
+    if old.has("--iterations"):
+        return old.whole("--iterations") * total_batch(old) / IMAGES[dataset(old)]
+    return {"resnet": (100, 160), "resnext": (100, 160), "efficientnet": (350, 300)}[family(old)][
+        0 if is_imagenet(old) else 1
+    ]
+
+
+def whole_epochs(old: Values) -> int:
+    """Passes over the images; a part of one is a whole one here, random data with --iterations has one alone."""
+    if is_random(old) and old.has("--iterations") and not old.given("--epochs"):
+        return 1
+    return max(1, ceil(round(epochs(old), 9)))
+
+
+def updates_per_epoch(old: Values) -> int:
+    if is_random(old) and old.has("--iterations") and not old.given("--epochs"):
+        return old.whole("--iterations")
+    return max(1, IMAGES[dataset(old)] // total_batch(old))
+
+
+def base_exponent(old: Values) -> float:
+    """x of the learning rate 2**x times the total batch."""
+    if old.has("--base-learning-rate"):
+        return old.number("--base-learning-rate")
+    kind, optimiser = family(old), old.text("--optimiser")
+    if not is_imagenet(old):
+        return -6.0
+    known = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0} if kind == "efficientnet" else _RESNET_EXPONENTS
+    if optimiser not in known:
+        raise ConfigError(f"--base-learning-rate: is needed with --optimiser {optimiser}, or --abs-learning-rate")
+    return known[optimiser]
+
+
+_RESNET_EXPONENTS = {"SGD": -8.0, "momentum": -11.0}
+
+
+def peak(old: Values) -> float:
+    """The learning rate after warm-up."""
+    if old.has("--abs-learning-rate"):
+        return old.number("--abs-learning-rate")
+    return float(2.0 ** base_exponent(old)) * total_batch(old)
+
+
+def warmup(old: Values) -> float:
+    """Epochs of warm-up; a training by --iterations has none, unless epochs are given too."""
+    polynomial = old.text("--lr-schedule") == "polynomial_decay_lr"
+    if old.has("--iterations") and not old.has("--epochs") and not polynomial:
+        return 0.0
+    return old.number("--warmup-epochs")
+
+
+def rmsprop_decay(old: Values) -> float:
+    if old.has("--rmsprop-decay"):
+        return old.number("--rmsprop-decay")
+    if old.has("--rmsprop-base-decay-exp"):
+        exponent = old.number("--rmsprop-base-decay-exp")
+    elif family(old) == "efficientnet" and is_imagenet(old):
+        exponent = -14.0
+    else:
+        raise ConfigError("--rmsprop-decay: is needed with --optimiser RMSprop, or --rmsprop-base-decay-exp")
+    decay = 1.0 - float(2.0**exponent) * total_batch(old)
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(
+            f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, wanted 0 to 1"
+        )
+    return decay
+
+
+def weight_decay(old: Values) -> float:
+    name = "--lars-weight-decay" if old.text("--optimiser") == "LARS" else "--weight-decay"
+    if old.has(name):
+        return old.number(name)
+    if not is_imagenet(old):
+        return 1e-6
+    return 1e-5 if family(old) == "efficientnet" else 1e-4
+
+
+def smoothing(old: Values) -> float:
+    """Their s gives every other class s / (C - 1), ours s / C of all: the same targets for s x C / (C - 1)."""
+    asked = old.number("--label-smoothing")
+    if not asked and family(old) == "efficientnet" and is_imagenet(old):
+        asked = 0.1
+    classes = CLASSES[dataset(old)]
+    return asked * classes / (classes - 1)
+
+
+def uses_batch_norm(old: Values) -> bool:
+    both = old.flag("--batch-norm") and old.flag("--group-norm")
+    if both:
+        return family(old) == "efficientnet"
+    if old.flag("--batch-norm") or old.flag("--group-norm"):
+        return old.flag("--batch-norm")
+    return not is_imagenet(old) and family(old) != "efficientnet"
+
+
+def groups(old: Values) -> int:
+    if old.has("--groups"):
+        return old.whole("--groups")
+    return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16

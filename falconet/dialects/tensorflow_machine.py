@@ -1,0 +1,200 @@
+"""The TensorFlow program's options of the machine: precision, replicas, pipeline, device."""
+
+from collections.abc import Iterable
+
+from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.layers import legal_splits, tensorflow_layer
+from falconet.dialects.pytorch import FP_EXCEPTIONS, MEMORY, OFFLINE
+from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Say, To
+from falconet.dialects.values import Values, short
+from falconet.errors import ConfigError
+
+SELECT = "devices are chosen by CUDA_VISIBLE_DEVICES"
+MEGABYTE = 2**20
+
+
+def replicas(old: Values) -> Iterable[Effect]:
+    if facts.replicas(old) > 1:
+        yield To("replicas", (str(facts.replicas(old)),))
+
+
+def pipeline(old: Values) -> Iterable[Effect]:
+    """A pipeline over several devices; on one device its splits are where activations are kept."""
+    shards, names = old.whole("--shards"), old.texts("--pipeline-splits")
+    if not old.flag("--pipeline"):
+        if shards > 1:
+            yield To("pipeline-splits", (f"auto:{shards}",))
+            yield To("pipeline-schedule", ("sequential",))
+            yield Say(f"--shards {shards} without --pipeline: {shards} stages of equal cost, one after the other")
+        elif names:
+            yield Say("--pipeline-splits: has no effect without --pipeline")
+        return
+    layers = _layers(old, names, shards)
+    if shards > 1:
+        yield To("pipeline-splits", layers)
+        yield To("pipeline-schedule", (old.text("--pipeline-schedule").lower(),))
+    elif old.flag("--enable-recomputation"):
+        yield To("recompute-mode", ("manual",))
+        yield To("recompute-checkpoints", layers)
+    else:
+        yield Say("--pipeline: on one device it only places recomputation; it needs --enable-recomputation")
+
+
+def _layers(old: Values, names: tuple[str, ...], shards: int) -> tuple[str, ...]:
+    facts.model(old)  # says what is wrong with the size
+    kind = {"family": facts.family(old), "size": facts.size(old)}
+    cifar = not facts.is_imagenet(old) and facts.family(old) == "resnet"
+    if not names or (shards > 1 and len(names) != shards - 1):
+        legal = [name for name in legal_splits(**kind, cifar=cifar) if not name.startswith("stage")]
+        relus = [name for name in legal if name.endswith("/relu")] or legal
+        wanted = f"{shards - 1}, one less than --shards" if shards > 1 else "one or more"
+        raise ConfigError(f"--pipeline-splits: got {len(names)}, wanted {wanted}, of {' '.join(relus)}")
+    return tuple(tensorflow_layer(name, cifar=cifar, **kind) for name in names)
+
+
+def recomputation(old: Values) -> Iterable[Effect]:
+    """Stages of a pipeline recompute here unless they are told not to."""
+    staged = old.whole("--shards") > 1
+    if old.flag("--enable-recomputation") and not staged and not old.flag("--pipeline"):
+        yield To("enable-recompute")
+    elif staged and not old.flag("--enable-recomputation"):
+        yield To("recompute-mode", ("none",))
+
+
+def buffer_size(old: Values) -> Iterable[Effect]:
+    if facts.replicas(old) > 1:
+        yield To("bucket-size", (short(old.whole("--max-cross-replica-buffer-size") / MEGABYTE),))
+
+
+def rounding(old: Values) -> Iterable[Effect]:
+    off = old.flag("--no-stochastic-rounding") or old.text("--stochastic-rounding") == "OFF"
+    yield To("no-enable-stochastic-rounding" if off else "enable-stochastic-rounding")
+
+
+def profile(old: Values) -> Iterable[Effect]:
+    if old.has("--gc-profile") and old.text("--gc-profile") != "NO_PROFILE":
+        yield To("profile")
+
+
+def seed(old: Values) -> Iterable[Effect]:
+    if old.has("--seed"):
+        yield To("seed", (str(old.whole("--seed") % 2**32),))
+
+
+def offloading(old: Values) -> Iterable[Effect]:
+    """Their offloading was a matter of fitting into the IPU's memory; here it is asked for by its own option."""
+    if old.flag("--offload-fp32-weight-copy"):
+        yield To("offload-optimizer")
+        yield Say(
+            "--offload-fp32-weight-copy: the optimizer's state goes to the host with it; --precision decides on fp32"
+        )
+
+
+def compile_only(old: Values) -> Iterable[Effect]:
+    if old.flag("--compile-only"):
+        yield To("plan")
+        yield Say(f"--compile-only: {OFFLINE}")
+
+
+def half_partials(old: Values) -> Iterable[Effect]:
+    """Meaningless in full precision, where the newest of theirs ignored it too."""
+    if old.flag("--enable-half-partials") and old.text("--precision") != "32.32":
+        yield To("half-partial")
+    elif old.flag("--enable-half-partials"):
+        yield Say("--enable-half-partials: has no effect with --precision 32.32")
+
+
+def distributed(old: Values) -> Iterable[Effect]:
+    if old.flag("--distributed"):
+        count = facts.workers(old)
+        yield Say(
+            f"--distributed: {count} workers of TF_CONFIG" if count > 1 else "--distributed: TF_CONFIG lists none"
+        )
+
+
+MACHINE: tuple[Old, ...] = (
+    becomes("--replicas", "whole", "1", "replicas", replicas, "times the workers; a launcher's number counts more"),
+    becomes("--distributed", "flag", None, "replicas", distributed, "the workers are read from TF_CONFIG"),
+    becomes(
+        "--max-cross-replica-buffer-size",
+        "whole",
+        "10485760",
+        "bucket-size",
+        buffer_size,
+        "bytes become megabytes of 2**20",
+    ),
+    becomes(
+        "--pipeline",
+        "flag",
+        None,
+        "pipeline-splits pipeline-schedule recompute-mode",
+        pipeline,
+        "with --shards and --pipeline-splits; on one device: recomputation between the splits",
+    ),
+    part_of("--shards", "whole", "1", "pipeline-splits", "stages: one more than splits"),
+    part_of("--pipeline-splits", "text", None, "pipeline-splits", "renamed: b1/2/relu is layer1/2/act3", count="some"),
+    part_of(
+        "--pipeline-schedule",
+        "text",
+        "Grouped",
+        "pipeline-schedule",
+        "in small letters; Grouped if not given, as documented",
+        choices=("Grouped", "Interleaved", "Sequential"),
+    ),
+    same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
+    becomes("--enable-half-partials", "flag", None, "half-partial", half_partials, "the same; not with 32.32"),
+    becomes("--no-stochastic-rounding", "flag", None, "enable-stochastic-rounding", rounding, "on unless given"),
+    part_of(
+        "--stochastic-rounding",
+        "text",
+        "ON",
+        "enable-stochastic-rounding",
+        "OFF turns it off; the others are alike here",
+        choices=("ON", "ON_prng_stable", "RI_prng_stable", "OFF"),
+    ),
+    nothing("--batches-per-step", "whole", "the host starts every update itself", "1000"),
+    nothing("--select-ipu", "text", SELECT),
+    nothing("--select-ipus", "text", SELECT, count="some"),
+    nothing("--sharding-exclude-filter", "text", "--pipeline-splits says where to cut", count="some"),
+    nothing("--sharding-include-filter", "text", "--pipeline-splits says where to cut", count="some"),
+    nothing("--fp-exceptions", "flag", FP_EXCEPTIONS),
+    becomes(
+        "--enable-recomputation",
+        "flag",
+        None,
+        "enable-recompute recompute-mode",
+        recomputation,
+        "the same; stages of a pipeline recompute if it is given, as they did",
+        aliases=("--xla-recompute", "--enable-recompute"),
+    ),
+    becomes("--seed", "text", None, "seed", seed, "the same; 0 if not given, where the original drew one"),
+    becomes(
+        "--gc-profile",
+        "text",
+        None,
+        "profile",
+        profile,
+        "torch.profiler for a few updates; the run goes on",
+        count="maybe",
+        bare="IPU_PROFILE",
+        choices=("DEVICE_PROFILE", "IPU_PROFILE", "TILE_PROFILE", "NO_PROFILE"),
+    ),
+    part_of("--dataset-benchmark", "flag", None, "data-bench", "`falconet data bench`"),
+    nothing("--available-memory-proportion", "text", MEMORY, count="some"),
+    nothing("--disable-variable-offloading", "flag", "state stays on the device unless --offload-optimizer is given"),
+    becomes("--offload-fp32-weight-copy", "flag", None, "offload-optimizer", offloading, "with the optimizer's state"),
+    nothing("--min-remote-tensor-size", "whole", "--offload-optimizer takes all of the state", "128"),
+    nothing("--gather-conv-output", "flag", IPU),
+    nothing("--enable-conv-dithering", "flag", IPU),
+    nothing("--internal-exchange-optimisation-target", "text", IPU, choices=("balanced", "cycles", "memory")),
+    becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
+    nothing("--on-demand", "flag", IPU),
+    nothing("--prefetch-depth", "whole", "the loader reads ahead by itself, bounded in bytes"),
+    nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
+    nothing("--saturate-on-overflow", "flag", "an update with gradients that overflow is skipped or stops the run"),
+    nothing("--latency", "flag", "`falconet bench infer` reports latency"),
+    nothing("--scheduling-algorithm", "text", IPU),
+    nothing("--identical-replica-seeding", "flag", "replicas drop different units, from one seed"),
+    nothing("--max-reduce-many-buffer-size", "whole", "--bucket-size groups reductions", "0"),
+)

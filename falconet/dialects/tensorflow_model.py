@@ -1,0 +1,221 @@
+"""The TensorFlow program's options of model and data."""
+
+from collections.abc import Iterable
+from math import exp
+
+from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.rows import becomes, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Say, To
+from falconet.dialects.values import Values, short
+
+LOADER = "the loader has one pipeline for every format, which is reproducible with any number of threads"
+
+
+def model(old: Values) -> Iterable[Effect]:
+    yield To("model", (facts.model(old),))
+
+
+def norm(old: Values) -> Iterable[Effect]:
+    """Batch norm for CIFAR, group norm of every G-th channel for ImageNet and EfficientNets."""
+    efficient = facts.family(old) == "efficientnet"
+    if facts.uses_batch_norm(old):
+        yield To("norm-type", ("batch",))
+        yield To("batchnorm-momentum", (short(round(1 - old.number("--BN-decay"), 12)),))
+        if efficient:
+            yield To("norm-eps", (old.text("--norm-epsilon"),))
+        return
+    yield To("norm-type", ("group",))
+    yield To("norm-num-groups", (str(facts.groups(old)),))
+    yield To("norm-grouping", ("strided",))
+    yield To("norm-eps", (old.text("--norm-epsilon") if efficient else "1.53e-05",))
+
+
+def group_dim(old: Values) -> Iterable[Effect]:
+    if facts.family(old) == "efficientnet" and old.has("--group-dim"):
+        yield To("efficientnet-group-dim", (old.text("--group-dim"),))
+    elif facts.family(old) == "resnext" and old.has("--group-dim"):
+        yield To("resnext-group-dim", (old.text("--group-dim"),))
+    elif old.given("--group-dim"):
+        yield Say("--group-dim: has no effect on a resnet")
+
+
+def image_size(old: Values) -> Iterable[Effect]:
+    if old.has("--image-size"):
+        yield To("image-size", (old.text("--image-size"),))
+    elif facts.is_random(old) and not facts.is_imagenet(old):
+        yield To("image-size", ("32",))
+
+
+def data(old: Values) -> Iterable[Effect]:
+    kind = facts.dataset(old)
+    if facts.is_random(old):
+        yield To("data", ("synthetic" if old.flag("--synthetic-data") else "generated",))
+        yield To("classes", (str(facts.CLASSES[kind]),))
+        return
+    yield To("data", (kind.replace("-", ""),))
+    if old.has("--data-dir"):  # DATA_DIR is read by the canonical program as well
+        yield To("data-dir", (old.text("--data-dir"),))
+
+
+def mixing(old: Values) -> Iterable[Effect]:
+    """Random images are not mixed, as they were not."""
+    alpha, share = old.number("--mixup-alpha"), old.number("--cutmix-lambda")
+    if facts.is_random(old):
+        if alpha or share < 1:
+            yield Say("--mixup-alpha and --cutmix-lambda: random images are not mixed, as they were not")
+        return
+    yield To("mixup-alpha", (short(alpha),))
+    if share < 1:
+        yield from _cutmix(share, version=old.text("--cutmix-version"))
+
+
+def _cutmix(share: float, *, version: str) -> Iterable[Effect]:
+    """Version 2 has a fixed share. Version 1 skips some batches and else draws 1 + ln(U)/4 with U from e**-4 to 1."""
+    if version == "2":
+        yield To("cutmix-lambda-low", (short(share),))
+        yield To("cutmix-lambda-high", (short(share),))
+        return
+    mean = 1 + (-1 + 5 * exp(-4)) / (1 - exp(-4)) / 4  # of what is drawn: 0.769
+    yield To("cutmix-lambda-low", (short(round(2 * mean - 1, 6)),))
+    yield To("cutmix-lambda-high", ("1",))
+    yield To("cutmix-disable-prob", (short(round(min(max(1.55 * share - 0.96, 0), 1), 6)),))
+    yield Say("--cutmix-version 1: shares are drawn evenly with the same mean, where they were drawn exponentially")
+
+
+def eight_bit(old: Values) -> Iterable[Effect]:
+    yield To("eight-bit-io" if old.flag("--eight-bit-io") or old.flag("--fused-preprocessing") else "no-eight-bit-io")
+
+
+def normalisation_place(old: Values) -> Iterable[Effect]:
+    """On the device, unless it is asked for on the host and neither 8-bit images nor the fused step forbid it."""
+    on_host = old.flag("--hostside-norm") and not old.flag("--eight-bit-io") and not old.flag("--fused-preprocessing")
+    yield To("normalization-location", ("host" if on_host else "device",))
+
+
+def normalise(old: Values) -> Iterable[Effect]:
+    if not old.flag("--normalise-input") and facts.is_imagenet(old) and not facts.is_random(old):
+        yield Say(
+            "images are always divided by their deviation here; without --normalise-input they only lost their mean,"
+            " which the first norm layer evens out"
+        )
+
+
+def fused(old: Values) -> Iterable[Effect]:
+    if old.flag("--fused-preprocessing"):
+        yield To("input-image-padding")
+
+
+def cache(old: Values) -> Iterable[Effect]:
+    if not facts.is_random(old):
+        yield To("no-dataset-cache" if old.flag("--no-dataset-cache") else "dataset-cache")
+
+
+def boxes(old: Values) -> Iterable[Effect]:
+    if old.flag("--train-with-valid-preprocessing"):
+        yield To("augment", ("none",))
+
+
+MODEL: tuple[Old, ...] = (
+    becomes(
+        "--model",
+        "text",
+        "resnet",
+        "model",
+        model,
+        "with --model-size: resnet 50 is resnet50, resnext 101 is resnext101, efficientnet B0 is efficientnet-b0",
+    ),
+    part_of("--model-size", "text", None, "model", "a part of the model's name"),
+    becomes(
+        "--batch-norm", "flag", None, "norm-type batchnorm-momentum norm-eps norm-grouping", norm, "--norm-type batch"
+    ),
+    part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
+    part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),
+    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x"),
+    same("--BN-span", "whole", "1", new="batchnorm-span"),
+    same("--convolution-groups", "whole", new="resnext-groups"),
+    becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),
+    nothing("--widenet", "flag", "the wide ResNeXt for CIFAR is not there"),
+    same("--dropout-rate", "number", new="efficientnet-dropout"),
+    becomes(
+        "--block-survival-prob",
+        "number",
+        "0.8",
+        "efficientnet-drop-path",
+        lambda old: (
+            [To("efficientnet-drop-path", (short(round(1 - old.number("--block-survival-prob"), 12)),))]
+            if facts.family(old) == "efficientnet"
+            else []
+        ),
+        "1 - x",
+    ),
+    becomes(
+        "--no-se",
+        "flag",
+        None,
+        "efficientnet-se",
+        lambda old: [To("no-efficientnet-se")] if old.flag("--no-se") else [],
+        "--no-efficientnet-se",
+    ),
+    same("--depth-divisor", "whole", new="efficientnet-depth-divisor"),
+    same("--top-width", "whole", new="efficientnet-top-width"),
+    becomes(
+        "--use-relu",
+        "flag",
+        None,
+        "efficientnet-activation",
+        lambda old: [To("efficientnet-activation", ("relu",))] if old.flag("--use-relu") else [],
+        "--efficientnet-activation relu",
+    ),
+    same("--expand-ratio", "whole", new="efficientnet-expand-ratio"),
+    part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, of EfficientNets"),
+    nothing("--proxy-norm", "flag", "proxy-normalised activations are not there"),
+    nothing("--proxy-epsilon", "number", "proxy-normalised activations are not there"),
+    nothing("--no-proxy-recompute", "flag", "proxy-normalised activations are not there"),
+    same("--width-coefficient", "number", new="efficientnet-width"),
+    same("--depth-coefficient", "number", new="efficientnet-depth"),
+    nothing("--use-bypass", "flag", "SqueezeNet is not there"),
+    nothing("--stable-norm", "flag", "norms are computed around their mean, always"),
+)
+DATA: tuple[Old, ...] = (
+    becomes(
+        "--dataset",
+        "text",
+        None,
+        "data classes data-dir",
+        data,
+        "imagenet, cifar10 or cifar100; read off --data-dir if not given",
+        choices=("imagenet", "cifar-10", "cifar-100", "IMAGENET", "CIFAR-10", "CIFAR-100"),
+    ),
+    part_of("--data-dir", "text", None, "data-dir", "the same; else DATA_DIR"),
+    same(
+        "--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto if not given"
+    ),
+    part_of("--generated-data", "flag", None, "data", "--data generated"),
+    part_of("--synthetic-data", "flag", None, "data", "--data synthetic"),
+    becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
+    becomes("--normalise-input", "flag", None, "normalization-location", normalise, "always so here; else a note"),
+    becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
+    becomes("--train-with-valid-preprocessing", "flag", None, "augment", boxes, "--augment none"),
+    becomes("--hostside-norm", "flag", None, "normalization-location", normalisation_place, "host, else device"),
+    nothing("--no-hostside-norm", "flag", "always so unless --hostside-norm is given"),
+    nothing("--standard-imagenet", "flag", LOADER),
+    becomes("--mixup-alpha", "number", "0.0", "mixup-alpha", mixing, "the same; not with random data"),
+    part_of(
+        "--cutmix-lambda", "number", "1.0", "cutmix-lambda-low cutmix-lambda-high cutmix-disable-prob", "by version"
+    ),
+    part_of(
+        "--cutmix-version",
+        "text",
+        "1",
+        "cutmix-lambda-low",
+        "2: a fixed share; 1: drawn, with the same mean and chance to skip",
+        choices=("1", "2"),
+    ),
+    nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),
+    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
+    nothing("--dataset-percentage-to-use", "whole", "all images are used; a smaller folder does the same", "100"),
+    becomes(
+        "--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"
+    ),
+    nothing("--valid-batch-size", "whole", "validation has the micro-batch of training; its result is exact for any"),
+)

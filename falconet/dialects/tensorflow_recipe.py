@@ -1,0 +1,295 @@
+"""The TensorFlow program's options of training: length, batch, optimizer, learning rate, checkpoints, logs."""
+
+from collections.abc import Iterable
+from math import isclose
+
+from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.rows import becomes, nothing, part_of, same
+from falconet.dialects.table import Effect, Old, Say, To
+from falconet.dialects.values import Values, short
+from falconet.errors import ConfigError
+
+SYNC = "replicas hold the same bits after every update, which is checked at the start"
+LOGGED_ONCE = "the first process alone logs and saves"
+
+
+def batch_size(old: Values) -> Iterable[Effect]:
+    yield To("micro-batch-size", (str(facts.micro_batch(old)),))
+
+
+def epochs(old: Values) -> Iterable[Effect]:
+    exact, whole = facts.epochs(old), facts.whole_epochs(old)
+    if not facts.is_random(old) and not isclose(exact, whole):
+        yield Say(f"epochs are whole here: {whole} instead of {exact:.3g}")
+    yield To("epoch", (str(whole),))
+
+
+def iterations(old: Values) -> Iterable[Effect]:
+    """Random data has as many updates an epoch as the real data would, or as were asked for."""
+    if facts.is_random(old):
+        yield To("iterations", (str(facts.updates_per_epoch(old)),))
+
+
+def learning_rate(old: Values) -> Iterable[Effect]:
+    """2**x times the total batch. A warm-up longer than training is cut where training ends, at the rate it has."""
+    rate, warm, whole = facts.peak(old), facts.warmup(old), facts.whole_epochs(old)
+    if warm > whole:
+        reached = short(rate * whole / warm)
+        yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
+        yield To("lr", (short(rate * whole / warm),))
+        yield To("warmup-epoch", (short(whole),))
+    else:
+        yield To("lr", (short(rate),))
+        yield To("warmup-epoch", (short(warm),))
+
+
+def schedule(old: Values) -> Iterable[Effect]:
+    kind, whole = old.text("--lr-schedule"), facts.whole_epochs(old)
+    known = {"stepped": "step", "polynomial_decay_lr": "polynomial"}
+    yield To("lr-schedule", (known.get(kind, kind),))
+    if kind == "stepped":
+        yield To("lr-decay", (old.text("--learning-rate-decay"),))
+        yield To("lr-epoch-decay", tuple(short(share * whole) for share in _drops(old)))
+    if kind == "exponential":
+        rate, drops = _exponential(old)
+        yield To("lr-decay", (short(rate),))
+        yield To("lr-scheduler-freq", (short(drops / whole),))
+    if kind == "polynomial_decay_lr":
+        yield To("lr-power", (old.text("--poly-lr-decay-power"),))
+        yield To("lr-end-ratio", (short(_end_ratio(old)),))
+
+
+def _drops(old: Values) -> list[float]:
+    if not old.has("--learning-rate-schedule"):
+        return [0.3, 0.6, 0.8, 0.9] if facts.is_imagenet(old) else [0.5, 0.75]
+    text = old.text("--learning-rate-schedule")
+    try:
+        return [float(share) for share in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--learning-rate-schedule: got '{text}', wanted shares of training as 0.5,0.75") from None
+
+
+def _exponential(old: Values) -> tuple[float, int]:
+    for name in ("--lr-decay-rate", "--lr-drops"):
+        if facts.family(old) != "efficientnet" and not old.has(name):
+            raise ConfigError(f"{name}: is needed with --lr-schedule exponential for {facts.family(old)}")
+    rate = old.number("--lr-decay-rate") if old.has("--lr-decay-rate") else 0.97
+    return rate, old.whole("--lr-drops") if old.has("--lr-drops") else 146
+
+
+def _end_ratio(old: Values) -> float:
+    if old.has("--abs-end-learning-rate"):
+        return old.number("--abs-end-learning-rate") / facts.peak(old)
+    return old.number("--poly-lr-end-ratio")
+
+
+def optimiser(old: Values) -> Iterable[Effect]:
+    name = old.text("--optimiser")
+    ours = {"SGD": "sgd", "momentum": "sgd", "RMSprop": "rmsprop_tf", "LARS": "lars"}
+    yield To("optimizer", (ours["RMSprop" if name == "RMSProp" else name],))
+    yield To("momentum", ("0" if name == "SGD" else old.text("--momentum"),))
+    if ours.get(name) == "lars":
+        yield To("lars-eeta", (old.text("--lars-eeta"),))
+        yield To("optimizer-eps", (old.text("--lars-epsilon"),))
+    elif ours.get(name, "rmsprop_tf") == "rmsprop_tf":
+        yield To("rmsprop-decay", (short(facts.rmsprop_decay(old)),))
+        yield To("optimizer-eps", (old.text("--rmsprop-epsilon"),))
+
+
+def weight_decay(old: Values) -> Iterable[Effect]:
+    """Scales and shifts of norms are left out on ImageNet, nothing on CIFAR, every vector by LARS."""
+    yield To("weight-decay", (short(facts.weight_decay(old)),))
+    kept = "vectors" if old.text("--optimiser") == "LARS" else "norms" if facts.is_imagenet(old) else "nothing"
+    yield To("weight-decay-exclude", (kept,))
+
+
+def label_smoothing(old: Values) -> Iterable[Effect]:
+    yield To("label-smoothing", (short(facts.smoothing(old)),))
+
+
+def checkpoints(old: Values) -> Iterable[Effect]:
+    if old.whole("--epochs-per-ckpt"):
+        yield To("checkpoint-save-freq", (old.text("--epochs-per-ckpt"),))
+    elif old.whole("--ckpts-per-epoch"):
+        yield To("checkpoint-save-freq", (short(1 / old.whole("--ckpts-per-epoch")),))
+    else:
+        yield To("checkpoint-save-freq", (str(facts.whole_epochs(old)),))
+        yield Say("--ckpts-per-epoch 0: the end of training is saved all the same")
+    yield To("checkpoints-kept", ("all",))
+
+
+def validation(old: Values) -> Iterable[Effect]:
+    """Theirs measured each epoch's checkpoint when training was over; the same numbers come epoch by epoch."""
+    yield To("validation-mode", ("none" if old.flag("--no-validation") else "during",))
+
+
+def averaging(old: Values) -> Iterable[Effect]:
+    exponential, last = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
+    if exponential:
+        yield To("weight-avg-strategy", ("exponential",))
+        yield To("weight-avg-exp-decay", (exponential[0],))
+    elif last:
+        yield To("weight-avg-strategy", ("mean",))
+        per_epoch = max(1, old.whole("--ckpts-per-epoch"))
+        yield To("weight-avg-N", (str(int(last[0]) * per_epoch + 1),))  # theirs counts epochs, the first one too
+    rest = [*exponential[1:], *(last if exponential else last[1:])]
+    if rest:
+        yield Say(f"one average a run: `falconet average` makes those of {', '.join(rest)} afterwards")
+
+
+def accumulation(old: Values) -> Iterable[Effect]:
+    yield To("gradient-accumulation", (old.text("--gradient-accumulation-count"),))
+
+
+def logs(old: Values) -> Iterable[Effect]:
+    if old.has("--iterations") and not old.has("--epochs"):
+        count = max(1, facts.updates_per_epoch(old) // old.whole("--log-freq"))
+        yield To("logs-per-epoch", (str(count),))
+    else:
+        yield To("logs-per-epoch", (old.text("--logs-per-epoch"),))
+
+
+def run_folder(old: Values) -> Iterable[Effect]:
+    if old.has("--logs-path"):
+        yield To("run-dir", (old.text("--logs-path"),))
+    elif old.given("--log-dir"):
+        suffix = f"_{old.text('--name-suffix')}" if old.has("--name-suffix") else ""
+        yield To("run-dir", (f"{old.text('--log-dir').rstrip('/')}/{facts.model(old)}{suffix}",))
+
+
+def restore(old: Values) -> Iterable[Effect]:
+    if old.has("--restore-path"):
+        yield To("checkpoint-input-path", (old.text("--restore-path"),))
+
+
+def wandb(old: Values) -> Iterable[Effect]:
+    if old.flag("--wandb"):
+        yield To("wandb")
+        yield To("wandb-project", (old.text("--wandb-project"),))
+
+
+LENGTH: tuple[Old, ...] = (
+    becomes("--restore-path", "text", None, "checkpoint-input-path", restore, "continues that run: `falconet restore`"),
+    part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
+    part_of("--config", "text", None, "config", "a named config of configs.yml; what is typed counts more"),
+    part_of("--config-path", "text", None, "config", "another file of named configs"),
+    becomes(
+        "--batch-size",
+        "whole",
+        None,
+        "micro-batch-size",
+        batch_size,
+        "the same; its default depends on model and data, as it did",
+        aliases=("--micro-batch-size",),
+    ),
+    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
+    becomes(
+        "--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here", aliases=("--epoch",)
+    ),
+    becomes("--iterations", "whole", None, "iterations", iterations, "random data: updates; else whole epochs of them"),
+)
+RATE: tuple[Old, ...] = (
+    becomes(
+        "--base-learning-rate",
+        "number",
+        None,
+        "lr warmup-epoch",
+        learning_rate,
+        "2**x times micro-batch x accumulation x replicas x workers",
+        aliases=("--base-learning-rate-exponent",),
+    ),
+    part_of("--abs-learning-rate", "number", None, "lr", "the rate itself; counts more than the exponent"),
+)
+SCHEDULE: tuple[Old, ...] = (
+    becomes(
+        "--lr-schedule",
+        "text",
+        "stepped",
+        "lr-schedule lr-decay lr-epoch-decay lr-scheduler-freq",
+        schedule,
+        "stepped becomes step, polynomial_decay_lr becomes polynomial",
+        choices=("stepped", "cosine", "exponential", "polynomial_decay_lr"),
+    ),
+    part_of("--learning-rate-decay", "number", "0.1", "lr-decay", "factor of a drop"),
+    part_of("--learning-rate-schedule", "text", None, "lr-epoch-decay", "shares of training times --epochs"),
+    part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
+    part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
+    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch"),
+    part_of("--poly-lr-decay-power", "number", "2.0", "lr-power", "the same"),
+    part_of("--poly-lr-end-ratio", "number", "1e-05", "lr-end-ratio", "the same"),
+    part_of("--abs-end-learning-rate", "number", None, "lr-end-ratio", "divided by the peak"),
+)
+UPDATE: tuple[Old, ...] = (
+    becomes(
+        "--optimiser",
+        "text",
+        "SGD",
+        "optimizer momentum",
+        optimiser,
+        "SGD is sgd without momentum, momentum is sgd, RMSprop is rmsprop_tf, LARS is lars",
+        choices=("SGD", "RMSprop", "RMSProp", "momentum", "LARS"),
+    ),
+    part_of("--momentum", "number", "0.9", "momentum", "the same; SGD has none"),
+    part_of("--rmsprop-decay", "number", None, "rmsprop-decay", "the same"),
+    part_of("--rmsprop-base-decay-exp", "number", None, "rmsprop-decay", "1 - 2**x times the total batch"),
+    part_of("--rmsprop-epsilon", "number", "0.001", "optimizer-eps", "the same, inside the root"),
+    part_of("--lars-epsilon", "number", "0.0", "optimizer-eps", "the same"),
+    nothing("--lars-skip-list", "text", "LARS leaves out every vector: scales, shifts and biases", count="some"),
+    part_of("--lars-weight-decay", "number", None, "weight-decay", "the decay that LARS has"),
+    part_of("--lars-eeta", "number", "0.001", "lars-eeta", "the same"),
+    becomes(
+        "--weight-decay",
+        "number",
+        None,
+        "weight-decay weight-decay-exclude",
+        weight_decay,
+        "the same; on ImageNet norms alone are left out, on CIFAR nothing",
+    ),
+    same("--loss-scaling", "number", "128"),
+    becomes(
+        "--label-smoothing",
+        "number",
+        "0",
+        "label-smoothing",
+        label_smoothing,
+        "times C / (C - 1), which gives the same targets",
+    ),
+    same("--rts", "flag", new="enable-optimizer-rts"),
+    nothing("--variable-filter", "text", "every weight is trained; there is no filter yet", count="some"),
+    nothing(
+        "--init-path", "text", "weights of another run are not taken over yet; `falconet restore` goes on with one"
+    ),
+)
+KEEPING: tuple[Old, ...] = (
+    becomes(
+        "--ckpts-per-epoch", "whole", "1", "checkpoint-save-freq", checkpoints, "1 / n; 0: only the end of training"
+    ),
+    part_of("--epochs-per-ckpt", "whole", "0", "checkpoint-save-freq", "the same"),
+    nothing("--ckpt-epochs-offset", "whole", "saves from the first epoch on", "0"),
+    nothing("--ckpt-all-instances", "text", LOGGED_ONCE),
+    becomes("--no-validation", "flag", None, "validation-mode", validation, "validation-mode none, else during"),
+    becomes(
+        "--weight-avg-exp",
+        "number",
+        None,
+        "weight-avg-strategy weight-avg-exp-decay",
+        averaging,
+        "the first one; others by `falconet average`",
+        count="some",
+    ),
+    part_of(
+        "--weight-avg-N", "whole", None, "weight-avg-strategy weight-avg-N", "epochs become checkpoints", count="some"
+    ),
+    nothing("--syncs-per-epoch", "whole", SYNC, "0"),
+    nothing("--epochs-per-sync", "number", SYNC, "0"),
+    becomes("--log-dir", "text", None, "run-dir", run_folder, "the run folder below it, if given; else runs/"),
+    part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
+    part_of("--name-suffix", "text", None, "run-dir", "added to the run folder's name"),
+    becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
+    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
+    nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),
+    nothing("--log-all-instances", "text", LOGGED_ONCE),
+    nothing("--mlperf-logging", "flag", "metrics.jsonl in the run folder holds every figure instead"),
+    becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "the same"),
+    part_of("--wandb-project", "text", "tf-cnn", "wandb-project", "the same"),
+)

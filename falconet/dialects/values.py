@@ -1,0 +1,104 @@
+"""The values of an old line: what was typed, else the program's own default."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from falconet.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from falconet.dialects.table import Old, Place
+
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+
+class Values:
+    """Old options by name, typed; reading one that the program does not have is our mistake."""
+
+    def __init__(self, options: Mapping[str, "Old"], given: Mapping[str, tuple[str, ...]], place: "Place") -> None:
+        self._options, self._given, self.place = options, given, place
+
+    def given(self, *names: str) -> bool:
+        """Whether one of these was typed, or stands in the config."""
+        return any(name in self._given for name in names)
+
+    def has(self, name: str) -> bool:
+        """Whether it was typed or has a default."""
+        return bool(self.texts(name))
+
+    def flag(self, name: str) -> bool:
+        return name in self._given if name in self._options else False
+
+    def text(self, name: str) -> str:
+        texts = self.texts(name)
+        assert texts, f"{name} has neither value nor default; ask `has` first"
+        return texts[-1]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        if name in self._given:
+            return self._given[name]
+        default = self._options[name].default
+        return () if default is None else tuple(default.split())
+
+    def whole(self, name: str) -> int:
+        return _whole(name, self.text(name))
+
+    def number(self, name: str) -> float:
+        return _number(name, self.text(name))
+
+    def numbers(self, name: str) -> list[float]:
+        return [_number(name, text) for text in self.texts(name)]
+
+
+def check(option: "Old", values: tuple[str, ...], *, spelled: str) -> tuple[str, ...]:
+    """The values of an option if they are of its kind; `spelled` is the name as the user wrote it."""
+    if option.kind == "flag":
+        if values:
+            raise ConfigError(f"{spelled}: is a switch and takes no value, got '{' '.join(values)}'")
+        return values
+    if not values and option.count == "maybe":
+        assert option.bare is not None
+        return (option.bare,)
+    if not values:
+        raise ConfigError(f"{spelled}: needs a value, {wanted(option)}")
+    if len(values) > 1 and option.count != "some":
+        raise ConfigError(f"{spelled}: takes one value, got '{' '.join(values)}'")
+    for value in values:
+        if option.choices and value not in option.choices:
+            meant = did_you_mean(value, option.choices)
+            raise ConfigError(f"{spelled}: got '{value}', wanted {wanted(option)}{meant}")
+        if option.kind == "whole":
+            _whole(spelled, value)
+        if option.kind == "number":
+            _number(spelled, value)
+    return values
+
+
+def wanted(option: "Old") -> str:
+    """The kind of an option in words."""
+    if option.choices:
+        return " or ".join(option.choices)
+    return {"whole": "a whole number", "number": "a number", "text": "text", "flag": "nothing"}[option.kind]
+
+
+def truth(text: str) -> bool | None:
+    """A switch as YAML has it; None when it is none."""
+    return True if text.lower() in _TRUE else False if text.lower() in _FALSE else None
+
+
+def short(number: float) -> str:
+    """A number as a person would type it: 0.5, 3e-05, 16384; every digit that matters is kept."""
+    return f"{number:.0f}" if number == int(number) and abs(number) < 1e15 else repr(round(number, 15))
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: got '{text}', wanted a whole number") from None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}: got '{text}', wanted a number") from None

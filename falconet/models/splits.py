@@ -1,0 +1,223 @@
+"""Layer names in, the stages of a pipeline out: a traced model cut into modules that keep the names of its weights."""
+
+import difflib
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from falconet.errors import ConfigError
+from falconet.numerics.segments import computed, cut, name_of, owner, trace
+
+OPTION = "--pipeline-splits"
+RUNS = 3  # of every layer when its cost is measured; the fastest counts
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One piece of a pipelined model: a module, and the names of the first and the last layer in it."""
+
+    module: fx.GraphModule
+    first: str
+    last: str
+
+
+def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
+    """The model in stages, of which each but the first begins with a named layer; the modules are the model's own.
+
+    A name is a module's path, with slashes or dots. A stage takes and gives as many values as the cut needs, so a split
+    may lie inside a residual block. The keys of the stages' state together are those of the model.
+    """
+    traced = _traced(model)
+    nodes = computed(traced)
+    begins = [0, *_places(traced, names)]
+    pieces = cut(traced, [nodes[begin - 1] for begin in begins[1:]])
+    stages = []
+    for piece, begin, end in zip(pieces, begins, [*begins[1:], len(nodes)], strict=True):
+        layers = [name_of(node) for node in nodes[begin:end] if node.op != "get_attr"]
+        stages.append(Stage(piece.train(model.training), layers[0], layers[-1]))
+    _check_weights(model, stages)
+    return stages
+
+
+def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
+    """The splits that divide the model into `count` stages of about equal time on the example's device.
+
+    Only places where a single value passes are considered, each named by the largest layer that begins there. The time
+    is that of the forward pass: the backward pass takes about twice as long for every layer alike.
+    """
+    traced = _traced(model)
+    costs = _costs(traced, example)
+    nodes = computed(traced)
+    names = _candidates(traced)
+    if count > len(names) + 1:
+        raise ConfigError(f"{OPTION}: got auto:{count}, wanted at most auto:{len(names) + 1} for this model")
+    sums = [0.0, *itertools.accumulate(costs[node] for node in nodes)]
+    weighty = [0, *itertools.accumulate(_has_weights(traced, node) for node in nodes)]
+    ends = [*sorted(names), len(nodes)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        end: (sums[end], ()) for end in ends if weighty[end]
+    }  # the slowest stage, and the places of the splits
+    for _ in range(count - 1):
+        best = {
+            end: min(
+                (max(slowest, sums[end] - sums[begin]), (*places, begin))
+                for begin, (slowest, places) in best.items()
+                if begin < end and weighty[end] > weighty[begin]
+            )
+            for end in ends
+            if any(begin < end and weighty[end] > weighty[begin] for begin in best)
+        }
+    if len(nodes) not in best:
+        raise ConfigError(f"{OPTION}: got auto:{count}, wanted fewer stages: not every one would have weights")
+    return [names[place] for place in best[len(nodes)][1]]
+
+
+def legal_names(model: nn.Module) -> list[str]:
+    """Every layer that a stage may begin with, in the order they run."""
+    return list(_beginnings(_traced(model)))
+
+
+def _traced(model: nn.Module) -> fx.GraphModule:
+    training = trace(model, wanted_by=OPTION)
+    if sum(node.op == "placeholder" for node in training.graph.nodes) > 1:
+        raise ConfigError(f"{OPTION}: {type(model).__name__} takes more than images; wanted another model")
+    # What differs between training and evaluation inside a layer is the layer's; what differs outside is lost.
+    if training.code != trace(model, training=False, wanted_by=OPTION).code:
+        raise ConfigError(f"{OPTION}: {type(model).__name__} decides outside of its layers what to do in training")
+    return training
+
+
+def _beginnings(traced: fx.GraphModule) -> dict[str, int]:
+    """For every layer, the place of its first node; blocks come before what they begin with."""
+    found: dict[str, int] = {}
+    for place, node in enumerate(computed(traced)):
+        parts = owner(node).split(".") if owner(node) else []
+        for depth in range(1, len(parts) + 1):
+            found.setdefault("/".join(parts[:depth]), place)
+        if node.op != "get_attr":
+            found.setdefault(name_of(node), place)
+    return found
+
+
+def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:
+    beginnings = _beginnings(traced)
+    layers = [name for name in beginnings if any(owner(n).replace(".", "/") == name for n in computed(traced))]
+    places: list[int] = []
+    for number, given in enumerate(names):
+        name = given.replace(".", "/")
+        if name not in beginnings:
+            near = difflib.get_close_matches(name, beginnings, n=3, cutoff=0.0)
+            raise ConfigError(f"{OPTION}: '{given}' is no layer; the nearest are {_listed(near)}")
+        place = beginnings[name]
+        if place == 0:
+            later = [each for each in layers if beginnings[each] > 0]
+            raise ConfigError(
+                f"{OPTION}: '{given}' is the first layer of all, and a split names the first of a later stage; wanted "
+                f"one of {_some(later)}"
+            )
+        if places and place <= places[-1]:
+            later = [each for each in layers if beginnings[each] > places[-1]]
+            verdict = "begins where" if place == places[-1] else "runs before"
+            raise ConfigError(
+                f"{OPTION}: '{given}' {verdict} '{names[number - 1]}' does, which is given before it; wanted one of "
+                f"{_some(later)}"
+            )
+        places.append(place)
+    return places
+
+
+def _candidates(traced: fx.GraphModule) -> dict[int, str]:
+    """Places where one value passes and a layer begins, with the largest such layer's name."""
+    names: dict[int, str] = {}
+    for name, place in _beginnings(traced).items():
+        names.setdefault(place, name)
+    nodes = computed(traced)
+    order = {node: place for place, node in enumerate(nodes)}
+    until = {node: max((order.get(user, len(nodes)) for user in node.users), default=-1) for node in traced.graph.nodes}
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    found = {}
+    for place, name in sorted(names.items()):
+        passing = [node for node in (*inputs, *nodes[:place]) if until[node] >= place]
+        if place > 0 and len(passing) == 1 and nodes[place].op == "call_module":
+            found[place] = name
+    return found
+
+
+class _Clock(fx.Interpreter):
+    """Runs node by node and notes the shortest time of each, in seconds."""
+
+    def __init__(self, traced: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(traced)
+        self.seconds: dict[fx.Node, float] = {}
+        self._device = device
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._wait()
+        begun = time.perf_counter()
+        result = super().run_node(n)
+        self._wait()
+        self.seconds[n] = min(self.seconds.get(n, float("inf")), time.perf_counter() - begun)
+        return result
+
+
+@torch.no_grad()
+def _costs(traced: fx.GraphModule, example: Tensor) -> Mapping[fx.Node, float]:
+    """Seconds of each node's forward pass; in evaluation mode, so that nothing is counted or drawn."""
+    modes = {module: module.training for module in traced.modules()}
+    traced.eval()
+    clock = _Clock(traced, example.device)
+    for _ in range(RUNS):
+        clock.run(example)
+    for module, mode in modes.items():
+        module.training = mode
+    return clock.seconds
+
+
+def _has_weights(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return any(True for _ in traced.get_submodule(str(node.target)).parameters())
+    return node.op == "get_attr"
+
+
+def _check_weights(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Every weight belongs to one stage, and every stage has some to train."""
+    owners: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        if not any(parameter.requires_grad for parameter in stage.module.parameters()):
+            raise ConfigError(
+                f"{OPTION}: the stage from '{stage.first}' to '{stage.last}' would have no weights to train"
+            )
+        for key in stage.module.state_dict():
+            if owners.setdefault(key, number) != number:
+                raise ConfigError(
+                    f"{OPTION}: '{key}' is used by stage {owners[key]} and by stage {number}; wanted a split elsewhere"
+                )
+    idle = [key for key in model.state_dict() if key not in owners]
+    if idle:
+        raise ConfigError(f"{OPTION}: '{idle[0]}' takes no part in the forward pass, so no stage has it")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    """A few of them, spread evenly."""
+    chosen = list(_spread(names, most))
+    return _listed(chosen) + (f" ({len(names)} in all)" if len(names) > len(chosen) else "")
+
+
+def _spread(names: Sequence[str], most: int) -> Iterator[str]:
+    if len(names) <= most:
+        yield from names
+    else:
+        yield from (names[round(i * (len(names) - 1) / (most - 1))] for i in range(most))

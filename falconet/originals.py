@@ -1,0 +1,78 @@
+"""The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from falconet import cli
+from falconet.dialects.explain import help_of
+from falconet.dialects.table import Place
+from falconet.dialects.translate import Translation, program_named, translate
+from falconet.errors import UserError
+from falconet.parallel.environment import find_place
+
+SHOW = "--show-translation"
+REPLICAS = "FALCONET_REPLICAS"  # what poprun was asked for
+
+
+def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
+    """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
+    words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
+    name = Path(script).name
+    try:
+        if {"-h", "--help"} & set(words):
+            _say(help_of(program_named(program)))
+            return cli.DONE
+        shown = SHOW in words
+        place = _place(Path(script), os.environ)
+        translation = translate(program, [word for word in words if word != SHOW], place=place)
+    except UserError as error:
+        if _is_first(os.environ):
+            print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
+        return cli.MISTAKE
+    if shown:
+        _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
+        return cli.DONE
+    return _run(translation, ours, name)
+
+
+def _run(translation: Translation, ours: list[str], name: str) -> int:
+    if _is_first(os.environ):
+        for note in translation.notes:
+            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
+    for variable, value in translation.environment.items():
+        os.environ.setdefault(variable, value)
+    return cli.main([*translation.argv(), *ours])
+
+
+def _say(text: str) -> None:
+    if _is_first(os.environ):
+        print(text)  # noqa: T201
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is theirs, and behind a `--` what is Falconet's own and not translated."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def _place(script: Path, environment: Mapping[str, str]) -> Place:
+    configs = script.resolve().parent / "configs.yml"
+    asked = environment.get(REPLICAS, "")
+    return Place(
+        environment=environment,
+        configs=configs if configs.exists() else None,
+        replicas=int(asked) if asked.isdigit() else None,
+    )
+
+
+def _is_first(environment: Mapping[str, str]) -> bool:
+    """Several processes of one run say things once."""
+    try:
+        place = find_place(environment)
+    except UserError:
+        return True
+    return place is None or place.rank == 0

@@ -1,0 +1,51 @@
+"""Replicas x stages: which process is which piece of which copy of the model. Rank = replica * stages + stage."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from falconet.parallel.processes import Processes
+from falconet.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The world, and the two smaller worlds that this process is in."""
+
+    world: World
+    replicas: World  # the processes with our stage; their rank is the replica
+    stages: World  # the processes with our replica; their rank is the stage
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stages.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stages.rank == self.stages.size - 1
+
+
+def divide(world: World, *, stages: int) -> Grid:
+    """The grid of a world whose processes are divided into replicas of `stages` processes each."""
+    alone = World(device=world.device)
+    if stages == 1:
+        return Grid(world, world, alone)
+    assert isinstance(world, Processes), "stages are processes"
+    assert world.size % stages == 0, "a replica with fewer stages than the others"
+    count = world.size // stages
+    rows = [[replica * stages + stage for stage in range(stages)] for replica in range(count)]
+    columns = [[replica * stages + stage for replica in range(count)] for stage in range(stages)]
+    replica, stage = divmod(world.rank, stages)
+    # Every process takes part in making every group, in the same order.
+    own_stages = [_part(world, ranks) for ranks in rows][replica]
+    own_replicas = [_part(world, ranks) for ranks in columns][stage]
+    return Grid(world, own_replicas if count > 1 else alone, own_stages)
+
+
+def _part(world: Processes, ranks: list[int]) -> Processes:
+    """A world of some of the processes."""
+    wait = timedelta(seconds=world.timeout)
+    host, group = dist.new_group(ranks, backend="gloo", timeout=wait), dist.new_group(ranks, timeout=wait)
+    own = ranks.index(world.rank) if world.rank in ranks else -1
+    return replace(world, rank=own, size=len(ranks), host=host, group=group)  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""One stage of a pipeline: torch.distributed.pipelining's schedules over a stage whose shapes are known beforehand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from falconet.parallel.processes import Processes
+
+Kind = Literal["grouped", "interleaved", "sequential"]
+Run = Callable[..., Any]  # a stage's forward pass: values in, a tuple of values out (of the last stage: one value)
+PASSING = "passing activations between stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a stage stands, and what it is given and gives: tensors on `meta`, of one micro-batch.
+
+    Given beforehand because torch would otherwise find them by running the stage on made-up values, which corrupts
+    the statistics of batch norm.
+    """
+
+    world: Processes  # the stages of this replica
+    entering: Sequence[Tensor]  # of the first stage: nothing, it is given images
+    leaving: Sequence[Tensor]
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.world.rank == self.world.size - 1
+
+
+def in_flight(kind: Kind, *, stage: int, stages: int, micro_batches: int) -> int:
+    """Micro-batches of which a stage keeps activations at the same time, at the most."""
+    most = {"grouped": micro_batches, "interleaved": stages - stage, "sequential": 1}
+    return min(most[kind], micro_batches)
+
+
+class Pipeline:
+    """Runs the micro-batches of an update forward and backward through this stage and its neighbours."""
+
+    def __init__(
+        self, run: Run, place: Place, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """`loss(logits, target)`: where the backward pass of a micro-batch begins; called on the last stage alone."""
+        self._run, self._place, self._kind, self._loss = run, place, kind, loss
+        self._micro_batches = micro_batches
+        self._calls = micro_batches if kind == "sequential" else 1  # of the schedule in an update
+        self._schedule: PipelineScheduleSingle | None = None
+
+    def __call__(self, given: Sequence[Tensor], target: Tensor) -> None:
+        """Add the gradients of an update; `given`, on the first stage, and `target` hold all micro-batches in a row."""
+        for tensor in (*given, target):
+            # torch does not look, and a short batch would leave old rows behind it.
+            assert len(tensor) % self._micro_batches == 0, "micro-batches of different sizes"
+        schedule = self._schedule = self._schedule or self._opened(given)
+        failed: BaseException | None = None
+        with self._place.world.waiting(PASSING):
+            try:
+                for part, own in zip(_parts(given, self._calls), target.chunk(self._calls), strict=True):
+                    schedule.step(*part, target=own if self._place.is_last else None)
+            except RuntimeError as error:
+                if error.__cause__ is None:
+                    raise
+                failed = error.__cause__  # of the stage itself: the network is not to blame
+        if failed is not None:
+            raise failed
+
+    def _opened(self, given: Sequence[Tensor]) -> PipelineScheduleSingle:
+        """The schedule; when the first update is there, because only then the images' type is known."""
+        place = self._place
+        images = tuple(t[: len(t) // self._micro_batches].to("meta") for t in given)
+        stage = PipelineStage(
+            _Ends(self._run, place),
+            place.world.rank,
+            place.world.size,
+            place.world.device,
+            input_args=images if place.is_first else tuple(_on_the_wire(t) for t in place.entering),
+            output_args=tuple(_on_the_wire(t) for t in place.leaving),
+            group=place.world.group,
+        )
+        schedule = Schedule1F1B if self._kind == "interleaved" else ScheduleGPipe
+        return schedule(stage, self._micro_batches // self._calls, loss_fn=self._loss, scale_grads=False)
+
+
+class _Ends(nn.Module):
+    """A stage with what its ends do to the values that come and go."""
+
+    def __init__(self, run: Run, place: Place) -> None:
+        super().__init__()
+        self._run, self._place = run, place
+
+    def forward(self, *values: Tensor) -> Any:
+        given = values if self._place.is_first else tuple(_Received.apply(value) for value in values)
+        results = self._run(*given)
+        return results if self._place.is_last else tuple(_Sent.apply(result) for result in results)
+
+
+@torch.no_grad()
+def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
+    """One micro-batch forward through all stages; the result, on the last one."""
+    world = place.world
+    with world.waiting(PASSING):
+        if not place.is_first:
+            buffers = [torch.empty_like(_on_the_wire(t), device=world.device) for t in place.entering]
+            for buffer in buffers:
+                dist.recv(buffer, group_src=world.rank - 1, group=world.group)
+            given = [_from_wire(buffer) for buffer in buffers]
+    results = run(*given)
+    if place.is_last:
+        return results  # type: ignore[no-any-return]
+    with world.waiting(PASSING):
+        for result in results:
+            dist.send(_to_wire(result), group_dst=world.rank + 1, group=world.group)
+    return None
+
+
+class _Sent(torch.autograd.Function):
+    """A value about to leave; its gradient comes back as it lies on the wire."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
+        sent = _to_wire(value)
+        return sent.clone() if sent is value else sent
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return _from_wire(gradient)
+
+
+class _Received(torch.autograd.Function):
+    """The inverse of `_Sent`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
+        return _from_wire(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return _to_wire(gradient)
+
+
+def _to_wire(value: Tensor) -> Tensor:
+    """Without gaps, as messages must be; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
+    return (value.permute(0, 2, 3, 1) if value.ndim == 4 else value).contiguous()
+
+
+def _from_wire(value: Tensor) -> Tensor:
+    return value.permute(0, 3, 1, 2) if value.ndim == 4 else value
+
+
+def _on_the_wire(value: Tensor) -> Tensor:
+    """A value on `meta` as it travels; since torch 2.13 its gradient only travels if it is said to need one."""
+    sent = torch.empty_like(_to_wire(value), memory_format=torch.contiguous_format)
+    return sent.requires_grad_(value.is_floating_point())
+
+
+def _parts(given: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.chunk(count) for tensor in given), strict=True)) if given else [()] * count

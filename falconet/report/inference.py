@@ -1,0 +1,51 @@
+"""The lines about predictions that tools of the originals read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev, quantiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was measured."""
+
+    model: str
+    micro_batch: int
+    data: str
+    dtype: str
+    devices: int
+
+
+def batch_line(rate: float, latency: float, *, instance: int, of: int) -> str:
+    """One batch: images per second, milliseconds; the instance counts from 0 and is told when there are several."""
+    who = f"[instance{instance + 1}/{of}] " if of > 1 else ""
+    return f"{who}Throughput: {rate:.2f} imgs/sec; Latency range: {latency:.3f}..{latency:.3f} ms"
+
+
+def summary(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) -> list[str]:
+    """Means over the steady batches; `rates` in images per second, `latencies` in milliseconds."""
+    throughput = f"throughput: {fmean(rates):.2f} samples/sec (mean)"
+    latency = f"latency avg: {fmean(latencies):.3f} ms (mean)"
+    lines = [
+        f"{facts.model} results:",
+        f"    micro_batch_size: {facts.micro_batch}",
+        f"    data_mode: {facts.data}",
+        f"    data_type: {facts.dtype}",
+        f"    num_ipus: {facts.devices}",
+        f"    {throughput} (min: {min(rates):.2f}, max: {max(rates):.2f}, std: {pstdev(rates):.2f})",
+        f"    {latency} (min: {min(latencies):.3f}, max: {max(latencies):.3f})",
+    ]
+    if facts.data == "synthetic":
+        lines.append("    NOTE: synthetic data is on the device already: its latency is not that of a request")
+    return lines
+
+
+def tensorflow(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) -> list[str]:
+    """The two lines of the TensorFlow program's validation; the accuracy of random weights is nobody's concern."""
+    points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
+    return [
+        f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
+        f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
+        f"Validation top-1 accuracy [{facts.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {fmean(rates):6.2f},"
+        f" time: {sum(latencies) / 1000:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+    ]

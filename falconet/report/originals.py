@@ -1,0 +1,204 @@
+"""The lines, CSV files and checkpoint names of the three originals."""
+
+from collections import deque
+from pathlib import Path
+
+from falconet.report.styles import Facts, Falconet, Point, RunLog, Style, Validated
+
+
+class Recent:
+    """Means over the last epoch's worth of updates."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[int, float, float]] = deque()  # updates, loss, accuracy
+        self._last = 0
+
+    def add(self, point: Point) -> tuple[float, float]:
+        """Mean loss and accuracy with this point."""
+        before = self._last if self._last < point.update else 0
+        self._points.append((max(1, point.update - before), point.loss, point.accuracy))
+        self._last = point.update
+        while sum(updates for updates, *_ in self._points) - self._points[0][0] >= point.updates_per_epoch:
+            self._points.popleft()
+        total = sum(updates for updates, *_ in self._points)
+        loss = sum(updates * loss for updates, loss, _ in self._points) / total
+        return loss, sum(updates * accuracy for updates, _, accuracy in self._points) / total
+
+
+class PyTorch:
+    """`[INFO]` lines, training.csv, validation.csv, app.json and log.txt."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._recent = log, Recent()
+        self._accuracy, self._schedule = 0.0, ""
+        self._lr: float | None = None
+
+    def begin(self, facts: Facts) -> None:
+        self._schedule = facts.schedule
+        self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        self._say(f"Total replicas: {facts.replicas}")
+        self._say(f"Global batch size: {facts.global_batch}")
+        self._say(f"Number of devices: {facts.replicas * facts.stages}")
+        self._say(f"Total parameters: {facts.parameters}")
+
+    def log(self, point: Point) -> None:
+        if self._schedule == "step" and self._lr not in (None, point.lr):
+            self._say(f"Learning rate is changed to {point.lr:g}")
+        self._lr = point.lr
+        loss, accuracy = self._recent.add(point)
+        scale = {} if point.scale is None else {"loss_scaling": point.scale}
+        self.to.row(
+            "training.csv",
+            {
+                "loss_avg": loss,
+                "loss_batch": point.loss,
+                "epoch": point.epoch,
+                "iteration": point.update,
+                "train_accuracy_avg": accuracy,
+                "train_accuracy_batch": point.accuracy,
+                "learning_rate": point.lr,
+                "train_img_per_sec": point.rate.images_per_second,
+                "validation_accuracy": self._accuracy,
+                # Here the smoothed loss is computed in one piece; its two parts are not known.
+                "classification_loss_batch": "",
+                "classification_loss_avg": "",
+                "smoothing_loss_batch:": "",
+                "smoothing_loss_avg:": "",
+                **scale,
+            },
+        )
+
+    def end_epoch(self, point: Point) -> None:
+        self._say(f"Epoch {point.epoch:.0f}/{point.epochs}")
+        self._say(f"loss: {point.loss:.4f},")
+        self._say(f"accuracy: {point.accuracy:.2f} %")
+        self._say(f"throughput: {point.rate.images_per_second:.1f} samples/sec")
+
+    def validated(self, found: Validated) -> None:
+        self._accuracy = found.accuracy
+        self._say("Testing the model")
+        self._say(f"Accuracy on test set: {found.accuracy:.2f}%")
+        self._say(f"Validation Accuracy: {found.accuracy:.2f}%")
+        row = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
+        self.to.row("validation.csv", {f"validation_{name}": value for name, value in row.items()})
+
+    def saved(self, folder: Path) -> None:
+        """The original said nothing."""
+
+    def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def _say(self, text: str) -> None:
+        self.to.kept_line(f"[INFO] {text}")
+
+
+class TensorFlow:
+    """One line a log point, training.csv, validation.csv, arguments.json, log.txt, checkpoints named ckpt-N."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._recent, self._step = log, Recent(), 0
+
+    def begin(self, facts: Facts) -> None:
+        self.to.json("arguments.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        for text in (
+            f" Saving to {facts.folder}",
+            f" Batch Size: {facts.global_batch}",
+            f" Image size: {facts.image_size}x{facts.image_size}",
+            f"Total Parameters:{facts.parameters}",
+        ):
+            self.to.kept_line(text)
+
+    def log(self, point: Point) -> None:
+        loss, accuracy = self._recent.add(point)
+        self._step += 1
+        self.to.kept_line(
+            f"step: {self._step:6d}, iteration: {point.update:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.4g},"
+            f" loss: {loss:6.3f}, top-1 accuracy: {accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f},"
+            f" time: {point.update_seconds:8.6f}, total_time: {point.seconds:8.1f}"
+        )
+        row = {
+            "step": self._step,
+            "iteration": point.update,
+            "epoch": point.epoch,
+            "lr": point.lr,
+            "loss_batch": point.loss,
+            "loss_avg": loss,
+            "train_acc_batch": point.accuracy,
+            "train_acc_avg": accuracy,
+            "it_time": point.update_seconds,
+            "img_per_sec": point.rate.images_per_second,
+            "total_time": point.seconds,
+        }
+        self.to.row("training.csv", row)
+
+    def end_epoch(self, point: Point) -> None:
+        """The original said nothing."""
+
+    def validated(self, found: Validated) -> None:
+        latency = 1000 * found.seconds * found.batch / max(found.images, 1)
+        self.to.kept_line(
+            f"Validation top-1 accuracy [{found.name}] (iteration: {found.update:6d}, epoch: {found.epoch:6.2f},"
+            f" img/sec: {found.images_per_second:6.2f}, time: {found.seconds:8.6f}, latency (ms): {latency:8.4f}):"
+            f" {found.accuracy:6.3f}%"
+        )
+        row = {
+            "name": found.name,
+            "iteration": found.update,
+            "epoch": found.epoch,
+            "val_acc": found.accuracy,
+            "val_time": found.seconds,
+            "val_size": found.images,
+            "img_per_sec": found.images_per_second,
+            "latency": latency,
+        }
+        self.to.row("validation.csv", row)
+
+    def saved(self, folder: Path) -> None:
+        self.to.kept_line(f"Saved checkpoint to {folder}")
+
+    def checkpoint_name(self, update: int) -> str | None:
+        return f"ckpt-{update}"
+
+
+class PopArt:
+    """One line a log point and one a validation."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._step = log, 0
+
+    def begin(self, facts: Facts) -> None:
+        """The original said nothing that tools read."""
+
+    def log(self, point: Point) -> None:
+        self._step += 1
+        computing = max(0.0, point.rate.seconds - point.rate.waiting)
+        self.to.kept_line(
+            f"step: {self._step:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.2g}, loss: {point.loss:6.3f},"
+            f" accuracy: {point.accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f}"
+            f" step_time: {point.rate.seconds:6.2f} sec ipu_execution_time: {computing:6.2f}"
+        )
+
+    def end_epoch(self, point: Point) -> None:
+        """The original said nothing."""
+
+    def validated(self, found: Validated) -> None:
+        self.to.kept_line(
+            f"Validation accuracy epoch {found.epoch:6.2f}, img/sec:{found.images_per_second:6.2f}"
+            f" accuracy: {found.accuracy:6.3f}% loss: {found.loss:6.3f}"
+        )
+
+    def saved(self, folder: Path) -> None:
+        """The original said nothing."""
+
+    def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+
+def style_of(name: str, log: RunLog) -> Style:
+    styles: dict[str, type[Falconet] | type[PyTorch] | type[TensorFlow] | type[PopArt]] = {
+        "falconet": Falconet,
+        "pytorch": PyTorch,
+        "tensorflow": TensorFlow,
+        "popart": PopArt,
+    }
+    return styles[name](log)

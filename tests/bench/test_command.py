@@ -1,0 +1,72 @@
+"""From a spec's command to what is started."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from falconet.bench.command import build, child_environment
+from falconet.bench.spec import Benchmark
+from falconet.errors import ConfigError
+
+
+def built(command, parameters=None, *, wandb=False, profile=False, environment=None, said=None):
+    benchmark = Benchmark(name="b", where="s.yml", folder=Path(), command=command, environment=environment or {})
+    note = (said if said is not None else []).append
+    return build(benchmark, parameters or {}, wandb=wandb, profile=profile, note=note)
+
+
+def test_parameters_and_variables_are_filled_in(monkeypatch):
+    monkeypatch.setenv("DATASETS_DIR", "/a b")
+    found = built("falconet train --data-dir $DATASETS_DIR/x --n {n} ${OWN}", {"n": "4"}, environment={"OWN": "o"})
+    assert found.argv == (sys.executable, "-m", "falconet", "train", "--data-dir", "/a b/x", "--n", "4", "o")
+    assert found.shown() == "falconet train --data-dir '/a b/x' --n 4 o"
+    assert found.environment == {"OWN": "o"}
+
+
+def test_a_variable_that_is_not_set_is_empty_and_said(monkeypatch):
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    said = []
+    assert built("prog a$NOT_THERE", said=said).argv == ("prog", "a")
+    assert said == ["note: $NOT_THERE is not set; taken as empty"]
+
+
+def test_an_unknown_parameter_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"nothing is known of \{batchsise\}; did you mean 'batchsize'"):
+        built("falconet {batchsise}", {"batchsize": "1"})
+
+
+def test_json_in_a_command_is_left_alone():
+    assert built("""X='{"a.b": "c"}' prog""").environment == {"X": '{"a.b": "c"}'}
+
+
+@pytest.mark.parametrize(("command", "message"), [("a 'b", "no closing quotation"), ("X=1", "has no program")])
+def test_a_command_that_cannot_be_read_is_told(command, message):
+    with pytest.raises(ConfigError, match=f"s.yml: b: cmd: {message}"):
+        built(command)
+
+
+WANDB = "falconet train --wandb --wandb-project p --epoch 2 --wandb-name=n --seed 1"
+
+
+def test_wandb_options_are_taken_out_unless_allowed():
+    assert built(WANDB).shown() == "falconet train --epoch 2 --seed 1"
+    assert built(WANDB, wandb=True).shown() == WANDB
+
+
+@pytest.mark.parametrize(
+    ("command", "profiled"),
+    [("falconet train", True), ("python3 train.py --config x", True), ("falconet bench infer", False)],
+)
+def test_only_what_trains_is_profiled(command, profiled):
+    assert ("--profile" in built(command, profile=True).argv) == profiled
+
+
+def test_python_is_this_one_and_programs_beside_it_are_found(tmp_path):
+    found = built("python3 train.py", environment={"A": "b"})
+    assert found.argv == (sys.executable, "train.py")
+    environment = child_environment(found, tmp_path)
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert environment["FALCONET_RUNS"] == str(tmp_path)
+    assert environment["A"] == "b"

@@ -1,0 +1,27 @@
+"""How many devices a command was written for, in every spelling there is."""
+
+import shlex
+
+import pytest
+
+from falconet.bench.needs import devices_needed
+
+LINES = {
+    "falconet train": 1,
+    "falconet train --replicas 4": 4,
+    "falconet train --replicas=4 --pipeline-splits layer2/0 layer3/0 --epoch 2": 12,
+    "falconet train --pipeline-splits auto:4 --replicas 2": 8,
+    "falconet train --config digits": 1,
+    "falconet bench infer --replicas 4": 4,
+    "poprun -vv --num-instances=8 --num-replicas=16 python3 train.py --config resnet50": 16,
+    "poprun --num-replicas 4 --ipus-per-replica 4 --num-instances 4 python train.py --shards=4": 16,
+    "python train.py --shards 2 --replicas 8 --pipeline-splits b3/3/relu": 16,
+    "torchrun --nproc-per-node 8 -m falconet train": 8,
+    "mpirun -np 3 falconet train": 3,
+    "falconet train --replicas auto": 1,
+}
+
+
+@pytest.mark.parametrize(("line", "devices"), LINES.items())
+def test_the_devices_of_a_line(line, devices):
+    assert devices_needed(shlex.split(line)) == devices

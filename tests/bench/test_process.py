@@ -1,0 +1,79 @@
+"""Processes: their last line, their end, and that nothing of them stays behind."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from falconet.bench import process
+from falconet.bench.command import Command
+
+
+@pytest.fixture
+def ended(tmp_path):
+    def run(script, *, timeout=None, argv=None):
+        command = Command(argv=argv or (sys.executable, "-c", script), environment={}, folder=tmp_path)
+        log = tmp_path / "logs/output.log"
+        return process.run(command, runs=tmp_path / "runs", log=log, timeout=timeout, echo=lambda _: None)
+
+    return run
+
+
+def test_lines_of_both_outputs_the_code_and_the_log(ended, tmp_path):
+    found = ended("import sys; print('one', flush=True); print('two', file=sys.stderr); print(); sys.exit(7)")
+    assert (found.code, found.last_line, found.stopped) == (7, "two", None)
+    assert sorted(found.lines) == ["", "one", "two"]
+    assert "two" in (tmp_path / "logs/output.log").read_text()
+
+
+def test_the_peak_of_its_memory(ended):
+    assert ended("x = bytearray(80 << 20)").peak_memory > 80 << 20
+
+
+def test_a_program_that_is_not_there_is_its_failure(ended):
+    found = ended("", argv=("no-such-program-here",))
+    assert (found.code, found.last_line) == (127, "no-such-program-here: No such file or directory")
+
+
+def test_a_run_that_takes_too_long_is_stopped_with_its_children(ended, tmp_path):
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    begun = time.monotonic()
+    found = ended(script, timeout=1.0)
+    assert found.stopped == "timeout"
+    assert time.monotonic() - begun < 20
+    assert _gone(int(found.lines[0]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_reaches_the_process_and_keeps_what_it_printed(ended, number):
+    script = (
+        "import time\n"
+        "print('measured', flush=True)\n"
+        "try:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('saved')\n"
+    )
+    threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
+    found = ended(script)
+    assert found.stopped == "interrupted"
+    assert list(found.lines) == ["measured", "saved"]
+
+
+def _gone(pid):
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,96 @@
+"""Benchmarks one after the other: repeats, failures, and what is said."""
+
+import json
+import sys
+
+import pytest
+
+from falconet.bench.runner import Routine, prepare, run_all
+from falconet.bench.spec import read_spec
+
+# A program that leaves what a training run leaves, without training.
+PROGRAM = """
+import json, os, pathlib, sys
+home = pathlib.Path(os.environ["FALCONET_RUNS"]) / "run"
+home.mkdir(parents=True)
+rate = float(sys.argv[1])
+(home / "plan.txt").write_text("global batch 10 = 10 x 1\\n")
+points = [{"update": n, "train/images_per_second": rate if n > 2 else 1.0} for n in range(1, 21)]
+(home / "metrics.jsonl").write_text("\\n".join(map(json.dumps, points)))
+print("note: 8 replicas asked for, 1 devices are here: 1 run")
+sys.exit("it broke") if rate == 13 else None
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def make(text):
+        (tmp_path / "s.yml").write_text(text)
+        return prepare(read_spec(tmp_path / "s.yml"), wandb=False, profile=False, note=lambda _: None)
+
+    return make
+
+
+def routine(tmp_path, **changes):
+    return Routine(**({"repeat": 2, "folder": tmp_path / "out", "here": 4} | changes))
+
+
+def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_the_others(jobs, tmp_path):
+    said = []
+    text = (
+        "a:\n  parameters:\n    rate: 100,13,200\n  cmd: python program.py {rate} --replicas 8\n"
+        "  output: [[samples/sec, throughput], [watts, watts]]\n"
+    )
+    found = list(run_all(jobs(text), routine(tmp_path), said.append))
+    assert [(one.name, one.status) for one in found] == [
+        ("a[rate=100]", "passed"),
+        ("a[rate=13]", "failed"),
+        ("a[rate=200]", "passed"),
+    ]
+    assert [found[number].throughput.mean for number in (0, 2)] == pytest.approx([100.0, 200.0])
+    assert found[1].throughput is None
+    assert found[2].output == {"samples/sec": "200"}
+    assert found[0].throughput.count == 2
+    assert found[1].reason == "exit code 1: it broke"
+    assert found[0].folded == "8 replicas asked for, 1 devices are here: 1 run"
+    assert "  needs 8 devices, 4 here: runs folded, and is marked so" in said
+    assert "  FAILED: exit code 1: it broke" in said
+    assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in said
+    assert (tmp_path / "out/a_rate=13/run1/output.log").read_text().endswith("it broke\n")
+    json.dumps(found[0].runs)
+
+
+def test_the_first_failure_stops_everything_when_asked(jobs, tmp_path):
+    text = "a:\n  cmd: python program.py 13\nb:\n  cmd: python program.py 100\n"
+    found = list(run_all(jobs(text), routine(tmp_path, stop_on_error=True), lambda _: None))
+    assert [one.name for one in found] == ["a"]
+
+
+def test_a_metric_that_no_line_has_is_a_failure(jobs, tmp_path):
+    text = "a:\n  cmd: python program.py 100\n  data: {loss: {regexp: 'loss (x)'}}\n"
+    (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
+    assert (found.status, found.reason) == ("failed", "no line matches the regexp of loss")
+
+
+def test_a_command_that_measures_nothing_is_a_failure(jobs, tmp_path):
+    (found,) = run_all(jobs("a:\n  cmd: python -c pass\n"), routine(tmp_path), lambda _: None)
+    assert (found.status, found.reason) == ("failed", "ran to its end, and measured nothing")
+
+
+def test_the_shorter_time_limit_counts(jobs, tmp_path):
+    text = "a:\n  timeout: 1\n  cmd: python -c 'import time; print(5, flush=True); time.sleep(60)'\n"
+    (found,) = run_all(jobs(text), routine(tmp_path, timeout=50.0), lambda _: None)
+    assert (found.status, found.reason) == ("failed", "stopped after 1 seconds; its last line: 5")
+
+
+def test_keys_without_effect_are_said_once(tmp_path):
+    (tmp_path / "s.yml").write_text("".join(f"{name}:\n  cmd: x\n  pre_run_commands: [make]\n" for name in "ab"))
+    said = []
+    prepare(read_spec(tmp_path / "s.yml"), wandb=False, profile=False, note=said.append)
+    assert said == ["note: pre_run_commands in the spec: nothing is installed or prepared here"]
+
+
+def test_python_is_the_one_that_runs_the_tests(jobs):
+    assert jobs("a:\n  cmd: python3 x.py\n")[0].command.argv[0] == sys.executable

@@ -1,0 +1,69 @@
+"""The tables that people and programs read."""
+
+import csv
+
+from falconet.bench import tables
+from falconet.bench.compare import Comparison
+from falconet.bench.measured import Measured, Sample
+from falconet.bench.results import summarise
+from falconet.bench.steady import Steady
+
+
+def result(rates, **facts):
+    runs = [
+        Measured(
+            samples=[Sample(rate, 1.0, 0.25)],
+            latencies=[8.0],
+            steady=Steady(1, "few"),
+            peak_memory=1 << 30,
+            metrics={"loss": 2.0, "accuracy": 50.0},
+            folded=facts.get("folding"),
+        )
+        for rate in rates
+    ]
+    facts = {"name": "b|c", "command": "falconet train", "status": "passed", "devices": 16} | facts
+    facts.pop("folding", None)
+    facts["output"] = (("how wrong", "loss"),)
+    return summarise(runs, **facts)
+
+
+def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
+    text = tables.markdown(
+        [result([1990, 2000, 2010], folding="16 replicas asked for, 1 run"), result([], status="failed", reason="why")],
+        {"cores": 2, "devices": ""},
+    )
+    row, failed = text.splitlines()[2:4]
+    assert row == (
+        "| b/c | PASSED, folded | 2,000 | 1,975 to 2,025 | 0.5 % | 8.00 +- 0.00 | 8.00 +- 0.00 | 8.00 +- 0.00 |"
+        " 25.0 +- 0.0 % | 1.00 GiB |"
+    )
+    assert failed.startswith("| b/c | FAILED |")
+    assert "- b|c: written for 16 devices; 16 replicas asked for, 1 run" in text
+    assert "- b|c: why" in text
+    assert "- b|c: how wrong 2\n" in text
+    assert "Machine: cores 2\n" in text
+
+
+def test_the_screen_shows_aligned_columns_of_the_same():
+    lines = tables.plain("| a | bb |\n| --- | --- |\n| ccc | d |\n\nother")
+    assert lines == ["a    bb", "ccc  d"]
+
+
+def test_the_csv_has_one_row_a_variant_and_the_metrics_asked_for(tmp_path):
+    every = [result([2000]), result([], status="failed")]
+    tables.write_csv(tmp_path / "r.csv", every, metrics=["loss", "nothing"])
+    with (tmp_path / "r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["passed", "failed"]
+    assert (rows[0]["images_per_second"], rows[0]["loss"], rows[0]["nothing"]) == ("2000", "2.0", "")
+    assert (rows[0]["latency_p50_ms"], rows[0]["waiting_percent"]) == ("8", "25.00")
+    assert rows[1]["images_per_second"] == ""
+    assert tables.metric_names(every) == ["loss", "accuracy"]
+
+
+def test_what_lost_more_than_the_margin_is_set_in_bold():
+    slow = Comparison(name="a", verdict="slower", old=100.0, new=80.0, change=-20.0, low=-22.0, high=-18.0)
+    text = tables.comparison_markdown([slow, Comparison(name="n", verdict="new")], margin=5.0)
+    assert "| a | **slower** | 100.0 | 80.0 | -20.0 % | -22.0 to -18.0 % |  |" in text
+    assert "| n | new |" in text
+    assert "**" not in tables.comparison_markdown([slow], margin=25.0)

@@ -1,0 +1,113 @@
+"""`falconet bench infer`: the lines, the file, a checkpoint's model, several processes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tiny import TINY
+
+SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
+
+
+def test_the_lines_that_tools_of_the_originals_read(falconet):
+    answer = falconet(SMALL)
+    assert answer.code == 0, answer.err
+    (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
+    (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
+    assert float(rate) > 0
+    assert float(latency) > 0
+    assert re.search(r"throughput: \S+ samples/sec \(mean\) \(min: \S+, max: \S+, std: \S+\)", answer.out)
+    assert re.search(r"latency avg: \S+ ms \(mean\) \(min: \S+, max: \S+\)", answer.out)
+    for words in ("resnet8-cifar results:", "micro_batch_size: 4", "data_mode: generated", "num_ipus: 1"):
+        assert words in answer.out
+    assert "p50" in answer.out
+    assert "batches dropped as warm-up" in answer.out
+
+
+def test_every_batch_is_in_the_file_asked_for(falconet):
+    assert falconet(f"{SMALL} --output deep/latencies.json").code == 0
+    content = json.loads(Path("deep/latencies.json").read_text())
+    assert len(content["latency_seconds"]) == len(content["throughput_seconds"]) == 12
+    assert content["images_per_batch"] == 4
+
+
+def test_the_pytorch_style_has_a_line_for_every_batch(falconet):
+    answer = falconet(f"{SMALL} --log-style pytorch")
+    found = re.findall(r"Throughput: \S+ imgs/sec; Latency range: \S+\.\.\S+ ms", answer.out)
+    assert len(found) == 12
+
+
+def test_a_checkpoint_brings_its_model_and_data(falconet):
+    assert falconet(f"train {TINY} --model resnet14-cifar --run-dir r").code == 0
+    answer = falconet("bench infer --checkpoint-input-path r --iterations 8 --threads 1")
+    assert answer.code == 0, answer.err
+    assert "resnet14-cifar results:" in answer.out
+    assert "micro_batch_size: 8" in answer.out
+
+
+@pytest.mark.parametrize("data", ["digits", "synthetic"])
+def test_other_data(falconet, data):
+    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1")
+    assert answer.code == 0, answer.err
+    assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
+
+
+def test_half_precision_says_what_it_computes_in(falconet):
+    assert "data_type: torch.bfloat16" in falconet(f"{SMALL} --precision bf16.bf16").out
+
+
+def test_processes_side_by_side_are_counted_together(falconet):
+    answer = falconet(f"{SMALL} --replicas 2 --output o.json")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("results:") == 1
+    assert "num_ipus: 2" in answer.out
+    assert json.loads(Path("o.json").read_text())["images_per_batch"] == 8
+
+
+def test_more_replicas_than_devices_are_said_and_fewer_run(falconet, monkeypatch):
+    from falconet.commands import bench_infer
+
+    monkeypatch.setattr(bench_infer, "_devices", lambda options: 1)
+    answer = falconet(f"{SMALL} --replicas 4")
+    assert answer.code == 0
+    assert "note: 4 replicas asked for, 1 devices are here: 1 run, with a batch each" in answer.out
+
+
+MISTAKES = {
+    "bench infer --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
+    "bench infer --checkpoint-input-path none": "none: no such file or folder",
+    "bench infer --data folder": "--data folder: needs --data-dir",
+    f"{SMALL} --output /proc/x/y": "--output: cannot write /proc/x/y",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(falconet, line, message):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert answer.err.startswith(f"falconet bench infer: {message}")
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench infre", "'bench infre' is not a command; did you mean 'bench infer'?"),
+        ("bnch", "'bnch' is not a command"),
+    ],
+)
+def test_two_words_are_a_command_too(falconet, line, message):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert message in answer.err
+    assert falconet("bench infer --help").out.count("--micro-batch-size") >= 1
+
+
+def test_too_many_batches_are_measured_in_part_and_said(falconet, monkeypatch):
+    from falconet.commands import bench_infer
+
+    monkeypatch.setattr(bench_infer, "MOST", 6)
+    answer = falconet(f"{SMALL} --log-style tensorflow")
+    assert "note: 6 of 12 batches are measured" in answer.out
+    assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)

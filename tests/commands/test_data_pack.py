@@ -1,0 +1,184 @@
+"""`falconet data pack` and `data verify`, and training on what they made."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import layouts
+import pytest
+
+from falconet.checkpoint import files
+from falconet.data import packing
+from falconet.data.packing import Packer
+
+
+@pytest.fixture
+def root(tmp_path):
+    return layouts.class_folders(tmp_path / "photos")
+
+
+def digests(target):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(target).iterdir())}
+
+
+def test_packing_says_what_it_did_and_verify_that_it_is_whole(falconet, root):
+    answer = falconet(f"data pack {root} packed --shard-size 5")
+    assert answer.code == 0, answer.err
+    assert "packed: 6 shards; 24 images packed now, 22 of them with restart markers" in answer.out
+    assert falconet(f"data pack {root} packed --shard-size 5").out == "packed: all 6 shards were there already\n"
+    assert falconet("data verify packed").out == "packed: 6 shards, 24 images: every one has its checksum\n"
+
+
+def test_a_flipped_bit_is_named_by_verify(falconet, root):
+    falconet(f"data pack {root} packed --shard-size 5")
+    path = Path("packed/train-00001.falconet")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    answer = falconet("data verify packed")
+    assert answer.code == 2
+    assert f"{path}: n01440764/n01440764_5.JPEG: its bytes do not have their checksum" in answer.out
+    assert "packed: 1 damaged; the first: " in answer.err
+
+
+def test_killed_at_any_moment_and_started_again_it_makes_the_same_bytes(falconet, tmp_path):
+    root = layouts.class_folders(tmp_path / "many", train=40, validation=3)
+    falconet(f"data pack {root} straight --shard-size 8")
+    slowed = (
+        "import time, falconet.data.packing as p; plain = p.prepared\n"
+        "def slow(*a, **k): time.sleep(0.01); return plain(*a, **k)\n"
+        "p.prepared = slow\n"
+        f"from falconet.cli import main; main(['data', 'pack', '{root}', 'killed', '--shard-size', '8'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slowed], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(Path("killed").glob("*.falconet"))) < 3 and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    left = len(list(Path("killed").glob("*.falconet")))
+    assert 3 <= left < 17
+    assert falconet(f"data pack {root} killed --shard-size 8").code == 0
+    assert digests("killed") == digests("straight")
+
+
+def test_ctrl_c_says_how_to_go_on(falconet, root, monkeypatch):
+    plain, packed = Packer.pack, []
+
+    def interrupted(self, shard, *, done):
+        if len(packed) == 2:
+            raise KeyboardInterrupt
+        packed.append(shard)
+        plain(self, shard, done=done)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Packer, "pack", interrupted)
+        answer = falconet(f"data pack {root} packed --shard-size 5")
+    assert (answer.code, answer.out) == (
+        130,
+        "stopped; 2 of 6 shards are whole, and the same command goes on from there\n",
+    )
+    assert len(digests("packed")) == 2
+    assert "6 shards; 14 images packed now" in falconet(f"data pack {root} packed --shard-size 5").out
+
+
+def test_a_full_disk_is_one_line(falconet, root, monkeypatch):
+    def full(*anything, **more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packing.os, "fsync", full)
+    answer = falconet(f"data pack {root} packed")
+    assert answer.code == 2
+    assert answer.err == (
+        "falconet data pack: packed/train-00000.falconet: the disk is full; the shards before it are whole: make room"
+        " and give the same command again\n"
+    )
+    assert digests("packed") == {}
+
+
+def test_shards_of_a_larger_set_are_not_mixed_with_these(falconet, root):
+    falconet(f"data pack {root} packed --shard-size 2")
+    answer = falconet(f"data pack {root} packed --shard-size 5")
+    assert (answer.code, "is of another set, which had more shards" in answer.err) == (2, True)
+
+
+def test_shrinking_makes_smaller_shards_that_can_be_read(falconet, root):
+    falconet(f"data pack {root} plain")
+    falconet(f"data pack {root} small --resize 24")
+    sizes = [sum(path.stat().st_size for path in Path(name).iterdir()) for name in ("plain", "small")]
+    assert sizes[1] < 0.8 * sizes[0]
+    assert falconet("data verify small").code == 0
+
+
+TRAIN = "--model resnet8-cifar --image-size 24 --micro-batch-size 6 --warmup-epoch 0 --threads 1 --device cpu"
+
+
+def losses(run):
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def test_training_is_the_same_from_files_and_shards_and_across_a_restore(falconet, root, monkeypatch):
+    names = [path.name for path, _ in layouts.photos_of(root, "train")]
+    (root / "imagenet_2012_bounding_boxes.csv").write_text("".join(f"{name},0,0,0.3,0.3\n" for name in names))
+    falconet(f"data pack {root} packed --shard-size 5")
+    answer = falconet(
+        f"train --data imagenet --imagenet-data-path {root} {TRAIN} --epoch 3 --run-dir files --use-bbox-info"
+    )
+    assert answer.code == 0, answer.err
+    assert (
+        "18 training and 6 validation images of 3 classes, 24 x 24, from class folders, 18 of them with boxes"
+        in answer.out
+    )
+    Path("packed/imagenet_2012_bounding_boxes.csv").write_bytes(
+        (root / "imagenet_2012_bounding_boxes.csv").read_bytes()
+    )
+    monkeypatch.setenv("DATA_DIR", "packed")
+    answer = falconet(
+        f"train --data imagenet {TRAIN} --epoch 3 --run-dir shards --use-bbox-info --checkpoints-kept all"
+    )
+    assert "from packed shards, 18 of them with boxes" in answer.out
+    assert losses("shards") == losses("files")
+    first = files.checkpoints_in(Path("shards"))[0]
+    answer = falconet(f"restore --checkpoint-input-path {first} --imagenet-data-path {root} --run-dir again")
+    assert answer.code == 0, answer.err
+    assert losses("again") == losses("files")[-len(losses("again")) :]
+    plain = falconet(f"train --data folder --data-dir {root} {TRAIN} --epoch 3 --run-dir plain")
+    assert plain.code == 0, plain.err
+    assert losses("plain") != losses("files")
+
+
+def test_boxes_are_not_looked_for_where_they_have_no_effect(falconet, root):
+    answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info --augment none --plan")
+    assert answer.code == 0, answer.err
+    assert (
+        "note: --use-bbox-info has no effect without --data imagenet or folder, and --augment crop-flip" in answer.out
+    )
+
+
+def test_validation_does_not_look_for_boxes(falconet, root):
+    (root / "bounding_boxes.csv").write_text("n01440764_0.JPEG,0,0,1,1\n")
+    falconet(f"train --data imagenet --data-dir {root} {TRAIN} --epoch 1 --run-dir r --use-bbox-info")
+    (root / "bounding_boxes.csv").unlink()
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+
+
+def test_a_missing_box_file_is_one_line(falconet, root):
+    answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info")
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1
+    assert f"falconet train: {root}: --use-bbox-info: no bounding boxes there; wanted *bounding_boxes.csv" in answer.err
+
+
+def test_imagenet_needs_a_place(falconet):
+    answer = falconet("train --data imagenet")
+    assert "--data imagenet: needs --data-dir (or the environment variable DATA_DIR)" in answer.err

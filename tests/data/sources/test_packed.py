@@ -1,0 +1,123 @@
+"""Packed shards: what is stored comes back, and what was changed is named."""
+
+import hashlib
+import io
+import struct
+
+import layouts
+import numpy as np
+import pytest
+from layouts import pack
+from PIL import Image
+from safetensors.numpy import load
+
+from falconet.data.decode import UnreadableImageError
+from falconet.data.sources import packed, photos
+from falconet.errors import DataError
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return layouts.class_folders(tmp_path / "folders")
+
+
+@pytest.fixture
+def root(folders, tmp_path):
+    return pack(folders, tmp_path / "packed")
+
+
+def test_pixels_labels_and_names_are_those_of_the_files(folders, root):
+    splits = photos.load(root)
+    assert splits.class_names == layouts.CLASSES
+    for source, split in ((splits.train, "train"), (splits.validation, "val")):
+        written = list(layouts.photos_of(folders, split))
+        assert len(source) == len(written)
+        for index, (path, label) in enumerate(written):
+            with Image.open(path) as plain, Image.open(io.BytesIO(source.encoded(index))) as stored:
+                assert np.array_equal(np.asarray(plain), np.asarray(stored))
+            assert (source.labels[index], source.name(index)) == (label, f"{path.parent.name}/{path.name}")
+
+
+def test_the_index_lies_where_the_documentation_says(root):
+    """Read again with nothing of ours, as somebody else would."""
+    data = (root / "train-00001.falconet").read_bytes()
+    assert data[:16] == data[-16:] == b"falconet shard 1"
+    begin, size = struct.unpack("<QQ", data[-72:-56])
+    index = load(data[begin : begin + size])
+    assert begin + size + 72 == len(data)
+    assert hashlib.sha256(data[:-72]).digest() == data[-48:-16]
+    place, length = int(index["begins"][0]), int(index["sizes"][0])
+    with Image.open(io.BytesIO(data[place : place + length])) as image:
+        image.load()
+    names = index["names"].tobytes()[: index["offsets"][1]]
+    assert names == b"n01440764/n01440764_5.JPEG"
+    assert index["labels"].tolist() == [0, 1, 1, 1, 1]
+
+
+def flipped(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_of_an_image_is_named(root):
+    path = root / "train-00002.falconet"
+    source = photos.load(root).train
+    flipped(path, source._range(11)[0] + 30)
+    assert packed.verify(path) == [f"{path}: n01443537/n01443537_5.JPEG: its bytes do not have their checksum"]
+    with pytest.raises(UnreadableImageError, match="its bytes do not have their checksum"):
+        source.encoded(11)
+    assert source.where(11) == f"{path}: n01443537/n01443537_5.JPEG"
+
+
+@pytest.mark.parametrize("path", ["train-00000.falconet", "validation-00000.falconet"])
+def test_no_byte_of_a_shard_can_change_unseen(root, path):
+    """A hundred flipped bits, one at a time, anywhere: refused on opening or found by verify."""
+    whole = (root / path).read_bytes()
+    for at in np.random.default_rng(0).integers(0, len(whole), 100).tolist():
+        (root / path).write_bytes(whole)
+        flipped(root / path, at)
+        try:
+            problems = packed.verify(root / path)
+        except DataError as error:
+            problems = [str(error)]
+        assert problems, at
+    (root / path).write_bytes(whole)
+    assert packed.verify(root / path) == []
+
+
+@pytest.mark.parametrize("length", [0, 10, 71, 500])
+def test_a_shard_that_was_cut_short_is_refused(root, length):
+    path = root / "train-00001.falconet"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == (
+        f"{path}: not a whole packed shard of this version; `falconet data pack` makes it again"
+    )
+
+
+def test_a_label_cannot_change_unseen(root):
+    path = root / "train-00000.falconet"
+    flipped(path, path.stat().st_size - 72 - 10)  # within the index
+    with pytest.raises(DataError, match="its index is damaged"):
+        photos.load(root)
+
+
+def test_a_missing_shard_is_named(root):
+    (root / "train-00001.falconet").unlink()
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{root}: no train-00001.falconet; 3 of 4 are there"
+
+
+def test_shards_of_two_sets_do_not_mix(root):
+    path = root / "train-00001.falconet"
+    head = packed.read_head(path)
+    with path.open("wb") as file:
+        writer = packed.Writer(file)
+        writer.add(b"x", label=0, name="a")
+        writer.finish({**head.facts, "classes": ["cat"]})
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{path}: belongs to another set than the shards beside it"

@@ -1,0 +1,41 @@
+"""Which layout is found where."""
+
+import layouts
+import pytest
+
+from falconet.data.sources import photos
+from falconet.errors import DataError
+
+
+@pytest.mark.parametrize(("name", "made"), layouts.LAYOUTS.items())
+def test_every_layout_is_recognised(tmp_path, name, made):
+    splits = photos.load(made(layouts.class_folders(tmp_path / "folders"), tmp_path / "made"))
+    assert (splits.layout, len(splits.train), len(splits.validation)) == (name, 18, 6)
+
+
+def test_a_folder_with_nothing_of_all_this_says_what_was_wanted(tmp_path):
+    with pytest.raises(DataError) as caught:
+        photos.load(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: none of these in it: train/<class>/, train-00000-of-01024 (TFRecords), tar archives with train in"
+        " their name, train-00000.falconet (packed shards)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ((), "none: no such folder, wanted one with train/ and val/"),
+        (("none/train",), "none/train: empty, wanted one folder a class"),
+        (("none/val",), "none: no folder train/ in it"),
+        (("none/train/cat",), "none: no folder val/ or validation/ in it"),
+    ],
+)
+def test_class_folders_that_are_not_whole_say_what_is_missing(tmp_path, made, message):
+    for name in made:
+        (tmp_path / name).mkdir(parents=True)
+    if made == ("none/train",):
+        (tmp_path / "none/val/cat").mkdir(parents=True)
+    with pytest.raises(DataError) as caught:
+        photos.load(tmp_path / "none")
+    assert str(caught.value) == f"{tmp_path}/{message}"

@@ -1,0 +1,99 @@
+"""Tar archives as WebDataset writes them."""
+
+import gzip
+import tarfile
+
+import layouts
+import pytest
+
+from falconet.data.sources import photos
+from falconet.errors import DataError
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return layouts.class_folders(tmp_path / "folders")
+
+
+@pytest.mark.parametrize(
+    ("label", "names"), [("cls", ("0", "1", "2")), ("json", ("0", "1", "2")), ("txt", layouts.CLASSES)]
+)
+def test_images_and_labels_are_those_that_were_written(folders, tmp_path, label, names):
+    splits = photos.load(layouts.tar_archives(folders, tmp_path / "tar", label=label))
+    assert (splits.layout, splits.class_names) == ("tar archives", names)
+    for source, split in ((splits.train, "train"), (splits.validation, "val")):
+        written = list(layouts.photos_of(folders, split))
+        assert [source.encoded(index) for index in range(len(source))] == [path.read_bytes() for path, _ in written]
+        assert source.labels.tolist() == [own for _, own in written]
+    assert splits.train.name(7) == "n01443537_1.jpg"
+
+
+def test_names_come_from_a_file_beside_the_archives(folders, tmp_path):
+    root = layouts.tar_archives(folders, tmp_path / "tar")
+    (root / "classnames.txt").write_text("tench\ngoldfish\nspaniel\n")
+    assert photos.load(root).class_names == ("tench", "goldfish", "spaniel")
+
+
+def archive(path, **members):
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as file:
+        for name, data in members.items():
+            layouts.add_member(file, name, data)
+
+
+@pytest.fixture
+def root(tmp_path):
+    image = layouts.encoded(layouts.photo(1))
+    for split in ("train", "validation"):
+        archive(tmp_path / f"{split}.tar", **{"a.jpg": image, "a.cls": b"1", "b.cls": b" 0\n", "b.png": image})
+    return tmp_path
+
+
+def test_long_names_folders_and_odd_members_do_no_harm(root):
+    image, far = layouts.encoded(layouts.photo(2)), "f" * 120 + "/x"
+    names = {"__MACOSX/a.jpg": b"", "readme": b"hi", f"{far}/k.1.JPG": image, f"{far}/k.cls": b"2", "._b.jpg": b""}
+    archive(root / "train.tar", **names)
+    train = photos.load(root).train
+    assert [(train.name(0), train.labels.tolist(), train.encoded(0))] == [(f"{far}/k.1.JPG", [2], image)]
+
+
+IMAGE = layouts.encoded(layouts.photo(1))
+MISTAKES = {
+    "a: an image without a label; wanted one in .cls, .json, .txt": {"a.jpg": IMAGE},
+    "a: a label without an image": {"a.cls": b"1"},
+    "no image in it, nor in the other train archives": {"readme": b""},
+}
+
+
+@pytest.mark.parametrize(("message", "members"), MISTAKES.items())
+def test_a_mistake_names_its_archive(root, message, members):
+    archive(root / "train.tar", **members)
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{root}/train.tar: {message}"
+
+
+def test_numbers_and_names_do_not_mix(root):
+    archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"dog"})
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{root}: labels that are numbers, such as 1, and others that are not: 'dog'"
+
+
+def test_a_label_that_no_class_can_have_is_refused(root):
+    archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"99999999999"})
+    with pytest.raises(DataError, match=r"the label 99999999999 in an archive; wanted less than 1,000,000"):
+        photos.load(root)
+
+
+@pytest.mark.parametrize("damage", [gzip.compress, lambda data: data[:700], lambda data: b"", lambda data: b"x" * 5000])
+def test_what_is_no_plain_archive_is_refused(root, damage):
+    path = root / "train.tar"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"train.tar: .*(not a whole|cut short|no image in it)"):
+        photos.load(root)
+
+
+def test_archives_without_a_validation_set_are_refused(root):
+    (root / "validation.tar").unlink()
+    with pytest.raises(DataError, match="tar archives, but none with validation in its name"):
+        photos.load(root)

@@ -1,0 +1,197 @@
+"""TFRecords written by tensorboard's writer and protobuf itself."""
+
+import struct
+
+import layouts
+import numpy as np
+import pytest
+
+from falconet.data.checksum import crc32c, masked
+from falconet.data.decode import UnreadableImageError
+from falconet.data.sources import photos, tfrecord
+from falconet.errors import DataError
+
+BOXES = ((0.1, 0.2, 0.5, 0.6), (0.0, 0.0, 1.0, 0.25))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return layouts.class_folders(tmp_path / "folders")
+
+
+@pytest.fixture
+def records(folders, tmp_path):
+    return layouts.tfrecords(folders, tmp_path / "records", boxes=BOXES)
+
+
+def test_images_labels_and_names_are_those_that_were_written(folders, records):
+    splits = photos.load(records)
+    assert splits.layout == "TFRecords"
+    assert splits.class_names == layouts.CLASSES
+    for source, split in ((splits.train, "train"), (splits.validation, "val")):
+        written = list(layouts.photos_of(folders, split))
+        assert [source.encoded(index) for index in range(len(source))] == [path.read_bytes() for path, _ in written]
+        assert source.labels.tolist() == [label for _, label in written]
+
+
+def test_boxes_come_along(records):
+    objects = photos.load(records).train.objects
+    assert objects.annotated == 18
+    np.testing.assert_allclose(objects[7], BOXES, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["imagenet-data", "."])
+def test_the_inner_folder_of_the_original_is_searched(records, tmp_path, inner):
+    if inner != ".":
+        (tmp_path / "outer").mkdir()
+        records = records.rename(tmp_path / "outer" / inner).parent
+    assert len(photos.load(records).train) == 18
+
+
+def test_records_may_lie_in_a_folder_a_split(records):
+    for split in ("train", "validation"):
+        (records / split).mkdir()
+        for path in records.glob(f"{split}-*"):
+            path.rename(records / split / path.name)
+    assert len(photos.load(records).train) == 18
+
+
+def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
+    image = layouts.encoded(layouts.photo(1, width=500, height=400), quality=95)
+    assert len(image) > 3 * 4096
+    made = layouts.Example()
+    for name in ("a", "image/encoded", "zz"):
+        made.features.feature[name].bytes_list.value.append(image if "/" in name else b"x" * 5000)
+    made.features.feature["image/class/label"].int64_list.value.append(3)
+    for split in ("train", "validation"):
+        layouts.write_records(tmp_path / f"{split}-00000-of-00001", [made.SerializeToString(deterministic=True)] * 2)
+    splits = photos.load(tmp_path)
+    assert splits.train.encoded(1) == image
+    assert splits.train.labels.tolist() == [2, 2]
+    assert splits.class_names == ("0", "1", "2")
+
+
+def test_names_come_from_a_file_where_records_have_none(tmp_path):
+    image = layouts.encoded(layouts.photo(1))
+    for split in ("train", "validation"):
+        layouts.write_records(tmp_path / f"{split}-00000-of-00001", [layouts.example(image, 2)])
+    (tmp_path / "labels.txt").write_text("cat\ndog\nrat\n")
+    assert photos.load(tmp_path).class_names == ("cat", "dog", "rat")
+    (tmp_path / "labels.txt").write_text("cat\n")
+    with pytest.raises(DataError, match=r"labels.txt: names 1 classes, the labels go to 1, from 0"):
+        photos.load(tmp_path)
+
+
+def flipped(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_flipped_bit_in_an_image_is_named_when_it_is_read(records, monkeypatch, native):
+    if not native:
+        monkeypatch.setattr("falconet.data.native.library", lambda: None)
+    source = photos.load(records).train
+    begin, _, skip, _ = source._range(2)
+    flipped(records / "train-00000-of-00003", begin + skip + 40)
+    source.encoded(1)
+    with pytest.raises(UnreadableImageError, match="its bytes do not have their checksum"):
+        source.encoded(2)
+    assert source.where(2) == f"{records / 'train-00000-of-00003'}: image at byte {begin + skip}"
+
+
+FIRST = 12  # bytes before the first record's data
+
+
+def huge(path):
+    length = struct.pack("<Q", 1 << 40)
+    path.write_bytes(length + struct.pack("<I", masked(crc32c(length))) + path.read_bytes()[12:])
+
+
+def text(path):
+    layouts.write_records(path, [b"hello, world " * 20])
+
+
+def unlabelled(path):
+    made = layouts.Example()
+    made.features.feature["image/encoded"].bytes_list.value.append(b"x")
+    layouts.write_records(path, [made.SerializeToString()])
+
+
+DAMAGE = {
+    "the record at byte 0 has a length that is not that of its checksum; damaged": lambda path: flipped(path, 2),
+    "the record at byte 0 has a length that is not that of its checksum; damaged ": huge,
+    "ends within the record at byte 0; cut short?": lambda path: path.write_bytes(path.read_bytes()[:500]),
+    "ends within the record at byte 0; cut short? ": lambda path: path.write_bytes(path.read_bytes()[:7]),
+    "the record at byte 0 cannot be used: not a tf.train.Example": text,
+    "the record at byte 0 cannot be used: no 'image/class/label' in it": unlabelled,
+    "the record at byte 0 has the label 0; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+        path, [layouts.example(b"x", 0)]
+    ),
+    f"the record at byte 0 has the label {2**62}; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+        path, [layouts.example(b"x", 2**62)]
+    ),
+    "the record at byte 0 has the label -1; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+        path, [layouts.example(b"x", -1)]
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "damage"), DAMAGE.items())
+def test_damage_that_would_lead_astray_is_named(records, message, damage):
+    path = records / "train-00001-of-00003"
+    damage(path)
+    with pytest.raises(DataError) as caught:
+        photos.load(records)
+    assert str(caught.value) == f"{path}: {message.strip()}"
+
+
+def test_a_missing_shard_is_named(records):
+    (records / "train-00001-of-00003").unlink()
+    with pytest.raises(DataError) as caught:
+        photos.load(records)
+    assert str(caught.value) == f"{records}: no train-00001-of-00003; 2 of 3 are there"
+
+
+def test_records_without_a_validation_set_are_refused(records):
+    (records / "validation-00000-of-00001").unlink()
+    with pytest.raises(DataError, match="TFRecords, but none is named validation-00000-of-"):
+        photos.load(records)
+
+
+def test_shards_of_two_sets_are_refused(records):
+    (records / "train-00003-of-00004").write_bytes(b"")
+    with pytest.raises(DataError, match="train shards of several sets: -of-00003 and -of-00004"):
+        photos.load(records)
+
+
+def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
+    """A thousand random changes of a record: an Example or a MalformedError, nothing else."""
+    from falconet.data.sources.example import MalformedError, parse
+
+    record = layouts.example(b"i" * 50, 7, synset="n1", boxes=BOXES)
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(1000):
+        data = bytearray(record[: rng.integers(1, len(record) + 1)] if rng.random() < 0.3 else record)
+        for _ in range(rng.integers(0, 4)):
+            data[rng.integers(0, len(data))] = rng.integers(0, 256)
+        try:
+            found = parse(lambda at, count, data=data: bytes(data[at : at + count]), len(data))
+            assert 0 <= found.skip <= found.skip + found.length <= len(data)
+            seen.add("read")
+        except MalformedError:
+            seen.add("refused")
+    assert seen == {"read", "refused"}
+
+
+def test_only_the_heads_are_read_for_the_index(records, monkeypatch):
+    """A record of 500 kB takes a few pages: ImageNet's 150 GB are not read to know what is in them."""
+    image = bytes(500_000)
+    layouts.write_records(records / "train-00000-of-00003", [layouts.example(image, 1, synset="n01440764")] * 3)
+    read = []
+    plain = tfrecord.pread
+    monkeypatch.setattr(tfrecord, "pread", lambda *place: read.append(len(plain(*place))) or plain(*place))
+    photos.load(records)
+    assert sum(read) < 400_000

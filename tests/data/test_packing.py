@@ -1,0 +1,140 @@
+"""Packing: the same bytes however often it is killed, started again, or with how many threads."""
+
+import hashlib
+import io
+import os
+
+import layouts
+import numpy as np
+import pytest
+from layouts import pack
+from PIL import Image
+
+from falconet.data import packing
+from falconet.data.packing import Packer, Recipe, plan, prepared, shrunk
+from falconet.data.sources import folder, packed
+from falconet.errors import DataError
+
+
+def digests(target):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(target.iterdir())}
+
+
+@pytest.fixture
+def root(tmp_path):
+    return layouts.class_folders(tmp_path / "folders")
+
+
+def test_any_number_of_threads_writes_the_same_bytes(root, tmp_path):
+    assert digests(pack(root, tmp_path / "a", workers=1)) == digests(pack(root, tmp_path / "b", workers=5))
+
+
+def test_shards_that_are_there_are_left_alone(root, tmp_path):
+    target = pack(root, tmp_path / "a")
+    before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    (target / "train-00002.falconet").unlink()
+    after = {path.name: path.stat().st_mtime_ns for path in pack(root, target).iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"train-00002.falconet"}
+
+
+def torn(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def one_file_changed(path):
+    image = path.parent.parent / "folders/train/n01440764/n01440764_0.JPEG"
+    image.write_bytes(layouts.encoded(layouts.photo(77)))
+    os.utime(path, ns=(0, 0))  # older than the file
+
+
+@pytest.mark.parametrize("change", [torn, one_file_changed])
+def test_a_shard_that_is_torn_or_older_than_its_files_is_made_again(root, tmp_path, change):
+    target = pack(root, tmp_path / "a")
+    change(target / "train-00000.falconet")
+    pack(root, target)
+    assert digests(target) == digests(pack(root, tmp_path / "b"))
+
+
+def test_another_recipe_makes_every_shard_again(root, tmp_path):
+    target = pack(root, tmp_path / "a")
+    assert digests(pack(root, target, resize=40)) == digests(pack(root, tmp_path / "b", resize=40))
+
+
+CONTENTS = {
+    "png": layouts.encoded(layouts.photo(1), "PNG"),
+    "progressive": layouts.encoded(layouts.photo(1), progressive=True),
+    "truncated": layouts.encoded(layouts.photo(1))[:900],
+    "empty": b"",
+    "html": b"<html>not found</html>",
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_what_cannot_be_marked_is_stored_as_it_is(tmp_path, name):
+    path = tmp_path / "x.jpg"
+    path.write_bytes(CONTENTS[name])
+    outcome = prepared(path, recipe=Recipe(), library=library())
+    assert (outcome.data, outcome.marked) == (CONTENTS[name], False)
+
+
+def library():
+    from falconet.data import native
+
+    found = native.library()
+    if found is None:
+        pytest.skip(native.why_not())
+    return found
+
+
+def test_a_baseline_photo_is_marked_and_has_the_same_pixels(tmp_path):
+    path = tmp_path / "x.jpg"
+    path.write_bytes(layouts.encoded(layouts.photo(1), quality=92))
+    outcome = prepared(path, recipe=Recipe(), library=library())
+    assert outcome.marked
+    assert b"\xff\xdd" in outcome.data  # the marker that defines the interval
+    with Image.open(path) as plain, Image.open(io.BytesIO(outcome.data)) as marked:
+        assert np.array_equal(np.asarray(plain), np.asarray(marked))
+
+
+@pytest.mark.parametrize(
+    ("size", "short_side", "expected"),
+    [((80, 60), 30, (40, 30)), ((60, 81), 30, (30, 40)), ((80, 60), 60, (80, 60)), ((80, 60), 99, (80, 60))],
+)
+def test_only_larger_photos_are_shrunk(size, short_side, expected):
+    data = layouts.encoded(layouts.photo(1, width=size[0], height=size[1]))
+    with Image.open(io.BytesIO(shrunk(data, short_side))) as image:
+        assert image.size == expected
+    assert (shrunk(data, short_side) == data) is (size == expected)
+
+
+def test_a_file_that_vanished_is_named_and_nothing_half_written_stays(root, tmp_path):
+    target = pack(root, tmp_path / "a")
+    splits = folder.load(root)
+    gone = splits.train.path(7)
+    gone.unlink()
+    shards = plan({"train": splits.train}, shard_size=5)
+    with pytest.raises(DataError) as caught:
+        Packer(target, recipe=Recipe(), workers=2).pack(shards[1], done=lambda: None)
+    assert str(caught.value) == f"{gone}: cannot be read (No such file or directory)"
+    assert not list(target.glob(".*"))
+
+
+@pytest.mark.parametrize("number", [28, 122])  # no space left, quota exceeded
+def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatch, number):
+    target = pack(root, tmp_path / "a")
+    before = digests(target)
+
+    def full(self, facts):
+        raise OSError(number, "full")
+
+    monkeypatch.setattr(packed.Writer, "finish", full)
+    shard = plan({"train": folder.load(root).train}, shard_size=5)[0]
+    with pytest.raises(DataError, match=r"train-00000.falconet: the disk is full; the shards before it are whole"):
+        Packer(target, recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
+    assert digests(target) == before
+
+
+def test_two_do_not_pack_into_one_folder(tmp_path):
+    refused = pytest.raises(DataError, match="another `falconet data pack` is writing there")
+    with packing.alone(tmp_path), refused, packing.alone(tmp_path):
+        pass

@@ -1,0 +1,145 @@
+"""Files by number, read by place."""
+
+import os
+import threading
+from pathlib import Path
+
+import layouts
+import numpy as np
+import pytest
+
+from falconet.data import native
+from falconet.data.native.binding import Workspace
+from falconet.data.native.reader import shard_opener
+from falconet.data.readahead import Readahead, free_memory
+from falconet.data.shards import Shards
+from falconet.data.sources import photos
+from falconet.errors import DataError
+
+
+@pytest.fixture
+def paths(tmp_path):
+    for number in range(6):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 100)
+    return [tmp_path / str(number) for number in range(6)]
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_bytes_come_from_their_place(paths):
+    paths[2].write_bytes(bytes(range(50)))
+    assert Shards(paths).read(2, begin=10, size=3) == bytes((10, 11, 12))
+    assert Shards(paths).read(2, begin=48, size=9) == bytes((48, 49))
+
+
+def test_a_file_is_opened_once(paths):
+    before, shards = open_files(), Shards(paths)
+    for _ in range(3):
+        shards.read(1, begin=0, size=1)
+    assert open_files() == before + 1
+    shards.close()
+    assert open_files() == before
+
+
+def test_no_more_files_stay_open_than_the_process_may_have(paths, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda what: (4, 4))
+    before, shards = open_files(), Shards(paths)
+    with shards.files([0, 1, 2, 3, 3, 5]) as files:
+        assert [os.pread(file, 1, 0)[0] for file in files] == [0, 1, 2, 3, 3, 5]
+    assert open_files() == before + 2
+    shards.close()
+
+
+def test_files_go_with_the_object(paths):
+    before, shards = open_files(), Shards(paths)
+    shards.read(0, begin=0, size=1)
+    del shards
+    assert open_files() == before
+
+
+def test_many_threads_read_at_once(paths):
+    shards, wrong = Shards(paths), []
+
+    def read(seed):
+        for number in np.random.default_rng(seed).integers(0, 6, 300).tolist():
+            if shards.read(number, begin=50, size=1) != bytes([number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_shard_that_is_gone_is_named(paths):
+    paths[3].unlink()
+    with pytest.raises(DataError) as caught:
+        Shards(paths).read(3, begin=0, size=1)
+    assert str(caught.value) == f"{paths[3]}: cannot be opened (No such file or directory)"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the system is asked to read, in order: bytes from where."""
+    calls = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: calls.append((begin, size)))
+    return calls
+
+
+def test_shards_that_fit_into_memory_are_asked_for_in_order_and_once(paths, asked, monkeypatch):
+    monkeypatch.setattr("falconet.data.readahead.STRIDE", 150)
+    ahead = Readahead(Shards(paths), memory=1200)
+    for _ in range(9):
+        ahead.advance()
+    assert asked == [(0, 100), (0, 50), (50, 50), (0, 100)] * 2
+    assert ahead.done
+
+
+def test_shards_that_do_not_fit_are_left_alone(paths, asked):
+    ahead = Readahead(Shards(paths), memory=1199)
+    ahead.advance()
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  2000 kB\n"}, 2_048_000),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 2000 kB\n",
+                "sys/fs/cgroup/memory.max": "5000\n",
+                "sys/fs/cgroup/memory.current": "3000\n",
+                "sys/fs/cgroup/memory.stat": "anon 7\nfile 1000\n",
+            },
+            3000,
+        ),
+        ({"proc/meminfo": "MemAvailable: 2 kB\n", "sys/fs/cgroup/memory.max": "max\n"}, 2048),
+        ({}, 0),
+    ],
+)
+def test_free_memory_is_the_systems_or_the_containers(tmp_path, files, free):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == free
+
+
+def test_every_way_of_reading_a_shard_draws_the_next_ones_in(tmp_path, asked):
+    root = layouts.tar_archives(layouts.class_folders(tmp_path / "folders"), tmp_path / "tar")
+    for read in (read_natively, lambda source: source.encoded(0)):
+        source = photos.load(root).train
+        asked.clear()
+        read(source)
+        assert sum(size for _, size in asked) == sum(path.stat().st_size for path in source.shards.paths)
+
+
+def read_natively(source):
+    library = native.library()
+    if library is None:
+        pytest.skip(native.why_not())
+    shard_opener(source)(Workspace(library), np.array([0]))

@@ -1,0 +1,87 @@
+"""No option of the originals is missing from the dialects, nor from docs/migration.md."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from falconet.config.options import options_of
+from falconet.dialects import document
+from falconet.dialects.commands import PENDING, SCHEMAS
+from falconet.dialects.outside import OUTSIDE
+from falconet.dialects.programs import PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+ROWS = list(
+    csv.DictReader((ROOT / "tests/data/options.tsv").read_text().splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
+)
+ANY_OF_PYTEST = "(any pytest option)"  # the originals' Triton benchmark handed them on; -k, -s and -v are read here
+
+
+def programs_of(row):
+    """The programs a row speaks of; documented options without code are marked so."""
+    dialect, _, names = row["program"].removesuffix("(doc-only)").partition(":")
+    return (
+        [f"{dialect}:{name}" for name in names.split("/") if name.endswith(".py")]
+        if "doc-only" in row["program"]
+        else [row["program"]]
+    )
+
+
+def spellings(row):
+    """An option with those aliases that its program really had."""
+    written = re.findall(r"(?:^|[ (])(-{1,2}[A-Za-z][\w-]*)", f"{row['option']} ")
+    also = [] if row["aliases"].startswith(("documented", "code", "no counterpart")) else row["aliases"].split(";")
+    return [*written, *(name for text in also for name in re.findall(r"^\s*(--?[A-Za-z][\w-]*)", text))]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['program']} {row['option']}" for row in ROWS])
+def test_an_option_of_the_originals_is_in_its_dialect(row):
+    if row["option"] == ANY_OF_PYTEST:
+        return
+    for program in programs_of(row):
+        if program in OUTSIDE:
+            assert row["option"] in OUTSIDE[program], f"{program} {row['option']}"
+            continue
+        options = {name: option for option in PROGRAMS[program].options for name in option.names}
+        for name in spellings(row):
+            prefixed = [option.name for option in PROGRAMS[program].options if option.name.startswith(name)]
+            assert name in options or len(prefixed) == 1, f"{program} has no {name}"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["choices"] and "," in row["choices"]], ids=str)
+def test_the_choices_of_an_option_are_taken(row):
+    for program in programs_of(row):
+        if program in PROGRAMS:
+            options = {name: option for option in PROGRAMS[program].options for name in option.names}
+            option = options[row["option"]]
+            assert not option.choices or set(row["choices"].split(",")) <= set(option.choices)
+
+
+def test_all_488_rows_were_walked():
+    assert len(ROWS) == 488
+
+
+def test_what_an_option_becomes_is_an_option_here():
+    """Every canonical name in the tables is one that a command has."""
+    known = {name for schema in SCHEMAS.values() for name in options_of(schema)}
+    known |= {name.split()[0] for name in PENDING} | {"help", "config", "data-bench", "TRITON_CACHE_DIR"}
+    if "bench" not in SCHEMAS or "data bench" not in SCHEMAS:
+        pytest.skip("the commands that measure are not there yet")
+    for program in PROGRAMS.values():
+        for option in program.options:
+            assert set(option.new) <= known, f"{program.name} {option.name}: {set(option.new) - known}"
+
+
+def test_every_option_says_in_one_line_what_becomes_of_it():
+    for program in PROGRAMS.values():
+        names = [name for option in program.options for name in option.names]
+        assert len(names) == len(set(names)), f"{program.name}: twice the same name"
+        for option in program.options:
+            assert option.effect, f"{program.name} {option.name}"
+            assert "\n" not in option.effect
+
+
+def test_the_page_of_the_migration_is_not_stale():
+    assert (ROOT / "docs/migration.md").read_text(encoding="utf-8") == document.page()

@@ -1,0 +1,190 @@
+"""Stages in processes of their own against one process with the same accumulation."""
+
+import gloo
+import numpy as np
+import pipeline_scenarios
+import pytest
+import torch
+from PIL import Image
+
+from falconet.parallel.pipeline import in_flight
+
+pytestmark = pytest.mark.dist
+
+LINE = (
+    "--data generated --classes 10 --image-size 8 --iterations 6 --micro-batch-size 4 --gradient-accumulation 4"
+    " --epoch 1 --warmup-epoch 0 --threads 1 --dataloader-workers 0 --device cpu --lr-schedule step --max-restarts 3"
+)
+GROUP = f"{LINE} --norm-type group --norm-num-groups 4"
+
+# What one process does with the first part, stages do with both.
+TWO_STAGES = {
+    "grouped": ("", "--pipeline-splits layer2/0"),
+    "interleaved": ("", "--pipeline-splits layer2/0 --pipeline-schedule interleaved"),
+    "sequential": ("", "--pipeline-splits layer2.0 --pipeline-schedule sequential"),
+    "inside a block": ("", "--pipeline-splits layer2/0/conv2"),
+    "measured": ("", "--pipeline-splits auto:2"),
+    "nothing recomputed": ("", "--pipeline-splits layer2/0/bn2 --recompute-mode none"),
+    "some layers kept": ("", "--pipeline-splits layer2/0 --enable-recompute --recompute-checkpoints .*conv.* add"),
+    "mixed": (
+        "--mixup-alpha 0.4 --cutmix-lambda-low 0.3 --cutmix-lambda-high 0.8 --label-smoothing 0.1 --ema-half-life 0.1",
+        "--pipeline-splits layer2/0 --pipeline-schedule interleaved",
+    ),
+    "adamw": ("--optimizer adamw --norm-type group --norm-num-groups 4", "--pipeline-splits layer3/0"),
+    "combined": ("--optimizer sgd_combined", "--pipeline-splits layer2/0 --pipeline-schedule interleaved"),
+    "one pass": ("--disable-stable-batchnorm --input-image-padding", "--pipeline-splits layer3/0"),
+    "loss scale": ("--loss-scaling 1024 --optimizer lars", "--pipeline-splits layer2/0"),
+    "half": ("--precision 16.16 --auto-loss-scaling --loss-scaling 64", "--pipeline-splits layer2/0"),
+    "bf16": ("--precision bf16.32", "--pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"),
+    "torn photo": (
+        "--data folder --data-dir {photos} --image-size 16 --gradient-accumulation 2 --bad-images-allowed 9",
+        "--pipeline-splits layer2/0",
+    ),
+    "synthetic": ("--data synthetic --mixup-alpha 0.4", "--pipeline-splits layer2/0"),
+}
+
+
+def same(found, expected, tolerance=0.0):
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, values in expected["tensors"].items():
+        np.testing.assert_allclose(found["tensors"][name], values, rtol=0, atol=tolerance, err_msg=name)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
+    assert found["counts"] == expected["counts"]
+    for figure in ("evaluation", "averaged"):
+        if expected[figure] is not None:
+            mine, theirs = found[figure], expected[figure]
+            assert (mine.images, mine.top1, mine.top5) == (theirs.images, theirs.top1, theirs.top5)
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the processes have: the number changes bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Photos of two classes, of which one in training and one in validation are torn."""
+    home, noise = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for label in ("dark", "light"):
+            folder = home / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                path = folder / f"{number}.png"
+                Image.fromarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
+                if (label, number) == ("light", 1):
+                    path.write_bytes(path.read_bytes()[:100])
+    return home
+
+
+@pytest.fixture(scope="module")
+def two_stages(photos):
+    lines = [f"{LINE} {recipe} {stages}".format(photos=photos) for recipe, stages in TWO_STAGES.values()]
+    return gloo.in_world(2, pipeline_scenarios.several, lines, timeout=90.0)
+
+
+@pytest.mark.parametrize("number", range(len(TWO_STAGES)), ids=TWO_STAGES.keys())
+def test_two_stages_make_the_very_updates_of_one_process(two_stages, photos, number):
+    recipe, _ = list(TWO_STAGES.values())[number]
+    found, last = two_stages[0][number], two_stages[1][number]
+    same(found, pipeline_scenarios.alone(f"{LINE} {recipe}".format(photos=photos)))
+    assert found["read"] != "IdleLoader"
+    assert last["read"] == "IdleLoader"  # photos are decoded where they are needed
+
+
+def test_an_image_that_cannot_be_read_counts_for_nothing_on_the_last_stage(two_stages):
+    found = two_stages[0][list(TWO_STAGES).index("torn photo")]
+    assert found["evaluation"].images == 9
+    assert sum(images for _, images, _ in found["counts"]) == 3 * 8 - 1
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_with_its_place():
+    found = gloo.in_world(2, pipeline_scenarios.non_finite)
+    assert found == [[(False, -1), (True, 4), (True, 1)]] * 2
+
+
+def test_loss_and_counts_are_known_to_every_process_at_a_log_point(two_stages):
+    for first, last in zip(*two_stages, strict=True):
+        assert first["losses"] == last["losses"]
+        assert first["counts"] == last["counts"]
+        assert first["evaluation"] == last["evaluation"]
+
+
+def test_a_plan_says_each_stages_layers_weights_and_memory(two_stages):
+    number = list(TWO_STAGES).index("interleaved")
+    lines = two_stages[0][number]["lines"]
+    begin = lines.index(
+        "pipeline of 2 stages, interleaved: 4 micro-batches an update; each stage recomputes its blocks"
+    )
+    assert lines[begin + 1].startswith(
+        "stage 0: conv1 to layer1/0/relu2, 5,136 parameters, 2 micro-batches in flight, "
+    )
+    assert lines[begin + 2].startswith("stage 1: layer2/0/conv1 to fc, 70,154 parameters, 1 micro-batch in flight, ")
+    assert lines[begin + 2].endswith(" GiB predicted")
+
+
+def test_micro_batches_in_flight_are_those_that_a_stage_has_begun_and_not_ended():
+    stages, kinds = range(4), ("grouped", "interleaved", "sequential")
+    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=8) for s in stages] for kind in kinds}
+    assert found == {"grouped": [8, 8, 8, 8], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
+    assert in_flight("interleaved", stage=0, stages=4, micro_batches=3) == 3
+
+
+MESHES = {  # replicas x stages -> one process with the same global batch
+    "4 stages": (
+        f"{LINE} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0/bn1 --pipeline-schedule interleaved",
+        LINE,
+        0.0,
+    ),
+    "2 x 2": (
+        f"{GROUP} --ema-half-life 0.1 --replicas 2 --gradient-accumulation 2 --pipeline-splits layer2/0",
+        f"{GROUP} --ema-half-life 0.1",
+        1e-6,
+    ),
+    "any model of timm": (
+        f"{LINE} --model timm:regnetx_002 --image-size 32 --pipeline-splits s1/b1 s2/b1/conv2 s3/b2",
+        f"{LINE} --model timm:regnetx_002 --image-size 32",
+        0.0,
+    ),
+}
+SPAN = f"{LINE} --gradient-accumulation 2 --batchnorm-span 2 --replicas 2 --pipeline-splits layer2/0/conv2"
+SPANNING = {
+    "everything but a scale": f"{SPAN} --pipeline-schedule interleaved --enable-optimizer-rts --bucket-size 0.05",
+    "everything but divided state": f"{SPAN} --loss-scaling 1024",
+}
+
+
+@pytest.fixture(scope="module")
+def four_processes():
+    lines = [*(line for line, _, _ in MESHES.values()), *SPANNING.values()]
+    return gloo.in_world(4, pipeline_scenarios.several, lines, 2, timeout=90.0)[0]
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=MESHES.keys())
+def test_replicas_times_stages_make_the_updates_of_one_process(four_processes, number):
+    _, line, tolerance = list(MESHES.values())[number]
+    same(four_processes[number], pipeline_scenarios.alone(line, updates=2), tolerance)
+
+
+@pytest.mark.parametrize("number", range(len(SPANNING)), ids=SPANNING.keys())
+def test_batch_norm_over_replicas_of_a_stage_sees_what_one_process_sees(four_processes, number):
+    recipe = f"{LINE} --micro-batch-size 8 --gradient-accumulation 2" + (" --loss-scaling 1024" if number else "")
+    expected = pipeline_scenarios.together(recipe, replicas=2, updates=2)
+    same(four_processes[len(MESHES) + number], expected, 1e-6)
+
+
+def test_a_run_moves_from_two_stages_to_one_process_to_four_and_stays_the_same(tmp_path):
+    recipe = f"{GROUP} --ema-half-life 0.1 --optimizer adamw"
+    first, second = str(tmp_path / "first" / "c"), str(tmp_path / "second" / "c")
+    line = f"{recipe} --pipeline-splits layer2/0 --pipeline-schedule interleaved"
+    gloo.in_world(2, pipeline_scenarios.saving, line, 2, None, first)
+    pipeline_scenarios.alone("--pipeline-splits", updates=1, checkpoint=first, save=second)
+    line = "--replicas 2 --pipeline-splits layer3/0 --pipeline-schedule grouped"
+    found = gloo.in_world(4, pipeline_scenarios.saving, line, 2, second, None)[0]
+    straight = pipeline_scenarios.alone(recipe, updates=5)
+    same(found, {**straight, "losses": straight["losses"][3:], "counts": straight["counts"][3:]}, 1e-6)

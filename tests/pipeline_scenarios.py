@@ -1,0 +1,141 @@
+"""What the processes of tests/parallel/test_pipeline.py do: the real wiring of a run, without its launcher."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from falconet.checkpoint import files
+from falconet.commands import launching, parts, running
+from falconet.commands.reading import load_options
+from falconet.config.options import options_of
+from falconet.config.schema import RestoreOptions, TrainOptions
+from falconet.config.settings import from_line
+from falconet.data.feed import Feed
+from falconet.data.loader import Batch
+from falconet.numerics.scaling import NonFinite
+from falconet.parallel.grid import divide
+from falconet.parallel.world import World
+from falconet.train.metrics import Meter
+from falconet.train.pipelined import non_finite_of_stages
+
+VARIABLES = ("RANK", "WORLD_SIZE")
+
+
+def run_of(world, line, checkpoint=None):
+    """A run of `world` instead of one that it opens itself."""
+    if world.size > 1:
+        os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
+    kind = RestoreOptions if checkpoint else TrainOptions
+    restored = (Path(checkpoint), files.read_manifest(Path(checkpoint))) if checkpoint else None
+    settings = from_line(line.split(), options_of(kind))
+    loaded = load_options(kind, settings, *([restored[1].config] if restored else []))
+    real = running.open_world
+    try:
+        launch = launching.prepare(loaded, restored)
+        running.open_world = lambda *_, **__: world
+        return running.Run(launch)
+    finally:
+        running.open_world = real
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def trained(world, line, *, updates=3, checkpoint=None, save=None):
+    """The whole state after some updates, their losses, and an evaluation."""
+    run = run_of(world, line, checkpoint)
+    lines = run.plan_lines()
+    state = run._state()
+    step, loader = run.step(state), run.placement.loader()
+    return _result(
+        run, state, step, Feed(loader.updates(0, skip=state.progress.update), device=world.device), updates
+    ) | {
+        "lines": lines,
+        "saved": save and _saved(run, state, Path(save)),
+    }
+
+
+def together(line, *, replicas, updates=3):
+    """One process whose micro-batches are those of several replicas side by side, as a span over them sees them."""
+    world = World(device=torch.device("cpu"))
+    run = run_of(world, line)
+    run.plan_lines()
+    state = run._state()
+    step, size = run.step(state), run.shape.micro_batch // replicas
+    loaders = []
+    for replica in range(replicas):
+        shape = replace(run.shape, micro_batch=size, replicas=replicas, replica=replica)
+        loaders.append(parts.training_loader(run.images, run.options, shape=shape, world=world, note=print))
+    merged = (
+        [_beside(batches) for batches in zip(*micro_batches, strict=True)]
+        for micro_batches in zip(*(loader.updates(0) for loader in loaders), strict=True)
+    )
+    return _result(run, state, step, merged, updates)
+
+
+def _beside(batches):
+    return Batch(torch.cat([each.images for each in batches]), torch.cat([each.labels for each in batches]), None)
+
+
+def _result(run, state, step, feed, updates):
+    losses, meter = [], Meter(state.progress, run.world, replicas=run.plan.replicas)
+    for micro_batches, _ in zip(feed, range(updates), strict=False):
+        meter.add(step(micro_batches, update=state.progress.update, lr=0.05))
+        state.progress.update += 1
+        losses.append(meter.end_interval())
+    evaluate = run.placement.evaluator()
+    found = evaluate(state.model)
+    averaged = evaluate(state.ema.model) if state.ema else None
+    tensors = {
+        f"{stem}:{name}": t.detach().numpy(force=True).copy() if t.dtype != torch.bfloat16 else t.float().numpy()
+        for stem, group in state.tensors().items()
+        for name, t in group.items()
+    }
+    return {
+        "tensors": tensors,
+        "losses": [totals.loss for totals in losses],
+        "counts": [(totals.correct, totals.images, totals.skipped) for totals in losses],
+        "evaluation": found,
+        "averaged": averaged,
+        "read": type(run.placement.loader()).__name__,
+    }
+
+
+def _saved(run, state, folder):
+    tensors = state.tensors()
+    if run.world.is_first:
+        update = state.progress.update
+        content = {
+            "model": run.options.model.model,
+            "classes": run.images.classes,
+            "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
+            "meter": state.progress.to_json(),
+            "metrics": {},
+            **run._identity(folder.parent).content,
+        }
+        files.write(folder, tensors, content)
+    run.world.barrier("saving")
+    return str(folder)
+
+
+def several(world, lines, updates=3):
+    return [trained(world, line, updates=updates) for line in lines]
+
+
+def alone(line, **how):
+    return trained(World(device=torch.device("cpu")), line, **how)
+
+
+def non_finite(world):
+    """What each stage is told when none, the second, and both have found something; they have 0, 2 and 1, 4."""
+    everywhere = non_finite_of_stages(divide(world, stages=2), [[0, 2], [1, 4]][world.rank])
+    cases = [(-1, -1), (-1, 1), (1, 0)]
+    told = [
+        everywhere(NonFinite(torch.tensor(case[world.rank] >= 0), torch.tensor(case[world.rank]))) for case in cases
+    ]
+    return [(bool(each.found), int(each.first)) for each in told]
+
+
+def saving(world, line, updates, checkpoint, save):
+    return trained(world, line, updates=updates, checkpoint=checkpoint, save=save)

@@ -1,0 +1,49 @@
+"""How far the work has come: lines now and then without a terminal, nothing where it is quiet."""
+
+import pytest
+
+from falconet.report import counting
+from falconet.report.counting import Counting
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+    now = [0.0]
+    monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_is_said_after_a_while_and_not_before(clock, capsys):
+    with Counting("listing photos", total=5000) as count:
+        count.add(10)
+        clock[0] = counting.SILENCE
+        count.add(1234)
+        count.add(1)
+        clock[0] = 2.5 * counting.SILENCE
+        count.add(1)
+    assert capsys.readouterr().err == "listing photos: 1,244 of 5,000\nlisting photos: 1,246 of 5,000\n"
+
+
+def test_without_a_total_only_the_count_is_said(clock, capsys):
+    with Counting("listing") as count:
+        clock[0] = 60
+        count.add(7)
+    assert capsys.readouterr().err == "listing: 7\n"
+
+
+def test_a_quiet_one_says_nothing(clock, capsys):
+    with Counting("listing", quiet=True) as count:
+        clock[0] = 60
+        count.add(7)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_a_bar(clock, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with Counting("listing photos", total=10) as count:
+        clock[0] = 1
+        count.add(4)
+        count._bar.refresh()
+    assert "listing photos" in capsys.readouterr().err

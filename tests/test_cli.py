@@ -1,0 +1,40 @@
+"""Commands of two words: found, listed, and a typo answered with the nearest."""
+
+import pytest
+
+from falconet.cli import COMMANDS, GROUPS
+
+ANSWERS = {
+    "data": (0, "usage: falconet data COMMAND [options]"),
+    "data --help": (0, "data pack"),
+    "data pakc": (2, "falconet: 'data pakc' is not a command; did you mean 'data pack'?"),
+    "dada": (2, "falconet: 'dada' is not a command; did you mean 'data'?"),
+    "data pack": (2, "falconet data pack: needs two folders: the one with train/ and val/, and the one for the shards"),
+    "data pack here": (2, "falconet data pack: needs two folders"),
+    "data pack nowhere there": (2, "falconet data pack: nowhere: no such folder, wanted one with train/ and val/"),
+    "data pack a b c": (2, "falconet data pack: --target: takes one value, got 'b c'"),
+    "data pack a b --resize x": (2, "falconet data pack: --resize: got 'x', wanted a whole number, at least 1"),
+    "data pack a b --shard-sise 3": (2, "unknown option --shard-sise; did you mean '--shard-size'?"),
+    "data pack --help": (0, "falconet data pack photos photos-packed"),
+    "data verify": (2, "falconet data verify: needs the folder with the shards"),
+    "data verify nowhere": (2, "nowhere: no packed shards in it; `falconet data pack` makes them"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), ANSWERS.items())
+def test_a_line_has_its_answer(falconet, line, expected):
+    answer = falconet(line)
+    assert answer.code == expected[0]
+    assert expected[1] in answer.out + answer.err
+
+
+def test_the_overview_names_every_command(falconet):
+    shown = falconet("--help").out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_a_groups_overview_names_its_own(falconet):
+    shown = falconet("data").out
+    assert "data" in GROUPS
+    assert "data verify" in shown
+    assert "restore" not in shown
