@@ -18,6 +18,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.commands.sharding import attach, replicas, writer
 from falconet.commands.sharding import step as sharded_step
+from falconet.data.decode import BadImages
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
@@ -342,3 +343,13 @@ def alone(scenario, *args):
         return scenario(World(device=torch.device("cpu")), *args)
     finally:
         torch.set_num_threads(threads)
+
+
+def bad_images(world, allowed):
+    """Each process finds one image of its own and one that all find; the notes of each."""
+    notes = []
+    bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
+    for name in (f"own-{world.rank}.png", "shared.png"):
+        bad.add(name, "truncated")
+        world.barrier("the next image")
+    return notes

@@ -1,9 +1,15 @@
-"""The files in deploy/: well formed, and with options that exist."""
+"""The files in deploy/: what their own validators say of them, and options that exist."""
 
+import json
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import jsonschema
+import pytest
 import yaml
 
 from falconet.config.load import parse
@@ -12,21 +18,80 @@ from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
+SCRIPT, JOB = DEPLOY / "slurm.sbatch", DEPLOY / "pytorchjob.yaml"
+SCHEMA = Path(__file__).parent / "data/pytorchjob_schema.json"  # Kubeflow's own, see the .md beside it
 
 
-def test_the_slurm_script_is_shell_and_asks_for_as_many_tasks_as_gpus():
-    subprocess.run(["bash", "-n", str(DEPLOY / "slurm.sbatch")], check=True)
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", (DEPLOY / "slurm.sbatch").read_text(), re.M))
+def test_the_slurm_script_passes_shellcheck():
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    checker = shutil.which("shellcheck", path=here)
+    if not checker:
+        pytest.skip("shellcheck is not installed")
+    found = subprocess.run([checker, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_slurm_script_asks_for_as_many_tasks_as_gpus():
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", SCRIPT.read_text(), re.M))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]
 
 
-def test_the_kubernetes_job_starts_falconet_with_options_that_exist_and_safe_restarts():
-    job = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())
+def test_slurm_itself_would_take_the_script():
+    if not shutil.which("sinfo") or subprocess.run(["sinfo"], capture_output=True, timeout=60).returncode:
+        pytest.skip("there is no SLURM here: sbatch is not installed, or no controller answers")
+    small = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]  # the cluster may be
+    line = ["sbatch", "--test-only", *small, str(SCRIPT)]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"Job \d+ to start at", found.stderr)
+
+
+def strict(schema):
+    """The same schema with unknown fields refused, as `kubectl --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: strict(value) for name, value in schema.items()}
+    is_open = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not is_open:
+        found["additionalProperties"] = False
+    return found
+
+
+def mistakes(job):
+    validator = jsonschema.Draft7Validator(strict(json.loads(SCHEMA.read_text())))
+    return [error.message for error in validator.iter_errors(job)]
+
+
+def test_the_kubernetes_job_fits_kubeflows_own_schema():
+    assert mistakes(yaml.safe_load(JOB.read_text())) == []
+
+
+SLIPS = {
+    "minReplicas: 2": ("minReplica: 2", "'minReplica' was unexpected"),
+    "maxRestarts: 10": ("maxRestarts: ten", "'ten' is not of type 'integer'"),
+    "mountPath: /data,": ("mount: /data,", "'mountPath' is a required property"),
+    "restartPolicy: OnFailure": ("restartPolicy: [OnFailure]", "is not of type 'string'"),
+}
+
+
+@pytest.mark.parametrize(("right", "slip"), SLIPS.items())
+def test_the_schema_would_notice_a_slip(right, slip):
+    text = JOB.read_text()
+    assert right in text
+    found = mistakes(yaml.safe_load(text.replace(right, slip[0])))
+    assert any(slip[1] in message for message in found), found
+
+
+def test_the_kubernetes_job_starts_falconet_with_options_that_exist_and_goes_on_after_a_restart():
+    job = yaml.safe_load(JOB.read_text())
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     (container,) = worker["template"]["spec"]["containers"]
     assert container["command"] == ["torchrun", "-m", "falconet", "train"]
     options = parse(TrainOptions, from_line(container["args"], options_of(TrainOptions))).options
     assert options.run.run_dir != "auto", "restarts look for their checkpoints there"
+    assert options.run.resume, "a pod that is started again runs the same line"
     assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
     assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     mounts = {mount["name"] for mount in container["volumeMounts"]}

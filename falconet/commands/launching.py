@@ -35,19 +35,21 @@ class Launch:
     restored: Restored
     division: Division
     place: Place | None
-    again: bool  # a worker died, and this is another attempt
+    again: bool  # another attempt: a worker died, or the whole run was started again with --resume
 
 
 def prepare(loaded: Options, restored: Restored = None) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
+    _check_stages(place, rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
     rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _divided(loaded, place)
     _check_span(loaded.options.parallel, division)
-    again = environment.attempt(os.environ) > 0
-    if again:
-        restored = _newest(loaded.options, restored) or restored
+    restarted = environment.attempt(os.environ) > 0
+    if restarted:
+        restored = newest(loaded.options, restored) or restored
+    again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
     return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again)
 
@@ -105,8 +107,9 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    stages = rules.stages_of(options.parallel)
-    replicas = parts.value_or(options.parallel.replicas, max(1, place.size // stages) if place else 1)
+    asked, stages = environment.asked_of_poprun(os.environ), rules.stages_of(options.parallel)
+    automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
+    replicas = parts.value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
         accumulation = _same_batch(restored[1], accumulation, replicas)
@@ -152,6 +155,16 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
 
 
+def _check_stages(place: Place | None, stages: int) -> None:
+    """poprun's processes of one replica are the stages of its pipeline."""
+    asked = environment.asked_of_poprun(os.environ)
+    if place and asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
+        raise ConfigError(
+            f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {stages}"
+            f" {'stage' if stages == 1 else 'stages'}; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
+        )
+
+
 def _check_span(parallel: sections.Parallel, division: Division) -> None:
     if division.replicas % parallel.batchnorm_span:
         folded = f", of {parallel.replicas} asked for" if division.replicas != parallel.replicas else ""
@@ -161,7 +174,7 @@ def _check_span(parallel: sections.Parallel, division: Division) -> None:
         )
 
 
-def _newest(options: schema.TrainOptions, restored: Restored) -> Restored:
+def newest(options: schema.TrainOptions, restored: Restored) -> Restored:
     """What an earlier attempt of this run saved last."""
     saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
     try:

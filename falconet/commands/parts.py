@@ -26,7 +26,7 @@ from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
 from falconet.numerics.precision import REGIMES, Regime
-from falconet.parallel.environment import local_processes
+from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
 
@@ -36,10 +36,11 @@ DEVICE_WORKERS = 3  # where the device decodes: two keep it busy, and more than 
 Note = Callable[[str], None]
 
 
-def cores() -> int:
-    """Cores for this process; those of the host are divided among its processes."""
-    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, every // local_processes(os.environ))
+def cores(processes: int = 1) -> int:
+    """Cores for this process; where none has been started yet, for each of as many as will be."""
+    host = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+    return cores_of(os.environ, host=host, own=own, expected=processes)
 
 
 def value_or(value: int | Literal["auto"], automatic: int) -> int:
@@ -58,9 +59,9 @@ def global_batch(options: schema.TrainOptions) -> int:
     return options.data.micro_batch_size * micro_batches
 
 
-def workers(data: sections.Data) -> int:
+def workers(data: sections.Data, processes: int = 1) -> int:
     most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
-    return value_or(data.dataloader_workers, min(most, cores()))
+    return value_or(data.dataloader_workers, min(most, cores(processes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,8 @@ def training_loader(
         )
     reading = training_reading(images, options)
     labels = reading.source.labels
-    bad = BadImages(value_or(data.bad_images_allowed, len(labels) // 1000), note=note)
+    allowed = value_or(data.bad_images_allowed, len(labels) // 1000)
+    bad = BadImages(allowed, note=note, count=world.counter("bad training images"))
     return Loader(
         feeding.cached(_reader(reading, bad), data, reading),
         labels,
@@ -237,7 +239,7 @@ def evaluator(
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
     shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
-    loader = evaluation_loader(images, data, shape=shape, regime=regime, device=world.device, note=note)
+    loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module) -> Evaluation:
@@ -248,17 +250,17 @@ def evaluator(
 
 
 def evaluation_loader(
-    images: Images, data: sections.Data, *, shape: BatchShape, regime: Regime, device: torch.device, note: Note
+    images: Images, data: sections.Data, *, shape: BatchShape, regime: Regime, world: World, note: Note
 ) -> EvaluationLoader:
     """The validation images of one replica."""
-    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note)
+    bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
     reading = validation_reading(images)
     return EvaluationLoader(
         feeding.cached(_reader(reading, bad), data, reading),
         reading.source.labels,
         shape=shape,
         workers=workers(data),
-        landing=feeding.landing(data, reading, regime=regime, device=device),
+        landing=feeding.landing(data, reading, regime=regime, device=world.device),
     )
 
 

@@ -156,7 +156,7 @@ class StagedModel:
         )
         device = setup.grid.world.device
         loader = parts.evaluation_loader(
-            setup.images, setup.options.data, shape=shape, regime=setup.regime, device=device, note=setup.note
+            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
         )
 
         def batches() -> Iterator[Batch]:

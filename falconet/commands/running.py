@@ -49,7 +49,9 @@ class Run:
     def __init__(self, launch: Launch) -> None:
         self.loaded, self.options, self.restored = launch.loaded, launch.loaded.options, launch.restored
         self.launch, self.division = launch, launch.division
-        self.threads = parts.value_or(self.options.machine.threads, self._stored_threads() or parts.cores())
+        self.threads = parts.value_or(
+            self.options.machine.threads, self._stored_threads() or parts.cores(launch.division.processes)
+        )
         machine = self.options.machine
         self.world = open_world(
             machine.device,
@@ -169,10 +171,12 @@ class Run:
         options, world = self.options, self.world
         augment = self.images.augment(options.augmentation.augment)
         placed = sharding.describe(options.parallel, world)
+        loaders = parts.workers(options.data, self.division.processes)
+        each = " in each process" if self.division.processes > 1 else ""
         lines = [
             f"model {options.model.model}, {self.placement.parameters:,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
-            f"device {world.device}, {self.threads} CPU threads, {parts.workers(options.data)} loader threads",
+            f"device {world.device}, {self.threads} CPU threads, {loaders} loader threads{each}",
             *feeding.lines(
                 options.data,
                 train=parts.training_reading(self.images, options),

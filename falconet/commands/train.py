@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from falconet.commands import launching
+from falconet.commands import launching, resuming
 from falconet.commands.reading import load_options
 from falconet.commands.running import Run
 from falconet.config.schema import TrainOptions
@@ -10,5 +10,9 @@ from falconet.config.settings import Setting
 
 
 def run(line: Sequence[Setting]) -> int:
-    launch = launching.prepare(load_options(TrainOptions, line))
+    loaded = load_options(TrainOptions, line)
+    restored = resuming.earlier(loaded) if loaded.options.run.resume else None
+    if restored:
+        loaded = load_options(TrainOptions, line, restored[1].config)
+    launch = launching.prepare(loaded, restored)
     return launching.start("train", line, launch) if launching.must_start(launch) else Run(launch).go()

@@ -176,6 +176,20 @@ def _state_can_be_offloaded(options: Any) -> str | None:
     return None
 
 
+def _resuming_needs_a_folder(options: Any) -> str | None:
+    if options.run.resume and hasattr(options, "input"):
+        return "--resume: is for train; restore goes on with --checkpoint-input-path in any case"
+    if options.run.resume and options.run.run_dir == "auto":
+        return "--resume: needs --run-dir, the folder in which an interrupted run is looked for"
+    return None
+
+
+def _processes_are_for_the_self_test(options: Any) -> str | None:
+    if options.doctor.replicas != "auto" and not options.doctor.distributed:
+        return f"--replicas {options.doctor.replicas}: is for --distributed, which starts processes; wanted both"
+    return None
+
+
 def _splits_are_of_one_kind(options: Any) -> str | None:
     splits = options.parallel.pipeline_splits
     wanted = "wanted layers, such as layer2/0 layer3/0, or auto:N alone, N at least 2"
@@ -241,6 +255,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("parallel",), _splits_are_of_one_kind),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),
+    (("run",), _resuming_needs_a_folder),
+    (("doctor",), _processes_are_for_the_self_test),
 )
 
 

@@ -90,11 +90,15 @@ def _one_line(error: BaseException) -> str:
 
 
 class BadImages:
-    """The images that could not be read: each is noted once, and one too many ends the run."""
+    """The images that could not be read: each is noted once, and one too many ends the run.
 
-    def __init__(self, allowed: int, *, note: Callable[[str], None]) -> None:
+    `count`: the number of different ones that all processes of a run found, a new one included; without it, our own.
+    """
+
+    def __init__(self, allowed: int, *, note: Callable[[str], None], count: Callable[[str], int] | None = None) -> None:
         self.allowed = allowed
         self._note = note
+        self._count = count or (lambda _: len(self._seen))
         self._seen: set[str] = set()
         self._lock = threading.Lock()
 
@@ -106,7 +110,7 @@ class BadImages:
             if where in self._seen:
                 return
             self._seen.add(where)
-            count = len(self._seen)
+            count = self._count(where)
             what = f"{where}: cannot be decoded ({reason})"
             if count > self.allowed:
                 images = "1 bad image" if count == 1 else f"{count} bad images"

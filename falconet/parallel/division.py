@@ -79,6 +79,13 @@ def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
     )
 
 
+def processes_that_fit(replicas: int, *, stages: int, devices: int) -> int:
+    """The most processes for whole replicas that divide those asked for; one for all where not one replica fits."""
+    if stages > devices:
+        return 1
+    return stages * next(count for count in range(min(replicas, devices // stages), 0, -1) if replicas % count == 0)
+
+
 def _folded(asked: Asked, replicas: int, what: str) -> Division:
     times = asked.replicas // replicas
     of = f" of {asked.stages} stages" if asked.stages > 1 else ""

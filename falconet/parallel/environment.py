@@ -12,6 +12,9 @@ PORT = 29500  # torch's own default
 SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two of them
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
 OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
+BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
+TETHERED = "FALCONET_TETHERED"  # poprun holds our standard input open while it lives
+REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what poprun was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,31 @@ def is_first(environment: Mapping[str, str]) -> bool:
     return place is None or place.rank == 0
 
 
-def local_processes(environment: Mapping[str, str]) -> int:
-    """Processes of this run on this host, which share its cores."""
+def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
+    """Cores for this process, of the `host`'s cores and of its `own` affinity.
+
+    A launcher that binds gives each process its own, or those of a socket to several; else all share what each sees.
+    `expected`: processes that are to share them, where no launcher has started any yet.
+    """
     place = find_place(environment)
-    return place.local_size if place else 1
+    beside = place.local_size if place else expected
+    return max(1, min(own, host // beside) if place and is_bound(environment) else own // beside)
+
+
+def is_bound(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher gave each process an affinity of its own."""
+    if environment.get(BOUND) or environment.get("OMPI_MCA_orte_bound_at_launch") == "1":
+        return True
+    if environment.get("HYDRA_USER_PROVIDED_BINDING") == "1":
+        return True
+    return environment.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
+
+
+def asked_of_poprun(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Replicas, and processes of each, that poprun was asked for; it may have started fewer."""
+    if not {REPLICAS, STAGES} <= environment.keys():
+        return None
+    return _number(environment, REPLICAS), _number(environment, STAGES)
 
 
 def attempt(environment: Mapping[str, str]) -> int:
@@ -144,7 +168,8 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
     """A place of four variables; without the local ones, all processes are taken to be on this host."""
     own, everyone = _number(environment, rank), _number(environment, size)
     local_size = _number(environment, local, everyone)
-    address = environment.get("MASTER_ADDR")
+    first, port = _first_of_cluster(environment)
+    address = environment.get("MASTER_ADDR") or first
     if not address and local_size < everyone:
         raise ConfigError(f"MASTER_ADDR: is needed under {launcher} on several hosts: the address of the first process")
     return Place(
@@ -154,8 +179,18 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
         local_rank=_number(environment, local_rank, own),
         local_size=local_size,
         address=address or "127.0.0.1",
-        port=_number(environment, "MASTER_PORT", PORT),
+        port=_number(environment, "MASTER_PORT", port),
     )
+
+
+def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
+    """Where TF_CONFIG says the first process is: mpirun's users gave all processes the same one, without an index."""
+    try:
+        cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
+        host, port = [*cluster.get("chief", []), *cluster.get("worker", [])][0].rsplit(":", 1)
+        return host, int(port)
+    except (ValueError, AttributeError, IndexError):
+        return None, PORT
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -19,7 +19,7 @@ from falconet.parallel import environment
 
 FINAL = (2, 130)  # exit codes of a worker that starting again would not mend: a mistake, an interruption
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
-NOISY = ("torch.distributed.elastic", "torch.distributed.launcher")
+NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
                 return code
         stands = progress()
         attempt, left, stood = attempt + 1, workers.restarts if stands != stood else left, stands
-        what = ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
+        what = described(failures)
         if left == 0:
             limit = f" after {attempt} attempts (--max-restarts {workers.restarts})" if workers.restarts else ""
             raise WorldError(f"{what}; gave up{limit}")
@@ -62,7 +62,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         # What torch's C++ warns about is in our own errors, in one line.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _quiet(), _signals_kept(), _variables(own):
+    with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _variables(own):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -73,13 +73,25 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
             max_restarts=0,  # restarts are ours: the agent would also start again after a user's mistake
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        agent = elastic_launch(config, sys.executable)
+        return failures_of(lambda: agent("-m", "falconet", *workers.argv))
+
+
+def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
+    """Run torch's agent to the end of its workers, in silence; the exit codes of those that failed, by rank."""
+    with _quiet(), _signals_kept():
         try:
-            elastic_launch(config, sys.executable)("-m", "falconet", *workers.argv)
+            agent()
         except ChildFailedError as error:
             return {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
             raise Interrupted from None
         return {}
+
+
+def described(failures: Mapping[int, int]) -> str:
+    """How the workers ended that failed first."""
+    return ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
 
 
 def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:

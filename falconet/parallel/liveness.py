@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -13,8 +14,10 @@ from torch.distributed import DistError
 from falconet.errors import WorldError
 from falconet.parallel import environment
 
-EVERY = 0.5  # seconds between two looks; publishing costs one message, and only when something changed
-PATIENCE = 5.0  # seconds to ask the store for the others' last words
+EVERY = 0.5  # seconds between two looks; publishing costs one message, when something changed or at a beat
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 2.5  # seconds without one that tell a process that is gone from one that is busy
+PATIENCE = 6.0  # seconds to ask the store for the others' words, twice
 GRACE = 30.0  # seconds from the launcher's end to our own, however busy we are
 GAVE_UP = " (gave up)"
 COURTESY = 3.0  # seconds in which whoever failed first can be seen to have failed
@@ -25,6 +28,8 @@ class Liveness:
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        store.set(f"host/{rank}", socket.gethostname())
+        self._hosts = [host.decode() for host in store.multi_get([f"host/{other}" for other in range(size)])]
         self.doing = "starting"
         self._store = store
         self._ended = threading.Event()
@@ -32,15 +37,16 @@ class Liveness:
         self._thread.start()
 
     def _publish(self) -> None:
-        said = None
+        said, at, beat, since = "", 0.0, 0, time.time()
         while True:
-            doing = self.doing
-            if doing != said:
+            doing, now = self.doing, time.monotonic()
+            if doing != said or now >= at + BEAT:
                 try:
-                    self._store.set(_key(self.rank), f"{time.time():.1f} {doing}")
+                    since = since if doing == said else time.time()
+                    self._store.set(_key(self.rank), f"{beat} {since:.1f} {doing}")
                 except (DistError, RuntimeError):
                     return  # the store is the first process's: it is gone, and whoever waits for it will say so
-                said = doing
+                said, at, beat = doing, now, beat + 1
             if self._ended.wait(EVERY):
                 return
 
@@ -53,32 +59,50 @@ class Liveness:
         here = self.doing
         self.doing = f"{here}{GAVE_UP}"
         said: dict[int, str] = {}
+        silent: set[int] = set()
         # In a thread: the store is the first process's, and a client of a store that is stopped waits for ever.
-        asking = threading.Thread(target=self._ask, args=(said,), name="asking", daemon=True)
+        asking = threading.Thread(target=self._ask, args=(said, silent), name="asking", daemon=True)
         asking.start()
         asking.join(PATIENCE)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        absent = [f"rank {rank} {_absent(said.get(rank))}" for rank in others if not _is_at(said.get(rank), here)]
+        # Who gives no sign of life is to blame; the living may wait elsewhere for the same one.
+        missing = sorted(silent) or [rank for rank in others if not _is_at(said.get(rank), here)]
+        absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank), rank in silent)}" for rank in missing]
         found = "; ".join(absent) or "every process is there, so the network between them is to blame"
         return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
 
-    def _ask(self, said: dict[int, str]) -> None:
-        """Each process's last words; the first one's last, because it may not answer at all."""
-        for rank in reversed(range(self.size)):
+    def _place(self, rank: int) -> str:
+        """Its host, where there are several."""
+        return f" on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else ""
+
+    def _ask(self, said: dict[int, str], silent: set[int]) -> None:
+        """Each process's words, and again after a while: who still lives has a new beat, whatever its clock says."""
+        self._read(said)
+        time.sleep(SILENCE)
+        again: dict[int, str] = {}
+        self._read(again)
+        same = {rank for rank, words in again.items() if words == said.get(rank)}
+        gave_up = {rank for rank in same if said[rank].endswith(GAVE_UP)}  # and may have ended
+        silent.update(same - gave_up - {self.rank})
+        said.update(again)
+
+    def _read(self, said: dict[int, str]) -> None:
+        for rank in range(self.size):
             with contextlib.suppress(DistError, RuntimeError):
                 self._store.wait([_key(rank)], timedelta(seconds=1))
                 said[rank] = self._store.get(_key(rank)).decode()
 
 
 def _is_at(words: str | None, here: str) -> bool:
-    return words is not None and words.partition(" ")[2].removesuffix(GAVE_UP) == here
+    return words is not None and words.split(" ", 2)[2].removesuffix(GAVE_UP) == here
 
 
-def _absent(words: str | None) -> str:
+def _absent(words: str | None, is_silent: bool) -> str:
     if words is None:
         return "does not answer"
-    at, _, doing = words.partition(" ")
-    return f"did not come, it was last seen {time.time() - float(at):.0f} s ago at {doing}"
+    _, since, doing = words.split(" ", 2)
+    what = "gives no sign of life" if is_silent else "did not come"
+    return f"{what}, it was last seen {time.time() - float(since):.0f} s ago at {doing}"
 
 
 def lost(rank: int, operation: str, error: RuntimeError) -> WorldError:

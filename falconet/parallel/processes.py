@@ -63,6 +63,15 @@ class Processes(World):
                     f" {self.global_rank(0)}; wanted the same in both"
                 )
 
+    def counter(self, what: str) -> Callable[[str], int]:
+        """From any thread, and without waiting for the others: the first process's store counts."""
+
+        def count(thing: str) -> int:
+            key = f"{what}/{sha256(thing.encode()).hexdigest()}"
+            return self.store.add(what, int(self.store.add(key, 1) == 1))
+
+        return count
+
     def vote(self) -> Callable[[bool], bool]:
         return _Vote(self)
 
@@ -159,7 +168,9 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         liveness.follow(int(os.environ[environment.OWN]))
     wait = timedelta(seconds=timeout)
     try:
-        store = TCPStore(place.address, place.port, place.size, is_master=place.rank == 0, timeout=wait)
+        # torchrun may hold the store itself, at the very port that it tells us.
+        ours = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = TCPStore(place.address, place.port, place.size, is_master=ours, timeout=wait)
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(

@@ -53,6 +53,16 @@ class World:
     def agree(self, what: str, mine: str) -> None:
         """Raise DeviceError where the processes differ in what must be the same on all."""
 
+    def counter(self, what: str) -> Callable[[str], int]:
+        """Counts different things, over all processes: gives their number, the new one included."""
+        seen: set[tuple[str, str]] = set()
+
+        def count(thing: str) -> int:
+            seen.add((what, thing))
+            return len(seen)
+
+        return count
+
     def vote(self) -> Callable[[bool], bool]:
         """Asks, once an update, whether any process says yes; no device is waited for."""
         return bool

@@ -35,6 +35,7 @@ def train(
     meter = Meter(progress, world, replicas=plan.replicas)
     first_epoch, done = divmod(progress.update, plan.updates_per_epoch)
     for epoch in range(first_epoch, plan.epochs):
+        world.at(f"reading the images of update {progress.update + 1}")
         for micro_batches in updates_of(epoch, done):
             world.at(f"update {progress.update + 1}")
             meter.add(step(micro_batches, update=progress.update, lr=plan.lr(progress.update)))
@@ -51,4 +52,5 @@ def train(
                 watch.save()
             if stopping:
                 raise Interrupted
+            world.at(f"reading the images of update {progress.update + 1}")
         done = 0

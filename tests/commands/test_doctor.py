@@ -69,3 +69,9 @@ def test_on_cuda_every_check_holds(falconet):
     answer = falconet("doctor --distributed")
     assert answer.code == 0, answer.err
     assert "FAILED" not in answer.out
+
+
+def test_processes_without_the_self_test_are_refused(falconet):
+    answer = falconet("doctor --replicas 2")
+    assert answer.code == 2
+    assert answer.err == "falconet doctor: --replicas 2: is for --distributed, which starts processes; wanted both\n"

@@ -16,7 +16,7 @@ from falconet.commands import parts
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda: 2)
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
 
 
 def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
@@ -116,3 +116,11 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path):
         found.stderr
         == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; wanted a free one, such as {port + 1}\n"
     )
+
+
+def test_the_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 8 // processes)
+    line = TINY.replace("--threads 1", "").replace("--dataloader-workers 1", "")
+    assert "device cpu, 8 CPU threads, 8 loader threads\n" in falconet(f"train {line} --plan").out
+    found = falconet(f"train {line} --replicas 4 --plan")
+    assert "device cpu, 2 CPU threads, 2 loader threads in each process\n" in found.out

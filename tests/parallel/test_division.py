@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel.division import Asked, Division, over_devices, over_processes
+from falconet.parallel.division import Asked, Division, over_devices, over_processes, processes_that_fit
 
 small = st.integers(1, 64)
 few = st.integers(1, 6)
@@ -87,3 +87,11 @@ def test_a_world_that_contradicts_the_recipe_is_refused():
         over_processes(Asked(replicas=4, accumulation=1), size=3, launcher="torchrun")
     with pytest.raises(ConfigError, match=r"and 2 stages, but torchrun started 5 processes; wanted 4 processes$"):
         over_processes(Asked(replicas=2, accumulation=1, stages=2), size=5, launcher="torchrun")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "stages", "devices", "processes"),
+    [(16, 1, 16, 16), (16, 1, 3, 2), (4, 4, 16, 16), (4, 4, 8, 8), (4, 4, 7, 4), (4, 4, 3, 1), (1, 1, 1, 1)],
+)
+def test_poprun_starts_whole_replicas_on_the_devices_there_are(replicas, stages, devices, processes):
+    assert processes_that_fit(replicas, stages=stages, devices=devices) == processes

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.parallel.environment import Place, attempt, find_place, first_host
+from falconet.parallel.environment import Place, attempt, cores_of, find_place, first_host
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 PLACES = {
@@ -44,6 +44,16 @@ PLACES = {
             "SLURM_JOB_ID": "20003",
         },
         Place(launcher="srun", rank=4, size=5, local_rank=0, local_size=1, address="gpu07", port=20_003),
+    ),
+    "mpirun with one TF_CONFIG for all": (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "TF_CONFIG": '{"cluster":{"worker":["worker0:3636","worker1:3636"]},"task":{"type":"worker"}}',
+        },
+        Place(launcher="mpirun", rank=1, size=2, local_rank=0, local_size=1, address="worker0", port=3636),
     ),
     "TF_CONFIG": (
         {"TF_CONFIG": json.dumps(CLUSTER)},
@@ -93,3 +103,29 @@ def test_attempts_are_counted_by_either_launcher():
     assert attempt({}) == 0
     assert attempt({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
     assert attempt({"FALCONET_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}) == 1
+
+
+TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+TASKS = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+CORES = {
+    "alone": ({}, 16, 16, 16),
+    "alone in a container": ({}, 64, 4, 4),
+    "torchrun divides": ({"RANK": "0", "WORLD_SIZE": "4"}, 16, 16, 4),
+    "torchrun in a container divides what it may use": ({"RANK": "0", "WORLD_SIZE": "4"}, 64, 8, 2),
+    "mpirun binds to a core": (TWO | {"OMPI_MCA_orte_bound_at_launch": "1"}, 16, 1, 1),
+    "mpirun binds two to a socket": (TWO | {"OMPI_MCA_orte_bound_at_launch": "1"}, 8, 8, 4),
+    "mpirun without binding": (TWO | {"OMPI_MCA_hwloc_base_binding_policy": "none"}, 16, 16, 8),
+    "mpiexec binds": ({"PMI_RANK": "0", "PMI_SIZE": "2", "HYDRA_USER_PROVIDED_BINDING": "1"}, 8, 4, 4),
+    "srun binds each task to its four": (TASKS | {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, 64, 4, 4),
+    "srun without binding": (TASKS | {"SLURM_CPU_BIND_TYPE": "none"}, 64, 16, 4),
+    "more processes than cores": ({"RANK": "0", "WORLD_SIZE": "8"}, 2, 2, 1),
+}
+
+
+@pytest.mark.parametrize(("variables", "host", "own", "cores"), CORES.values(), ids=CORES.keys())
+def test_cores_are_divided_unless_the_launcher_has(variables, host, own, cores):
+    assert cores_of(variables, host=host, own=own) == cores
+
+
+def test_processes_that_are_yet_to_be_started_share_the_cores():
+    assert cores_of({}, host=8, own=8, expected=4) == 2

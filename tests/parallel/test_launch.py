@@ -5,78 +5,18 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gloo
 import pytest
-import torch
+from runs import assert_bitwise, begin, children, finish, metrics, updates, wait_for
 from tiny import TINY
 
 from falconet.checkpoint import files
 
 LINE = f"{TINY} --micro-batch-size 4 --replicas 2 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --ema-half-life 1"
 STAGES = "--replicas 1 --gradient-accumulation 2 --pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"
-LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
-
-
-def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
-    line = [*launcher, *command.split()]
-    env = os.environ | (variables or {})
-    return subprocess.Popen(
-        line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=LIMIT)
-    return process.returncode, out, err
-
-
-def children(pid):
-    """Worker processes of a launcher."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(words[1]) == pid:
-            found.append(int(stat.parent.name))
-    return sorted(found)
-
-
-def updates(run):
-    log = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return [line["update"] for line in lines if "train/loss" in line]
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def state(run):
-    """Every tensor of the newest checkpoint."""
-    folder = files.checkpoints_in(run)[-1]
-    manifest = files.verify(folder)
-    return {
-        f"{stem}:{key}": tensor
-        for stem in manifest.stems
-        for key, tensor in files.read_tensors(folder, stem, verified=manifest).items()
-    }
-
-
-def metrics(run):
-    """The last of each metric for each update, but times."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("train/images_per_second", "train/waiting_percent")
-    return {(line["update"], key): value for line in lines for key, value in line.items() if key not in timed}
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +65,6 @@ def kill_at_random(home, run, *, total, kills, extra=""):
             lambda old=workers: len(children(process.pid)) == 2 and not set(children(process.pid)) & set(old), "restart"
         )
     return targets, *finish(process)
-
-
-def assert_bitwise(one, other):
-    left, right = state(one), state(other)
-    assert left.keys() == right.keys()
-    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
-    assert metrics(one) == metrics(other)
 
 
 def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, tmp_path):

@@ -44,3 +44,11 @@ def test_the_doctor_finds_nothing_wrong_with_two_processes(tmp_path):
         assert len(found) == 7
         assert [finding for finding in found if not finding.held] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_images_are_those_of_the_whole_run_each_counted_once():
+    found = gloo.in_world(2, replica_scenarios.bad_images, 3)
+    said = {note.rpartition("; skipped, ")[2] for notes in found for note in notes}
+    assert said == {"bad image 1 of 3 allowed", "bad image 2 of 3 allowed", "bad image 3 of 3 allowed"}
+    with pytest.raises(AssertionError, match=r"shared.png: cannot be .*; 3 bad images, --bad-images-allowed 2"):
+        gloo.in_world(2, replica_scenarios.bad_images, 2)

@@ -1,0 +1,55 @@
+"""A worker that hangs: the run ends by itself, and says which one, and where."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import begin, children, updates, wait_for
+from tiny import TINY
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+TIMEOUT = 20  # seconds; also for the processes to meet, on a busy machine
+ENDING = 30 + 60  # torch's agent waits 30 s before it kills what does not end; the rest is for a busy machine
+LINE = f"--replicas 2 --logs-per-epoch 4 --collective-timeout {TIMEOUT} --max-restarts 0 --epoch 5000 --run-dir r"
+
+
+def rank_of(pid):
+    return int(re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())[1])
+
+
+def ended(process, *, hung):
+    """What a run says whose worker hangs since `hung`."""
+    out, err = process.communicate(timeout=TIMEOUT + ENDING + 60)
+    assert process.returncode == 1, out
+    assert time.monotonic() - hung < TIMEOUT + ENDING
+    return err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_stopped_is_named_with_where_it_was(tmp_path, rank):
+    process = begin(f"train {TINY} {LINE}", tmp_path)
+    wait_for(lambda: len(updates(tmp_path / "r")) > 5, "update 6")
+    workers = children(process.pid)
+    stopped = next(pid for pid in workers if rank_of(pid) == rank)
+    os.kill(stopped, signal.SIGSTOP)
+    err = ended(process, hung=time.monotonic())
+    silent = "gives no sign of life, it was last seen" if rank else "does not answer"  # the first one holds the store
+    assert re.search(rf"rank {1 - rank}: waited {TIMEOUT} s in vain at update \d+, [a-z ']+: rank {rank} {silent}", err)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "nobody stays behind"
+
+
+def test_a_worker_that_waits_for_an_image_is_named_with_that(tmp_path, image_folder):
+    data = f"--data folder --data-dir {image_folder} --model resnet8-cifar --image-size 32 --device cpu --threads 1"
+    process = begin(f"train {data} --micro-batch-size 4 {LINE} --warmup-epoch 0 --dataloader-workers 1", tmp_path)
+    wait_for(lambda: len(updates(tmp_path / "r")) > 5, "update 6")
+    photo = image_folder / "train/dark/3.png"
+    photo.unlink()
+    os.mkfifo(photo)  # opening it waits for a writer who does not come, as a dead file server's files do
+    err = ended(process, hung=time.monotonic())
+    where = rf"rank (\d): waited {TIMEOUT} s in vain at update \d+, [a-z ']+: rank (\d) did not come, it was last seen"
+    found = re.search(where + r" \d+ s ago at reading the images of update \d+", err)
+    assert found, err
+    assert found[1] != found[2]

@@ -1,0 +1,181 @@
+"""Two hosts with two processes each, as network namespaces with a cable between them; one is cut off and comes back."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import assert_bitwise, updates, wait_for
+from tiny import TINY
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.getuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
+        reason="network namespaces need root, ip and unshare",
+    ),
+]
+LINE = f"{TINY} --micro-batch-size 4 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --collective-timeout 25 --resume"
+# Runs its second argument on a "host": a network namespace with a name of its own.
+SHELL = """#!/bin/sh
+case "$1" in
+{network}.1) host=left;;
+{network}.2) host=right;;
+*) echo "no route to $1" >&2; exit 255;;
+esac
+exec ip netns exec "{prefix}-$host" unshare --uts sh -c "hostname $host; $2"
+"""
+LIMIT = 240
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+class Hosts:
+    """Two namespaces; `shell` is what poprun takes for ssh."""
+
+    def __init__(self, home: Path) -> None:
+        self.prefix, self.network, self.shell = f"fn{os.getpid()}", "10.203.77", home / "shell"
+        self.shell.write_text(SHELL.format(network=self.network, prefix=self.prefix))
+        self.shell.chmod(0o755)
+        left, right = f"{self.prefix}-left", f"{self.prefix}-right"
+        ip("netns", "add", left)
+        ip("netns", "add", right)
+        ip("link", "add", "cable", "netns", left, "type", "veth", "peer", "name", "cable", "netns", right)
+        for number, name in enumerate((left, right), 1):
+            ip("-n", name, "address", "add", f"{self.network}.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "cable", "up")
+
+    def cable(self, state: str) -> None:
+        ip("-n", f"{self.prefix}-right", "link", "set", "cable", state)
+
+    def close(self) -> None:
+        for name in ("left", "right"):
+            ip("netns", "delete", f"{self.prefix}-{name}")
+
+    def begin(self, program, cwd, *, hosts="{0}.1,{0}.2", **variables):
+        mpi = f"--mca plm_rsh_agent {self.shell} --mca btl_tcp_if_include {self.network}.0/24 -x PYTHONPATH"
+        flags = ["--num-replicas", "4", "--host", hosts.format(self.network), f"--mpi-global-args={mpi}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "falconet.commands.poprun", *flags, sys.executable, *program],
+            cwd=cwd,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def processes(self) -> list[str]:
+        names = [f"{self.prefix}-{name}" for name in ("left", "right")]
+        found = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True) for name in names]
+        return " ".join(each.stdout for each in found).split()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    made = Hosts(tmp_path_factory.mktemp("hosts"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts, tmp_path_factory):
+    home = tmp_path_factory.mktemp("undisturbed")
+    process = hosts.begin(["-m", "falconet", "train", *LINE.split(), "--epoch", "12", "--run-dir", "r"], home)
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, ""), out
+    assert "x replicas 4" in out
+    return home / "r"
+
+
+def gone(hosts):
+    wait_for(lambda: not hosts.processes(), "the end of all processes")
+
+
+def test_a_host_that_is_cut_off_is_named_and_the_run_goes_on_when_it_is_back(hosts, undisturbed, tmp_path):
+    line = ["-m", "falconet", "train", *LINE.split(), "--epoch", "12", "--run-dir", "r"]
+    process = hosts.begin(line, tmp_path)
+    wait_for(lambda: max(updates(tmp_path / "r"), default=0) >= 20, "update 20")
+    hosts.cable("down")
+    cut = time.monotonic()
+    try:
+        _, err = process.communicate(timeout=LIMIT)
+    finally:
+        hosts.cable("up")
+    assert process.returncode == 1
+    assert time.monotonic() - cut < 25 + 30 + 60, "the time-out, and torch's 30 s for those that do not end"
+    silent = r"rank 2 on right gives no sign of life, it was last seen \d+ s ago at .*; rank 3 on right gives no sign"
+    assert re.search(rf"rank [01]: waited 25 s in vain at update \d+, [a-z ']+: {silent}", err), err
+    gone(hosts)
+    process = hosts.begin(line, tmp_path)
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, ""), out
+    assert "restored r/checkpoints/" in out
+    assert_bitwise(undisturbed, tmp_path / "r")
+
+
+PRETEND = """
+import os, sys
+import falconet
+from falconet.cli import main
+if os.environ["RANK"] == "3":
+    falconet.__version__ = "0.0.1"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_mixed_versions_are_refused_by_the_first_process_and_nobody_stays(hosts, tmp_path):
+    (tmp_path / "program.py").write_text(PRETEND)
+    process = hosts.begin(["program.py", "train", *LINE.split(), "--run-dir", "r"], tmp_path)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"falconet train: the version of falconet and torch: is '0\.0\.1 and .*' in process 3 and '.*' in the first;"
+        r" wanted the same in all\n",
+        err,
+    )
+    gone(hosts)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_port_in_use_is_one_line(hosts, tmp_path):
+    listen = "import socket, time; s = socket.socket(); s.bind(('', 29777)); s.listen(); print(flush=True); input()"
+    taken = subprocess.Popen(
+        ["ip", "netns", "exec", f"{hosts.prefix}-left", sys.executable, "-c", listen],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    taken.stdout.readline()
+    process = hosts.begin(["-m", "falconet", "train", *LINE.split(), "--run-dir", "r"], tmp_path, MASTER_PORT="29777")
+    _, err = process.communicate(timeout=LIMIT)
+    taken.communicate("\n", timeout=LIMIT)
+    assert process.returncode == 2
+    assert err == f"poprun: MASTER_PORT: 29777 is in use on {hosts.network}.1; wanted a free one\n"
+    gone(hosts)
+
+
+def test_a_missing_host_is_one_line_and_nothing_is_started(hosts, tmp_path):
+    process = hosts.begin(["-m", "falconet", "train", *LINE.split()], tmp_path, hosts="{0}.1,{0}.9")
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
+    assert err == f"poprun: --host: cannot reach {hosts.network}.9 by {hosts.shell}: no route to {hosts.network}.9\n"
+    gone(hosts)
+
+
+def test_replicas_that_do_not_divide_are_one_line(hosts, tmp_path):
+    program = ["-m", "falconet", "train", *LINE.split(), "--run-dir", "r", "--replicas", "6"]
+    process = hosts.begin(program, tmp_path)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
+    assert err.count("\n") == 1
+    assert "--replicas: got 6 with --gradient-accumulation 1, but torchrun started 4 processes" in err
+    assert not (tmp_path / "r").exists()
+    gone(hosts)
