@@ -19,7 +19,7 @@ from falconet.config.options import options_of
 from falconet.config.settings import from_line
 
 # Options that other branches of this session bring; an entry goes when it is there.
-NOT_YET = {"imagenet-data-path", "use-bbox-info", "dataloader-rebatch-size"}
+NOT_YET = {"dataloader-rebatch-size"}
 PROGRAM = "print('throughput: {} samples/sec')"
 
 
@@ -154,8 +154,7 @@ def test_every_command_of_a_built_in_spec_is_a_legal_one(name, monkeypatch):
             words = list(command.argv[3:])
             two = " ".join(words[:2]) in COMMANDS
             options = COMMANDS[" ".join(words[: 1 + two])].options
-            line = [word.replace("imagenet", "folder") for word in _without(words[1 + two :], NOT_YET)]
-            load(options, from_line([*line, "--data-dir", "x"], options_of(options)))
+            load(options, from_line(_without(words[1 + two :], NOT_YET), options_of(options)))
 
 
 def _without(words, names):
