@@ -1,13 +1,15 @@
 """What the processes of tests/parallel/test_pipeline.py do: the real wiring of a run, without its launcher."""
 
 import os
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from falconet.checkpoint import files
-from falconet.commands import launching, parts, running
+from falconet.commands import launching, parts, running, sharding
 from falconet.commands.reading import load_options
 from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
@@ -87,11 +89,11 @@ def _result(run, state, step, feed, updates):
     evaluate = run.placement.evaluator()
     found = evaluate(state.model)
     averaged = evaluate(state.ema.model) if state.ema else None
-    tensors = {
-        f"{stem}:{name}": t.detach().numpy(force=True).copy() if t.dtype != torch.bfloat16 else t.float().numpy()
-        for stem, group in state.tensors().items()
-        for name, t in group.items()
-    }
+    folder = Path(run.world.once(tempfile.mkdtemp))
+    _saved(run, state, folder / "c")
+    tensors = _read(folder / "c") if run.world.is_first else {}
+    if run.world.is_first:
+        shutil.rmtree(folder)
     return {
         "tensors": tensors,
         "losses": [totals.loss for totals in losses],
@@ -103,20 +105,29 @@ def _result(run, state, step, feed, updates):
 
 
 def _saved(run, state, folder):
-    tensors = state.tensors()
-    if run.world.is_first:
-        update = state.progress.update
-        content = {
-            "model": run.options.model.model,
-            "classes": run.images.classes,
-            "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
-            "meter": state.progress.to_json(),
-            "metrics": {},
-            **run._identity(folder.parent).content,
-        }
-        files.write(folder, tensors, content)
+    update = state.progress.update
+    content = {
+        "model": run.options.model.model,
+        "classes": run.images.classes,
+        "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
+        "meter": state.progress.to_json(),
+        "metrics": {},
+        **run._identity(folder.parent).content,
+    }
+    with sharding.writer(run.world, timeout=60.0) as writer:
+        writer.save_state(folder, state, content)
     run.world.barrier("saving")
     return str(folder)
+
+
+def _read(folder):
+    """Every tensor of a checkpoint, whole."""
+    manifest = files.verify(folder)
+    return {
+        f"{stem}:{name}": t.float().numpy() if t.dtype == torch.bfloat16 else t.numpy()
+        for stem in manifest.stems
+        for name, t in files.read_tensors(folder, stem, verified=manifest).items()
+    }
 
 
 def several(world, lines, updates=3):

@@ -1,9 +1,11 @@
 """What the processes of tests/parallel do; importable, because they are other processes."""
 
 import copy
+import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
-from falconet.commands.sharding import attach, replicas
+from falconet.commands.sharding import attach, replicas, writer
+from falconet.commands.sharding import step as sharded_step
 from falconet.data.decode import BadImages
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
@@ -22,13 +25,17 @@ from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
-from falconet.optim.build import UpdateRule, build
+from falconet.numerics.rounding import Rounding
+from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
+from falconet.optim.build import UpdateRule, build, build_scaled
+from falconet.optim.offload import HostedState
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.replicas import digest
+from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove
+from falconet.train.moving import PlainMove, ScaledMove
 from falconet.train.step import LocalStep
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
@@ -60,13 +67,16 @@ def own_part(batch, world, accumulation):
     return parts[world.rank * accumulation : (world.rank + 1) * accumulation]
 
 
+RATES = {"adamw": 0.001, "rmsprop_tf": 0.005, "lars": 1.0}  # of the size that people use; others: 0.05
+
+
 def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
     """The state after some updates of the same global batches, and the mean loss of each."""
     model = model_of(kind)
     step = stepper(model, rule, replicas(model, world, bucket=bucket, sharded=False))
     losses = []
     for update in range(updates):
-        found = step(own_part(images(update), world, accumulation), update=update, lr=0.05)
+        found = step(own_part(images(update), world, accumulation), update=update, lr=RATES.get(rule, 0.05))
         losses.append((world.sum(found.loss) / world.size).item())
     return {name: t.detach().clone().numpy() for name, t in model.state_dict().items()}, losses, digest(model)
 
@@ -126,44 +136,125 @@ def stepper(model, rule, exchange, optimizer=None):
     )
 
 
-def sharded(world, rule, accumulation, folder, bucket=0.05):
-    """Updates with divided optimizer state, with a save and a load half way; all of the state at the end, in bytes."""
-    first = sharded_state(world, rule, bucket)
-    for update in range(2):
-        first[1](own_part(images(update), world, accumulation), update=update, lr=0.05)
-    saved = first[0].tensors()
-    if world.is_first:
-        files.write(
-            Path(folder), saved, {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
-        )
-    world.barrier("saving")
-    second = sharded_state(world, rule, bucket)
-    second[0].load(Path(folder), name="m")
-    for state, step in (first, second):
-        step(own_part(images(2), world, accumulation), update=2, lr=0.05)
-        state.digest = digest(state.model)
-    assert first[0].digest == second[0].digest, "a restored run is another run"
-    state = first[0]
-    held = sum(t.numel() for slots in state.optimizer.state.values() for t in slots.values() if t.ndim)
-    tensors = {
-        f"{stem}:{name}": t.numpy().copy() for stem, group in state.tensors().items() for name, t in group.items()
-    }
-    return tensors, held, state.digest
+class Case(NamedTuple):
+    """A training to compare; `scale` None: automatic, 0: none at all."""
+
+    rule: str = "sgd"
+    regime: str = "32.32"
+    sharded: bool = False
+    stochastic: bool = False
+    scale: float | None = 0.0
+    accumulation: int = 1
+    bucket: float = 0.05
+    kind: str = "group"
+    spoiled: int | None = None  # update whose gradient is not finite, on the last replica alone
+    offloaded: bool = False
 
 
-def sharded_state(world, rule, bucket):
-    model = model_of("group").to(memory_format=torch.channels_last)
-    exchange = replicas(model, world, bucket=bucket, sharded=True)
-    shards = exchange if world.size > 1 else None
-    optimizer = build(shards.trained if shards else model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+def build_case(world, case):
+    """The state of a case before its first update, and its step."""
+    model = REGIMES[case.regime].prepare(model_of(case.kind), world.device).to(memory_format=torch.channels_last)
+    exchange = replicas(model, world, bucket=case.bucket, sharded=case.sharded)
+    shards = exchange if isinstance(exchange, ShardedReplicas) else None
+    trained = shards.trained if shards else model
+    rule = UpdateRule(name=case.rule, weight_decay=1e-3, eps=1e-3)
+    scale = None
+    if case.scale is None:
+        kind = REGIMES[case.regime].compute
+        scale = AutomaticScale(dtype=kind, device=world.device, initial=1024.0, period=2, sum=world.sum)
+    elif case.scale:
+        scale = FixedScale(case.scale, device=world.device)
+    rounding = Rounding(7) if case.stochastic else None
+    optimizer = build_scaled(trained, rule, rounding=rounding) if scale else build(trained, rule)
+    state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:
-        attach(shards, optimizer)
-    state = TrainState(model, optimizer, shards=shards)
-    return state, stepper(model, rule, exchange, optimizer)
+        attach(optimizer, model, shards=shards)
+    if case.offloaded:
+        state.hosted = HostedState(optimizer, bucket_megabytes=case.bucket, device=world.device)
+    moved = sharded_step(optimizer, shards, state.hosted)
+    offender = Offender(world.device)
+    move = (
+        ScaledMove(model, optimizer, scale, offender=offender, step=moved, shards=shards)
+        if scale
+        else PlainMove(optimizer, device=world.device, step=moved)
+    )
+    step = LocalStep(
+        model,
+        move,
+        normalise=Normalise(PREPROCESSING),
+        loss=Loss(CLASSES, 0.1),
+        regime=REGIMES[case.regime],
+        seed=0,
+        replicas=exchange,
+    )
+    return state, step, offender
 
 
-def several_sharded(world, calls):
-    return [sharded(world, *call) for call in calls]
+def run_case(world, case, folder, updates=4):
+    """Updates with a save after the first, from which another run goes on, and what there is at the end."""
+    first = build_case(world, case)
+    one_update(first, world, case, 0)
+    save(world, first[0], Path(f"{folder}-first"))
+    second = build_case(world, case)
+    second[0].load(Path(f"{folder}-first"), name="m")
+    for each in (first, second):
+        for update in range(1, updates):
+            one_update(each, world, case, update)
+    assert digest(first[0].model) == digest(second[0].model), f"a restored run is another run: {case}"
+    state, _, offender = first
+    save(world, state, Path(folder))
+    slots = [t for each in state.optimizer.state.values() for t in each.values()]
+    return {
+        "held": sum(t.numel() for t in slots if isinstance(t, torch.Tensor) and t.ndim),
+        "digest": digest(state.model),
+        "scales": state.scale.history[:updates].tolist() if state.scale else [],
+        "skipped": int(state.scale.skipped) if state.scale else 0,
+        "offender": offender.read([name for name, _ in state.model.named_parameters()]),
+    }
+
+
+def one_update(built, world, case, update):
+    state, step, _ = built
+    micro_batches = own_part(images(update), world, case.accumulation)
+    if update == case.spoiled and world.rank == world.size - 1:
+        hook = dict(state.model.named_parameters())["fc.bias"].register_hook(lambda grad: grad * math.inf)
+        step(micro_batches, update=update, lr=0.05)
+        hook.remove()
+    else:
+        step(micro_batches, update=update, lr=0.05)
+
+
+def save(world, state, folder):
+    content = {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
+    with writer(world, timeout=30.0) as each:
+        each.save_state(folder, state, content)
+    world.barrier("saving")
+
+
+def tensors(folder):
+    """Every tensor of a checkpoint."""
+    manifest = files.verify(Path(folder))
+    return {
+        f"{stem}:{name}": tensor
+        for stem in manifest.stems
+        for name, tensor in files.read_tensors(Path(folder), stem, verified=manifest).items()
+    }
+
+
+def furthest(found, expected):
+    """The name and the size of the largest difference between two states, beside the largest value of its tensor."""
+    assert found.keys() == expected.keys()
+    off = {}
+    for name, wanted in expected.items():
+        assert found[name].dtype == wanted.dtype, name
+        if wanted.numel():
+            size = wanted.double().abs().max().clamp(min=1e-6)
+            off[name] = float((found[name].double() - wanted.double()).abs().max() / size)
+    return max(off.items(), key=lambda item: item[1])
+
+
+def run_cases(world, cases, home):
+    return [run_case(world, case, f"{home}/{number}") for number, case in enumerate(cases)]
 
 
 def messages(world, accumulation):
@@ -245,7 +336,13 @@ def disagree(world):
 
 
 def alone(scenario, *args):
-    return scenario(World(device=torch.device("cpu")), *args)
+    """In this process, with one thread as the others have: the number changes bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return scenario(World(device=torch.device("cpu")), *args)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bad_images(world, allowed):

@@ -11,7 +11,7 @@ import torch
 
 from falconet.checkpoint import files
 
-LIMIT = 120  # seconds; a launch takes about 10
+LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
 
 
 def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
@@ -58,9 +58,9 @@ def state(run):
     folder = files.checkpoints_in(run)[-1]
     manifest = files.verify(folder)
     return {
-        f"{name}:{key}": tensor
-        for name in manifest.files
-        for key, tensor in files.read_tensors(folder, name.removesuffix(".safetensors"), verified=manifest).items()
+        f"{stem}:{key}": tensor
+        for stem in manifest.stems
+        for key, tensor in files.read_tensors(folder, stem, verified=manifest).items()
     }
 
 

@@ -60,8 +60,8 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0) -> 
         if manifest.averaged:
             continue
         # Links and copies (a kept 'best') hold the same bytes at the same progress.
-        record = manifest.files.get(f"{MODEL}{files.SUFFIX}")
-        state = (manifest.progress, record.sha256) if record else (folder.resolve(),)
+        digests = manifest.digests(MODEL)
+        state = (manifest.progress, digests) if digests else (folder.resolve(),)
         found.setdefault(state, (manifest.progress, folder.name, folder))
     ordered = sorted(found.values(), key=lambda f: (f[0].epoch, f[0].images, f[0].update, f[1]))
     chosen = [folder for _, _, folder in ordered][: max(0, len(ordered) - discarded)]

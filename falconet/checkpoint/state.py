@@ -5,15 +5,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import files, foreign
 from falconet.numerics.scaling import Scale
 from falconet.optim.ema import Ema
+from falconet.optim.offload import HostedState
 from falconet.optim.state_names import load_state_tensors, state_tensors
-from falconet.parallel.gathering import Content, OneStage, Stages
-from falconet.parallel.sharding import Layout, Whole
+from falconet.parallel.sharding import Layout
+from falconet.parallel.slices import Slice, fair_share
+from falconet.parallel.stages import OneStage, Stages
 
 
 @dataclass
@@ -69,17 +72,27 @@ class TrainState:
     ema: Ema | None = None
     scale: Scale | None = None
     shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
+    hosted: HostedState | None = None  # keeps the optimizer's state on the host
     stages: Stages = field(default_factory=OneStage)  # what of the model this process has
+    rank: int = 0  # among the processes that hold the same tensors
+    copies: int = 1  # how many of them there are
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Every tensor that this process holds, by file and name."""
+        if self.hosted:
+            self.hosted.settle()
+        content = {"model": dict(self.model.state_dict()), "optimizer": state_tensors(self.optimizer, self._trained)}
+        return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
+
+    def slices(self) -> dict[str, list[Slice]]:
+        """What this process answers for of all tensors, by file: its share of those that others hold as well."""
+        tensors = {stem: self.stages.answered(group) for stem, group in self.tensors().items()}
+        slices = {stem: fair_share(group, rank=self.rank, size=self.copies) for stem, group in tensors.items()}
+        return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
 
     @property
-    def layout(self) -> Layout:
-        return self.shards or Whole(self.model)
-
-    def tensors(self) -> Content:
-        """Every tensor, by file and name, whole on the first process; every process calls it."""
-        optimizer = self.layout.gathered(state_tensors(self.optimizer, self.layout.trained))
-        content = {"model": dict(self.model.state_dict()), "optimizer": optimizer}
-        return self.stages.gathered(content | {stem: part.state_tensors() for stem, part in self._optional().items()})
+    def _trained(self) -> nn.Module:
+        return self.shards.trained if self.shards else self.model
 
     def _optional(self) -> dict[str, Ema | Scale]:
         """What not every run has, by the file that holds it."""
@@ -93,6 +106,11 @@ class TrainState:
             return self.stages.own(files.read_tensors(folder, stem, verified=manifest))
 
         foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
-        load_state_tensors(self.optimizer, self.layout.trained, self.layout.scattered(read("optimizer")))
+        stored = read("optimizer")
+        own = self.shards.scattered(stored) if self.shards else stored
+        # All of it at once may be more than the device has room for.
+        load_state_tensors(self.optimizer, self._trained, own, home=torch.device("cpu") if self.hosted else None)
+        if self.hosted:
+            self.hosted.adopt()
         for stem, part in self._optional().items():
             part.load_state_tensors(read(stem))

@@ -31,7 +31,7 @@ def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str,
     newest = folders[-1]
     manifest = files.verify(newest)
     tensors = {"model": weights, "optimizer": files.read_tensors(newest, "optimizer", verified=manifest)}
-    if "ema.safetensors" in manifest.files:
+    if "ema" in manifest.stems:
         tensors["ema"] = files.read_tensors(newest, "ema", verified=manifest)
     averaged = {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
     content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}

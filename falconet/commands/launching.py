@@ -11,7 +11,7 @@ from rich.console import Console
 
 import falconet
 from falconet.checkpoint import files
-from falconet.checkpoint.files import Manifest
+from falconet.checkpoint.manifest import Manifest
 from falconet.commands import parts, run_folder
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded

@@ -41,7 +41,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         options.data, model=options.model.model, global_batch=parts.global_batch(trained), seed=trained.run.seed
     )
     for stem, suffix in (("model", ""), ("ema", " (moving average)")):
-        if f"{stem}.safetensors" not in manifest.files:
+        if stem not in manifest.stems:
             continue
         weights = files.read_tensors(folder, stem, verified=manifest)
         model = _built(options, classes=manifest.classes)

@@ -1,14 +1,14 @@
 """A model in stages: one a process, each reading, computing and evaluating its part."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import numbers, parts
+from falconet.commands import numbers, parts, sharding
 from falconet.commands.placing import Setup
 from falconet.config import rules
 from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader
@@ -18,10 +18,11 @@ from falconet.numerics.footprint import Footprint, measure
 from falconet.numerics.recompute import matching, recompute_stage
 from falconet.numerics.scaling import Offender
 from falconet.optim.half import HalfOptimizer
-from falconet.parallel.gathering import SeveralStages, Stages
 from falconet.parallel.pipeline import Place, in_flight
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import Replicas
+from falconet.parallel.sharding import ShardedReplicas
+from falconet.parallel.stages import SeveralStages, Stages
 from falconet.train.evaluate import Evaluation
 from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.pipelined import (
@@ -136,6 +137,9 @@ class StagedModel:
     def stages(self) -> Stages:
         return SeveralStages(self._setup.grid, own=self.model.state_dict(), every=self._whole.state_dict())
 
+    def numbers(self) -> Mapping[str, int]:
+        return sharding.numbered(self._whole)
+
     def loader(self) -> Loader | SyntheticLoader | IdleLoader:
         setup = self._setup
         if not setup.grid.is_first_stage:
@@ -166,12 +170,22 @@ class StagedModel:
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> PipelinedStep:
         setup = self._setup
-        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device)
+        shards = replicas if isinstance(replicas, ShardedReplicas) else None
+        moved = sharding.step(state.optimizer, shards, state.hosted)
+        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device, step=moved)
         if state.scale is not None:
             assert isinstance(state.optimizer, HalfOptimizer)
             own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
             everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
-            move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, everywhere=everywhere)
+            move = ScaledMove(
+                state.model,
+                state.optimizer,
+                state.scale,
+                offender=offender,
+                step=moved,
+                shards=shards,
+                stages=everywhere,
+            )
         return PipelinedStep(
             state.model,
             move,

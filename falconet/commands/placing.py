@@ -1,6 +1,6 @@
 """How the model lies on the devices: whole in every process. The other way, in stages, is `pipelining`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import numbers, parts
+from falconet.commands import numbers, parts, sharding
 from falconet.config import schema
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
@@ -16,9 +16,10 @@ from falconet.models import splits, zoo
 from falconet.numerics.precision import Regime
 from falconet.numerics.scaling import Offender
 from falconet.optim.half import HalfOptimizer
-from falconet.parallel.gathering import OneStage, Stages
 from falconet.parallel.grid import Grid
 from falconet.parallel.replicas import Replicas
+from falconet.parallel.sharding import ShardedReplicas
+from falconet.parallel.stages import OneStage, Stages
 from falconet.train.evaluate import Evaluation
 from falconet.train.loss import Loss
 from falconet.train.moving import Move, PlainMove, ScaledMove
@@ -73,6 +74,8 @@ class Placement(Protocol):
 
     def stages(self) -> Stages: ...
 
+    def numbers(self) -> Mapping[str, int]: ...  # of the trained weights among all of the model's
+
     def loader(self) -> Loader | SyntheticLoader | IdleLoader: ...  # of training batches
 
     def evaluator(self) -> Callable[[nn.Module], Evaluation]: ...
@@ -123,6 +126,9 @@ class WholeModel:
     def stages(self) -> Stages:
         return OneStage()
 
+    def numbers(self) -> Mapping[str, int]:
+        return sharding.numbered(self.model)
+
     def loader(self) -> Loader | SyntheticLoader:
         setup = self._setup
         return parts.training_loader(
@@ -137,10 +143,12 @@ class WholeModel:
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
         setup = self._setup
-        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device)
+        shards = replicas if isinstance(replicas, ShardedReplicas) else None
+        moved = sharding.step(state.optimizer, shards, state.hosted)
+        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device, step=moved)
         if state.scale is not None:
             assert isinstance(state.optimizer, HalfOptimizer)
-            move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender)
+            move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=moved, shards=shards)
         return LocalStep(
             state.model,
             move,

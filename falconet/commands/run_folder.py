@@ -5,12 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import falconet
-from falconet.checkpoint.files import Manifest, checkpoints_in
+from falconet.checkpoint.files import checkpoints_in
+from falconet.checkpoint.manifest import Manifest
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
 from falconet.report.folders import RunShape, fresh
 from falconet.report.sinks import JsonLines, Several, Sink, TensorBoard, WeightsAndBiases
+from falconet.train.memory import Memory
 from falconet.train.record import Record
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
@@ -77,7 +79,9 @@ def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions]) -> Sink:
     return Several(sinks)
 
 
-def write_summary(folder: Path, record: Record, say: Callable[[str], None], *, peak_memory: int) -> None:
+def write_summary(
+    folder: Path, record: Record, say: Callable[[str], None], *, peak_memory: int, memory: Memory
+) -> None:
     """summary.json, and the same in words."""
     rate = record.whole_run()
     summary = {
@@ -87,6 +91,7 @@ def write_summary(folder: Path, record: Record, say: Callable[[str], None], *, p
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
         "peak_memory_bytes": peak_memory,
+        "memory_bytes": memory.to_json(),
         "metrics": record.metrics,
         "best": {"validation_accuracy": record.best[0], "update": record.best[1]} if record.best else None,
         "checkpoints": str(record.checkpoints),
@@ -100,6 +105,8 @@ def write_summary(folder: Path, record: Record, say: Callable[[str], None], *, p
         f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
     )
     say(f"peak memory          {peak_memory / 2**30:.2f} GiB")
+    for line in memory.lines():
+        say(line)
     say(f"run folder           {folder}")
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from falconet.checkpoint.files import Manifest
-from falconet.checkpoint.idle import IdleWriter
+from falconet.checkpoint import disk
+from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.checkpoint.writer import Writer
 from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
 from falconet.commands.pipelining import StagedModel
@@ -25,6 +24,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.numerics.scaling import Offender
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
+from falconet.optim.offload import HostedState
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import divide
@@ -33,6 +33,7 @@ from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import open_world
 from falconet.report.sinks import Several
 from falconet.report.throughput import Stopwatch
+from falconet.train import memory
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan, updates_in_epoch
@@ -171,6 +172,7 @@ class Run:
         augment = self.images.augment(options.augmentation.augment)
         loaders = parts.workers(options.data, self.division.processes)
         each = " in each process" if self.division.processes > 1 else ""
+        placed = sharding.describe(options.parallel, world)
         lines = [
             f"model {options.model.model}, {self.placement.parameters:,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
@@ -178,7 +180,7 @@ class Run:
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.placement.lines(),
             *self.plan.lines(),
-            f"optimizer {options.optimizer.optimizer}, seed {options.run.seed}",
+            f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",
         ]
         if options.data.data == "synthetic" and options.validation.validation_mode != "none":
             lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
@@ -200,15 +202,26 @@ class Run:
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
-        assert not (scale and shards), "the rules of the options refuse divided state with a loss scale"
+        trained = shards.trained if shards else self.model
         optimizer = (
-            build_scaled(self.model, rule, rounding=numbers.rounding(self.options, regime=self.regime))
+            build_scaled(trained, rule, rounding=numbers.rounding(self.options, regime=self.regime))
             if scale
-            else build(shards.trained if shards else self.model, rule)
+            else build(trained, rule)
         )
-        state = TrainState(self.model, optimizer, scale=scale, shards=shards, stages=self.placement.stages())
-        if shards:
-            sharding.attach(shards, optimizer)
+        world, replicas = self.world, self.grid.replicas
+        state = TrainState(
+            self.model,
+            optimizer,
+            scale=scale,
+            shards=shards,
+            stages=self.placement.stages(),
+            rank=replicas.rank,
+            copies=replicas.size,
+        )
+        sharding.attach(optimizer, self.model, shards=shards, numbers=self.placement.numbers())
+        if self.options.parallel.offload_optimizer and world.device.type != "cpu":
+            bucket = self.options.parallel.bucket_size
+            state.hosted = HostedState(optimizer, bucket_megabytes=bucket, device=world.device)
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
@@ -272,7 +285,7 @@ class Run:
         sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
         with (
             sinks as sink,
-            Writer() if world.is_first else IdleWriter() as writer,
+            sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             StopRequest(self.screen.line) as stop,
             self.screen,
         ):
@@ -319,8 +332,9 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaging.after_training(record, options, world=world, say=self.screen.line)
+        held = memory.measure(state, self.replicas, self.grid.replicas)
         if world.is_first:
-            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory())
+            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
 
     def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
         """The step, traced for a while if that was asked for; one process is enough to see."""
@@ -333,6 +347,8 @@ class Run:
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)
+        if self.launch.again:  # all of its workers are gone, and nobody else saves there
+            disk.sweep(run_folder.checkpoints(folder, self.options), abandoned=0.0, kinds=("tmp",))
         run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
         return str(folder)
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest_stages, sharding
 from falconet.errors import CheckpointError, DeviceError
@@ -21,6 +20,7 @@ from falconet.parallel.world import World
 
 IMAGES, SIZE = 4, 8  # a replica's micro-batch
 TOLERANCE = 1e-4  # relative; TF32 and other orders of summation stay well below, a wrong sum does not
+SAVING = 60.0  # seconds to wait for another process's part of a tiny checkpoint
 MESSAGE = 64 << 20  # bytes of the message that is timed
 
 
@@ -82,28 +82,31 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
     alone, together = _network(norm).to(world.device), _network(norm).to(world.device)
     span_batchnorm(together, world, span=span)
     exchange = sharding.replicas(together, world, bucket=0.001, sharded=sharded)
-    _update(_state(alone, None), _images(world, everyone=True))
-    _update(_state(together, exchange), _images(world, everyone=False), exchange)
+    _update(_state(alone, None, world), _images(world, everyone=True))
+    _update(_state(together, exchange, world), _images(world, everyone=False), exchange)
     error = max(_relative(a, b) for a, b in zip(together.parameters(), alone.parameters(), strict=True))
     world.agree("the weights after an update", digest(together))
     return error < TOLERANCE, f"off by {error:.1e}"
 
 
 def _checkpoint(world: World) -> tuple[bool, str]:
-    """Divided state, written by the first process, read by each, from a folder that all must see."""
+    """Divided state, written by each process, read by each, from a folder that all must see."""
     folder = Path(world.once(_shared_folder)) / "checkpoint"
     first, second = _network(nn.GroupNorm(2, 8)).to(world.device), _network(nn.GroupNorm(2, 8)).to(world.device)
     exchange = sharding.replicas(first, world, bucket=0.001, sharded=True)
-    state = _state(first, exchange)
+    state = _state(first, exchange, world)
     _update(state, _images(world, everyone=False), exchange)
-    tensors = state.tensors()
     try:
-        if world.is_first:
-            content = {"model": "doctor", "classes": 3, "progress": {"epoch": 0, "images": 0, "update": 2}}
-            files.write(folder, tensors, content)
-        world.barrier("saving")
+        content = {"model": "doctor", "classes": 3, "progress": {"epoch": 0, "images": 0, "update": 2}}
+        problem = ""
+        try:
+            _save(state, folder, content, world)
+        except CheckpointError as error:
+            problem = str(error)
+        if world.max(torch.tensor(int(bool(problem)))):  # also waits until it is there
+            return False, problem or "another process could not save"
         other = sharding.replicas(second, world, bucket=0.001, sharded=True)
-        again = _state(second, other)
+        again = _state(second, other, world)
         try:
             again.load(folder, name="doctor")
         except CheckpointError as error:
@@ -133,12 +136,15 @@ def _network(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), fresh, nn.ReLU(), nn.Flatten(), nn.Linear(8 * (SIZE - 2) ** 2, 3))
 
 
-def _state(model: nn.Module, exchange: Replicas | None) -> TrainState:
+def _state(model: nn.Module, exchange: Replicas | None, world: World) -> TrainState:
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
     optimizer = build(shards.trained if shards else model, UpdateRule(name="sgd"))
-    if shards:
-        sharding.attach(shards, optimizer)
-    return TrainState(model, optimizer, shards=shards)
+    return TrainState(model, optimizer, shards=shards, rank=world.rank, copies=world.size)
+
+
+def _save(state: TrainState, folder: Path, content: dict[str, object], world: World) -> None:
+    with sharding.writer(world, timeout=SAVING) as writer:
+        writer.save_state(folder, state, content)
 
 
 def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None) -> None:
@@ -149,7 +155,7 @@ def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None)
             state.model(batch).square().mean().backward()
         if exchange:
             exchange.average()
-        state.optimizer.step()
+        sharding.step(state.optimizer, exchange if isinstance(exchange, ShardedReplicas) else None)()
 
 
 def _images(world: World, *, everyone: bool) -> Tensor:

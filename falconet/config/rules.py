@@ -144,11 +144,19 @@ def _rule_has_a_half_form(options: Any) -> str | None:
     return None
 
 
-def _divided_state_has_no_scale(options: Any) -> str | None:
-    if options.parallel.enable_optimizer_rts and is_scaled(options):
+def _state_can_be_offloaded(options: Any) -> str | None:
+    if not options.parallel.offload_optimizer:
+        return None
+    rule = options.optimizer.optimizer
+    if rule == "sgd_combined" and not is_scaled(options):
         return (
-            "--enable-optimizer-rts: does not go with a loss scale; wanted --precision 32.32 or bf16.32 with"
-            f" --loss-scaling 1, got '{options.machine.precision}'"
+            "--offload-optimizer: not with --optimizer sgd_combined, whose velocity is the gradient itself and stays on"
+            " the device; wanted sgd"
+        )
+    if rule == "lars" and options.parallel.enable_optimizer_rts:
+        return (
+            "--offload-optimizer: not with --enable-optimizer-rts and --optimizer lars, whose norms are sums over all"
+            " replicas; wanted one of the two options"
         )
     return None
 
@@ -226,7 +234,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
-    (("parallel", "numerics", "machine"), _divided_state_has_no_scale),
+    (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel",), _splits_are_of_one_kind),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),
@@ -277,7 +285,6 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed"),
 )
-_REPLICA_OPTIONS = ("bucket-size", "enable-optimizer-rts")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -326,9 +333,19 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--enable-recompute or --recompute-mode manual",
         lambda options: recompute_mode(options.numerics, options.parallel) == "manual",
     ),
+    (
+        "bucket-size",
+        "--replicas or --offload-optimizer",
+        lambda options: options.parallel.replicas != 1 or options.parallel.offload_optimizer,
+    ),
+    (
+        "offload-optimizer",
+        "an optimizer that has state: --momentum above 0",
+        lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
+    ),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
-    *((name, "--replicas", _has_replicas) for name in _REPLICA_OPTIONS),
+    ("enable-optimizer-rts", "--replicas", _has_replicas),
     *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),

@@ -284,11 +284,13 @@ class Parallel:
     strict_devices: bool = False
     """Refuse fewer devices than replicas x stages, instead of folding replicas into accumulation, stages into one."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0
-    """Megabytes of gradients that are averaged in one message, while the backward pass goes on."""
+    """Megabytes of gradients in one message between replicas, and of weights whose offloaded state travels together."""
     batchnorm_span: Annotated[int, AtLeast(1)] = 1
     """Replicas that share the statistics of a batch in batch norm; must divide the replicas."""
     enable_optimizer_rts: bool = False
     """Divide the optimizer's state over the replicas: the same update with a share of the memory."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory: the same update, with copies beside the computation (CUDA)."""
     max_restarts: Annotated[int, AtLeast(0)] = 3
     """Times in a row that dead workers are started again without a new checkpoint in between."""
     collective_timeout: Annotated[float, MoreThan(0)] = 600.0

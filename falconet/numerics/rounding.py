@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,16 +39,29 @@ class RoundingKey:
     first: int = 0  # number of the first element, for a piece of a larger tensor
 
 
+class Part(NamedTuple):
+    """Which numbered values: those of a whole tensor from element `first` on, or a flat piece of one's memory.
+
+    `channels` and `pixels` are those of a channels-last whole that a flat piece was cut from, whose order in memory is
+    not that of the numbers; 1 and 1: the same order.
+    """
+
+    tensor: int
+    first: int = 0
+    channels: int = 1
+    pixels: int = 1
+
+
 class Store(Protocol):
     """How a computed fp32 value becomes what is stored in `dtype`."""
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor: ...
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, part: Part, slot: int) -> Tensor: ...
 
 
 class Nearest:
     """IEEE: to the nearest, ties to even."""
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor:  # noqa: ARG002
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, part: Part, slot: int) -> Tensor:  # noqa: ARG002
         return value.to(dtype)
 
 
@@ -59,10 +72,11 @@ class Stochastic:
         numbers = torch.arange(tensors, dtype=torch.int32, device=update.device)
         self._streams = _streams(rounding.seed, update, numbers)
 
-    def __call__(self, value: Tensor, dtype: torch.dtype, *, tensor: int, slot: int, first: int) -> Tensor:
+    def __call__(self, value: Tensor, dtype: torch.dtype, *, part: Part, slot: int) -> Tensor:
         if dtype == torch.float32:
             return value
-        return _round(value, dtype, _hash(_numbered(value, first), self._streams[tensor], slot))
+        numbers = _logical(_numbered(value, part.first), part.channels, part.pixels)
+        return _round(value, dtype, _hash(numbers, self._streams[part.tensor], slot))
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, key: RoundingKey) -> Tensor:
@@ -123,6 +137,16 @@ def _numbered(x: Tensor, first: int) -> Tensor:
     if x.is_contiguous():
         return numbers
     return torch.empty_like(x, dtype=torch.int32).copy_(numbers)
+
+
+def _logical(places: Tensor, channels: int, pixels: int) -> Tensor:
+    """From places in channels-last memory to the numbers of the elements there."""
+    if pixels == 1:
+        return places
+    image = places // (channels * pixels)
+    within = places - image * (channels * pixels)
+    pixel = within // channels
+    return image * (channels * pixels) + (within - pixel * channels) * pixels + pixel
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:

@@ -188,12 +188,17 @@ def watched(model: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def find_non_finite(grads: Sequence[Tensor]) -> NonFinite:
-    """One pass over the gradients, scaled or not; a sum over replicas is not finite where one of them was not."""
+def find_non_finite(
+    grads: Sequence[Tensor], *, everywhere: Callable[[Tensor], Tensor] = lambda flags: flags
+) -> NonFinite:
+    """One pass over the gradients, scaled or not; a sum over replicas is not finite where one of them was not.
+
+    `everywhere`: from flags of these gradients to flags of all, where other processes have other pieces of them.
+    """
     largest: dict[int, Tensor] = {}
     for numbers, same in _by_type(grads):
         largest.update(zip(numbers, torch._foreach_norm(same, math.inf, dtype=torch.float32), strict=True))
-    bad = ~torch.stack([largest[number] for number in range(len(grads))]).isfinite()
+    bad = everywhere(~torch.stack([largest[number] for number in range(len(grads))]).isfinite())
     found = bad.any()
     return NonFinite(found, torch.where(found, bad.to(torch.int32).argmax(), -1))
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from falconet.numerics.kernels import rules
 from falconet.numerics.kernels.table import Control, Group, Tables, is_dense, same_layout
-from falconet.numerics.rounding import SMALLEST, Nearest, Rounding, Stochastic, Store
+from falconet.numerics.rounding import SMALLEST, Nearest, Part, Rounding, Stochastic, Store
 
 PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
 
@@ -37,7 +37,8 @@ class HalfOptimizer(torch.optim.Optimizer):
         self.scale: Tensor | None = None
         self.found: Tensor | None = None
         self._params = [p for group in self.param_groups for p in group["params"]]
-        self._numbers = {p: number for number, p in enumerate(self._params)}
+        # Replaced where a process has only pieces of the parameters, so that their noise is that of the whole.
+        self.parts = {p: Part(number) for number, p in enumerate(self._params)}
         device = self._params[0].device
         self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
         self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
@@ -89,7 +90,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         inverse = self._one / self.scale if self.scale is not None else self._one
         slots, (_, arithmetic, _) = self.slots(group), self.rule(group)
         for p, numbers in zip(params, own, strict=True):
-            bound = self.bind(arithmetic, p, own=numbers, lr=lr)
+            bound, part = self.bind(arithmetic, p, own=numbers, lr=lr), self.parts[p]
             assert p.grad is not None
             stored = [p, *(self.state[p][slot] for slot in slots)]
             for first, (grad, *tensors) in _pieces(p.grad, *stored):
@@ -97,7 +98,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                 after = bound(before[0], grad.float() * inverse, *before[1:])
                 for slot, (t, old, new) in enumerate(zip(tensors, before, after, strict=True)):
                     kept = new if self.found is None else torch.where(self.found, old, new)
-                    t.copy_(store(kept, t.dtype, tensor=self._numbers[p], slot=slot, first=first))
+                    t.copy_(store(kept, t.dtype, part=part._replace(first=part.first + first), slot=slot))
 
     def _fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         from falconet.numerics.kernels import fused  # Triton is there on CUDA alone
@@ -116,7 +117,7 @@ class HalfOptimizer(torch.optim.Optimizer):
                 weights=same,
                 grads=[same_layout(p.grad, like=p) for p in same if p.grad is not None],
                 states=[[self.state[p][slot] for slot in self.slots(group)] for p in same],
-                numbers=[self._numbers[p] for p in same],
+                parts=[self.parts[p] for p in same],
             )
             own = self.fused_own(group, batch)
             fused.launch(name, batch, control, own=own, constants=constants, tables=self._tables)
@@ -124,7 +125,8 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _store(self) -> Store:
         if self.rounding is None:
             return Nearest()
-        return Stochastic(self.rounding, update=self.rounding_update, tensors=len(self._params))
+        tensors = 1 + max(part.tensor for part in self.parts.values())
+        return Stochastic(self.rounding, update=self.rounding_update, tensors=tensors)
 
     def _lr(self, group: dict[str, Any]) -> Tensor:
         rate = group["lr"]
@@ -168,6 +170,7 @@ class HalfLars(HalfOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
         super().__init__(params, defaults, rounding=rounding)
+        self.norms = norms_of  # replaced where a process has only pieces of the parameters
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
         return {"velocity": 0.0}
@@ -180,17 +183,16 @@ class HalfLars(HalfOptimizer):
         """The trust ratios: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
         if not group["adapts"]:
             return super().own(group, params)
-        weights = _norms(params)
-        grads = _norms([p.grad for p in params if p.grad is not None]) / (
-            self._one if self.scale is None else self.scale
-        )
+        weights = self.norms(params)
+        grads = self.norms([p.grad for p in params if p.grad is not None])
+        grads = grads / (self._one if self.scale is None else self.scale)
         ratios = group["trust"] * weights / (grads + group["weight_decay"] * weights + group["eps"])
         trust = torch.where((weights > 0) & (grads > 0), ratios, 1.0)
         return torch.stack((trust, trust), dim=1)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
         """In two launches: torch's norms and the arithmetic after them would be a dozen, more than the update takes."""
-        if not group["adapts"]:
+        if not group["adapts"] or self.norms is not norms_of:  # of pieces, norms are sums over the processes
             return super().fused_own(group, batch)
         from falconet.numerics.kernels import norms
 
@@ -273,7 +275,7 @@ def _adamw(*tensors: Tensor, lr: Tensor, decay: float, **constants: Any) -> tupl
     return rules.adamw(*tensors, lr=lr, decay=decay, adam=rules.Adam(**constants))
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """One Euclidean norm a tensor, in fp32: a half's own would overflow at 65504."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
 

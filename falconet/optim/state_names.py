@@ -29,8 +29,17 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     return tensors
 
 
-def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `state_tensors` gave; nothing is changed when a name or a shape is wrong."""
+def load_state_tensors(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    home: torch.device | None = None,
+) -> None:
+    """Put back what `state_tensors` gave; nothing is changed when a name or a shape is wrong.
+
+    `home`: where the state is to lie, if not beside its parameters.
+    """
     trained = _trained(optimizer, model)
     slots = {name: () if f"{UNTOUCHED}/{name}" in tensors else tuple(sorted(slot_names(optimizer))) for name in trained}
     untouched = [f"{UNTOUCHED}/{name}" for name in trained if f"{UNTOUCHED}/{name}" in tensors]
@@ -48,7 +57,7 @@ def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tenso
                 device = p.device if p in counted_on_device else torch.device("cpu")
                 optimizer.state[p][slot] = _count(stored, device)
             else:
-                optimizer.state[p][slot] = _laid_out_like(p, stored)
+                optimizer.state[p][slot] = _laid_out_like(p, stored, home or p.device)
 
 
 def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -105,9 +114,9 @@ def _like(p: Tensor, slot: str) -> Tensor:
     return torch.empty(()) if slot == "step" else p
 
 
-def _laid_out_like(p: Tensor, stored: Tensor) -> Tensor:
+def _laid_out_like(p: Tensor, stored: Tensor, device: torch.device) -> Tensor:
     """A copy with `p`'s strides, which fused kernels take for granted, in the stored type."""
-    return torch.empty_like(p, dtype=stored.dtype).copy_(stored).detach()
+    return torch.empty_like(p, dtype=stored.dtype, device=device).copy_(stored).detach()
 
 
 def _tensor_of(number: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from falconet.parallel.processes import Processes
+from falconet.parallel.slices import shaped_like
 
 MEGABYTE = 1 << 20
 RUNNING = ("running_mean", "running_var")  # batch norm's statistics
@@ -24,6 +26,9 @@ class Replicas(Protocol):
     def average(self) -> None:
         """After the last backward: every gradient is the mean over the replicas."""
 
+    def buffers(self) -> list[Tensor]:
+        """Memory that messages take."""
+
 
 class OneReplica:
     """A gradient that is the average already."""
@@ -33,6 +38,9 @@ class OneReplica:
 
     def average(self) -> None:
         """Nothing to do."""
+
+    def buffers(self) -> list[Tensor]:
+        return []
 
 
 class AveragedReplicas:
@@ -83,6 +91,9 @@ class AveragedReplicas:
             each.unpack()
         self._sent = 0
 
+    def buffers(self) -> list[Tensor]:
+        return [buffer for each in (self._statistics, *self._buckets) for buffer in each.buffers()]
+
     def _arrived(self, number: int) -> Any:
         def hook(_parameter: Tensor) -> None:
             if not self._armed:
@@ -102,19 +113,25 @@ class AveragedReplicas:
 class Bucket:
     """Tensors of one type that are averaged together, side by side in memory."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1) -> None:
-        """`multiple`: what the number of values is padded to."""
+    def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1, step: int = 1) -> None:
+        """`multiple`: what the number of values is padded to; `step`: every tensor begins at a multiple of it."""
         self._tensors = tensors
-        count = sum(t.numel() for t in tensors)
-        self._padding = -count % multiple
-        self._flat = tensors[0].new_zeros(count + self._padding) if tensors else torch.empty(0)
-        parts = torch.split(self._flat, [*(t.numel() for t in tensors), self._padding])[: len(tensors)]
+        self._begins = list(accumulate((t.numel() + -t.numel() % step for t in tensors), initial=0))
+        count = self._begins[-1]
+        self._flat = tensors[0].new_zeros(count + -count % multiple) if tensors else torch.empty(0)
         # In each tensor's own memory order, so that packing is a plain copy for channels-last weights too.
-        self._views = [shaped_like(part, t) for part, t in zip(parts, tensors, strict=True)]
+        self._views = [
+            shaped_like(self._flat[begin : begin + t.numel()], t)
+            for begin, t in zip(self._begins, tensors, strict=False)
+        ]
         self._work: dist.Work | None = None
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def buffers(self) -> list[Tensor]:
+        """Memory that messages take."""
+        return [self._flat]
 
     @torch.no_grad()
     def send(self, world: Processes) -> None:
@@ -184,18 +201,3 @@ def divided(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Param
         group.append(p)
         open_groups[kind] = (group, held + own)
     return groups
-
-
-def shaped_like(part: Tensor, p: Tensor) -> Tensor:
-    """The values of a flat tensor in the shape and the memory order of `p`."""
-    return part.as_strided(p.size(), p.stride(), part.storage_offset()) if _is_dense(p) else part.view(p.shape)
-
-
-def in_memory_order(p: Tensor) -> Tensor:
-    """A flat view of a tensor's values as they lie in memory."""
-    assert _is_dense(p), "a parameter with gaps in memory"
-    return p.as_strided((p.numel(),), (1,), p.storage_offset())
-
-
-def _is_dense(p: Tensor) -> bool:
-    return p.is_contiguous() or (p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from falconet.numerics.scaling import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.optim.build import set_lr
 from falconet.optim.half import HalfOptimizer
+from falconet.parallel.sharding import ShardedReplicas
 
 
 class Move(Protocol):
@@ -31,8 +32,10 @@ class Move(Protocol):
 class PlainMove:
     """The gradients as they are."""
 
-    def __init__(self, optimizer: Optimizer, *, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, *, device: torch.device, step: Callable[[], object] | None = None) -> None:
+        """`step`: what moves the weights, where that is more than the optimizer's own."""
         self.optimizer = optimizer
+        self._step = step or optimizer.step
         self._moved = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin(self, update: int) -> None:  # noqa: ARG002
@@ -45,7 +48,7 @@ class PlainMove:
 
     def end(self, update: int, lr: float) -> Tensor:  # noqa: ARG002
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        self._step()
         return self._moved
 
 
@@ -59,10 +62,14 @@ class ScaledMove:
         scale: Scale,
         *,
         offender: Offender,
-        everywhere: Callable[[NonFinite], NonFinite] = lambda found: found,  # what all stages of a pipeline found
+        step: Callable[[], object] | None = None,
+        shards: ShardedReplicas | None = None,  # who have the averaged gradients, if not the model's own parameters
+        stages: Callable[[NonFinite], NonFinite] = lambda found: found,  # what all stages of a pipeline found
     ) -> None:
-        self.optimizer, self.scale, self.offender, self._everywhere = optimizer, scale, offender, everywhere
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer, self.scale, self.offender = optimizer, scale, offender
+        self._step = step or optimizer.step
+        self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
+        self._everywhere, self._stages = shards.flags if shards else _same, stages
         self._watched = watched(model)
 
     def begin(self, update: int) -> None:
@@ -76,14 +83,18 @@ class ScaledMove:
         self.scale.watch(_gradients(self._watched))
 
     def end(self, update: int, lr: float) -> Tensor:
-        non_finite = self._everywhere(find_non_finite(_gradients(self._trained)))
+        non_finite = self._stages(find_non_finite(_gradients(self._trained), everywhere=self._everywhere))
         self.offender.note(non_finite)
         self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
         self.optimizer.at(update)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        self._step()
         self.scale.after(non_finite.found)
         return non_finite.found.long()
+
+
+def _same(flags: Tensor) -> Tensor:
+    return flags
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

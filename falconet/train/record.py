@@ -141,7 +141,7 @@ class Record:
             self._wait_for_writer()
             epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
             folder = self.checkpoints / self._checkpoint_name()
-            self.writer.save(folder, self.state.tensors(), self._content(epoch, updates), after=self._prune)
+            self.writer.save_state(folder, self.state, self._content(epoch, updates), after=self._prune)
             self.last_saved = self._saved[self.state.progress.update] = folder
             self._style.saved(folder)
 

@@ -157,7 +157,7 @@ NOT_MANIFESTS = {
     b"[" * 100_000: "not JSON",
     b"[1, 2]": "not the manifest of a Falconet checkpoint",
     b'{"name": "web-app", "files": []}': "not the manifest of a Falconet checkpoint",
-    b'{"format": 2, "files": {}}': "written by format 2, this Falconet reads up to 1: upgrade",
+    b'{"format": 3, "files": {}}': "written by format 3, this Falconet reads up to 2: upgrade",
     b'{"format": "1", "files": {}}': "'format' is str, wanted int",
     b'{"format": 1, "files": {}}': "digest mismatch",
 }
@@ -190,9 +190,7 @@ def test_a_manifest_with_a_wrong_type_names_the_key(tmp_path, key):
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
     (tmp_path / "a.tmp").mkdir()
-    files._write_manifest(
-        tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": files.FileRecord(0, "")}
-    )
+    files.write_manifest(tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": files.FileRecord(0, "")})
     with pytest.raises(CheckpointError, match="wanted plain names"):
         files.read_manifest(tmp_path / "a.tmp")
 

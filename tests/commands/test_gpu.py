@@ -38,6 +38,11 @@ RUNS = {
         "--model resnet20-cifar --precision 16.16 --loss-scaling 128 --optimizer lars --norm-type group"
         " --norm-num-groups 8 --enable-fast-groupnorm"
     ),
+    "offloaded adamw": "--model resnet20-cifar --optimizer adamw --lr 0.001 --offload-optimizer --bucket-size 0.1",
+    "offloaded 16.16": (
+        "--model resnet20-cifar --precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --offload-optimizer"
+        " --bucket-size 0.1"
+    ),
     "recompute": "--model resnet20-cifar --enable-recompute",
     "stages that share the device": "--model resnet20-cifar --pipeline-splits layer2/0 layer3/0/conv2",
     "one pass": "--model resnet20-cifar --disable-stable-batchnorm",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from falconet.numerics.kernels.table import Group, Tables, _division, is_dense, same_layout
-from falconet.numerics.rounding import Rounding
+from falconet.numerics.rounding import Part, Rounding
 from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
 
 MODULES = ("fused", "norms")
@@ -170,7 +171,7 @@ def test_a_gradient_laid_out_otherwise_is_brought_into_the_weights_order(interpr
 
 
 def group(*weights):
-    return Group(weights, weights, [[] for _ in weights], [0] * len(weights))
+    return Group(weights, weights, [[] for _ in weights], [Part(0)] * len(weights))
 
 
 def test_chunks_cover_every_element_once():
@@ -197,3 +198,36 @@ def test_layouts_are_told_apart():
     assert not is_dense(last[:, :2])
     assert same_layout(last, like=last) is last
     assert same_layout(last.contiguous(), like=last).stride() == last.stride()
+
+
+@pytest.mark.parametrize("name", ["momentum descent", "momentum rmsprop", "adamw"])
+def test_flat_pieces_of_a_weight_get_the_bits_of_the_whole(name, interpreter):
+    """Cut where a process's share of the memory may end, which is no end of a row or a pixel."""
+    whole, other = network(torch.float16), network(torch.float16)
+    first = make(name, whole, Rounding(5))
+    flat = [p.detach().as_strided((p.numel(),), (1,)) for p in other]
+    edges = [sorted({0, p.numel() // 3 // 8 * 8, p.numel()}) for p in other]
+    pieces = nn.ParameterList(
+        nn.Parameter(values[b:e, None] if p.ndim > 1 else values[b:e])
+        for p, values, cuts in zip(other, flat, edges, strict=True)
+        for b, e in pairwise(cuts)
+    )
+    second = make(name, pieces, Rounding(5))
+    owners = [(p, b) for p, cuts in zip(whole, edges, strict=True) for b in cuts[:-1]]
+    for piece, (p, begin) in zip(pieces, owners, strict=True):
+        shape = (p.shape[1], p.shape[2] * p.shape[3]) if p.ndim == 4 and not p.is_contiguous() else (1, 1)
+        second.parts[piece] = Part(first.parts[p].tensor, begin, *shape)
+    for fuses in (False, True):
+        second._fuses = fuses
+        for update in (1, 2):
+            noise = torch.Generator().manual_seed(update)
+            for p in whole:
+                p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=noise))
+            for piece, (p, begin) in zip(pieces, owners, strict=True):
+                values = p.grad.as_strided((p.numel(),), (1,))[begin : begin + piece.numel()]
+                piece.grad = values.view_as(piece).clone()
+            for optimizer in (first, second):
+                optimizer.at(update)
+                optimizer.step()
+    for p, q in zip(whole, other, strict=True):
+        assert torch.equal(p, q), p.shape

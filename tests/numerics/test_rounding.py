@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.numerics.rounding import Nearest, Rounding, RoundingKey, Stochastic, noise, round_stochastically
+from falconet.numerics.rounding import Nearest, Part, Rounding, RoundingKey, Stochastic, noise, round_stochastically
 
 KEY = RoundingKey(seed=5, update=7, tensor=3)
 HALVES = [torch.float16, torch.bfloat16]
@@ -171,10 +171,10 @@ def test_a_store_rounds_as_its_name_says():
     x = torch.randn(100)
     stochastic = Stochastic(Rounding(5), update=torch.tensor(7), tensors=4)
     for dtype in HALVES:
-        assert torch.equal(stochastic(x, dtype, tensor=3, slot=0, first=0), round_stochastically(x, dtype, key=KEY))
-        assert torch.equal(Nearest()(x, dtype, tensor=3, slot=0, first=0), x.to(dtype))
+        assert torch.equal(stochastic(x, dtype, part=Part(3), slot=0), round_stochastically(x, dtype, key=KEY))
+        assert torch.equal(Nearest()(x, dtype, part=Part(3), slot=0), x.to(dtype))
     for store in (stochastic, Nearest()):
-        assert torch.equal(store(x, torch.float32, tensor=3, slot=0, first=0), x)
+        assert torch.equal(store(x, torch.float32, part=Part(3), slot=0), x)
 
 
 def test_a_thousand_small_steps_are_lost_to_the_nearest_but_not_on_average():

@@ -31,7 +31,9 @@ def test_two_workers_train_and_the_first_alone_prints_and_saves(straight):
     assert out.count("global batch 8 = micro-batch 4 x accumulation 1 x replicas 2") == 1
     assert len(re.findall(r"^Epoch \d+/12$", out, re.M)) == 12
     assert updates(home / "r") == list(range(1, 49))
-    assert files.verify(files.checkpoints_in(home / "r")[-1]).runtime["processes"] == 2
+    manifest = files.verify(files.checkpoints_in(home / "r")[-1])
+    assert manifest.runtime["processes"] == 2
+    assert {f"{stem}-{rank:05d}.safetensors" for stem in manifest.stems for rank in (0, 1)} == manifest.files.keys()
 
 
 def test_one_process_with_the_same_global_batch_logs_the_same_losses(straight, falconet, tmp_path):
@@ -81,10 +83,16 @@ def test_a_stage_killed_with_9_starts_again_and_all_end_with_the_same_bits(tmp_p
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
 
+SOAKED = {
+    "whole state": "",
+    "divided state": "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2",
+    "16-bit, divided": "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --enable-optimizer-rts",
+    "stages": STAGES,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "extra", ["", "--enable-optimizer-rts --optimizer adamw --lr 0.001 --batchnorm-span 2", STAGES]
-)
+@pytest.mark.parametrize("extra", SOAKED.values(), ids=SOAKED.keys())
 def test_twenty_five_kills_and_the_same_bits(tmp_path, extra):
     assert finish(begin(f"train {LINE} {extra} --epoch 200 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25, extra=extra)

@@ -34,7 +34,10 @@ TWO_STAGES = {
     "combined": ("--optimizer sgd_combined", "--pipeline-splits layer2/0 --pipeline-schedule interleaved"),
     "one pass": ("--disable-stable-batchnorm --input-image-padding", "--pipeline-splits layer3/0"),
     "loss scale": ("--loss-scaling 1024 --optimizer lars", "--pipeline-splits layer2/0"),
-    "half": ("--precision 16.16 --auto-loss-scaling --loss-scaling 64", "--pipeline-splits layer2/0"),
+    "half": (
+        "--precision 16.16 --auto-loss-scaling --loss-scaling 64 --enable-stochastic-rounding",
+        "--pipeline-splits layer2/0",
+    ),
     "bf16": ("--precision bf16.32", "--pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"),
     "torn photo": (
         "--data folder --data-dir {photos} --image-size 16 --gradient-accumulation 2 --bad-images-allowed 9",
@@ -152,10 +155,13 @@ MESHES = {  # replicas x stages -> one process with the same global batch
         0.0,
     ),
 }
-SPAN = f"{LINE} --gradient-accumulation 2 --batchnorm-span 2 --replicas 2 --pipeline-splits layer2/0/conv2"
+SPAN = (
+    f"{LINE} --gradient-accumulation 2 --batchnorm-span 2 --replicas 2 --pipeline-splits layer2/0/conv2"
+    " --pipeline-schedule interleaved --enable-optimizer-rts --bucket-size 0.05"
+)
 SPANNING = {
-    "everything but a scale": f"{SPAN} --pipeline-schedule interleaved --enable-optimizer-rts --bucket-size 0.05",
-    "everything but divided state": f"{SPAN} --loss-scaling 1024",
+    "no scale": SPAN,
+    "everything": f"{SPAN} --loss-scaling 1024",
 }
 
 

@@ -34,9 +34,9 @@ def test_the_same_global_batch_gives_the_same_update(size):
             found, found_losses, _ = result[number]
             assert found_losses == pytest.approx(losses, rel=1e-5)
             for name, expected in weights.items():
-                # RMSprop and Adam divide by the gradient's own size, which magnifies rounding.
-                bound = 1e-6 if call[1] in ("sgd", "sgd_combined") else 2e-5
-                assert relative(found[name], expected) < bound, (call, name)
+                # Of the whole tensor: an element near 0 is a difference of updates that nearly cancel, and Adam and
+                # RMSprop divide by its gradient's own size; there the last bit of a sum is any share of what is left.
+                assert relative(found[name], expected) < 1e-6, (call, name)
 
 
 def test_batch_norms_running_statistics_are_the_mean_over_the_replicas():

@@ -1,6 +1,7 @@
 """What a run leaves behind: numbers, lines, validations, checkpoints; and the name of the last good one."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -252,7 +253,7 @@ def test_the_newest_and_the_best_are_kept(desk):
 def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, monkeypatch):
     at = desk()
     with monkeypatch.context() as full:
-        full.setattr(files.os, "fsync", _no_space)
+        full.setattr(os, "fsync", _no_space)
         at.record.save()
         with pytest.raises(CheckpointError, match="No space left on device"):
             at.record.finish()

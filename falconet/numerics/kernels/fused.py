@@ -140,7 +140,8 @@ def _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
     elements = tl.load(row + 4).to(tl.int32)
     offsets = start + tl.arange(0, CHUNK)
     stream = _mix(tl.load(row + 5).to(tl.uint32) * _TENSOR_STRIDE + base)
-    mixed = _mix(_logical(offsets, row) ^ stream) + stream
+    places = tl.load(row + 12).to(tl.int32) + offsets  # in the whole, of which this may be a piece
+    mixed = _mix(_logical(places, row) ^ stream) + stream
 
     w = _load(weight, offsets, elements, MASKED)
     g = _load(grad, offsets, elements, MASKED) * inverse

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from falconet.numerics.rounding import Rounding
+from falconet.numerics.rounding import Part, Rounding
 
 CHUNK = 1024  # elements a program updates
 # Of a row: weight, gradient, two states, elements, number, channels, pixels; multiplier and shift that divide by
-# channels x pixels, and by channels.
-COLUMNS = 12
+# channels x pixels, and by channels; first element.
+COLUMNS = 13
 MOST_STATES = 2
 ALIGNMENT = 16  # bytes; torch's own allocations have 64 or more
 KEPT = 64  # sets of addresses; gradients return to the same few places update after update
@@ -26,7 +26,7 @@ class Group:
     weights: Sequence[Tensor]
     grads: Sequence[Tensor]
     states: Sequence[Sequence[Tensor]]  # of each weight
-    numbers: Sequence[int]  # the rounding's numbers of the weights
+    parts: Sequence[Part]  # the rounding's numbers of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +109,16 @@ def is_dense(weight: Tensor) -> bool:
 
 def _rows(group: Group) -> list[list[int]]:
     rows = []
-    for w, g, states, number in zip(group.weights, group.grads, group.states, group.numbers, strict=True):
+    for w, g, states, part in zip(group.weights, group.grads, group.states, group.parts, strict=True):
         assert w.numel() < 2**31
         pointers = [t.data_ptr() for t in states] + [0] * (MOST_STATES - len(states))
         # Row-major order needs no renumbering: said as one pixel.
-        channels, pixels = (1, 1) if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
+        whole = (part.channels, part.pixels)  # of what a flat piece was cut from
+        channels, pixels = whole if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
         pointers = [w.data_ptr(), g.data_ptr(), *pointers]
         assert all(pointer % ALIGNMENT == 0 for pointer in pointers), "the kernels load 16 bytes at a time"
         divisions = [*_division(channels * pixels), *_division(channels)]
-        rows.append([*pointers, w.numel(), number, channels, pixels, *divisions])
+        rows.append([*pointers, w.numel(), part.tensor, channels, pixels, *divisions, part.first])
     return rows
 
 

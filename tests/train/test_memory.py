@@ -1,0 +1,63 @@
+"""Bytes in memory, against arithmetic."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from falconet.checkpoint.state import TrainState
+from falconet.optim.build import UpdateRule, build
+from falconet.optim.offload import HostedState
+from falconet.parallel.replicas import OneReplica
+from falconet.parallel.world import ALONE
+from falconet.train.memory import Held, measure
+
+VALUES = 1000 * 100 + 100  # of the layer
+
+
+def updated(rule, *, hosted=False):
+    layer = nn.Linear(1000, 100)
+    optimizer = build(layer, UpdateRule(name=rule))
+    state = TrainState(layer, optimizer)
+    if hosted:
+        state.hosted = HostedState(optimizer, bucket_megabytes=0.01, device=torch.device("cpu"))
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 1000)).sum().backward()
+        (state.hosted or optimizer).step()
+    return state
+
+
+def test_weights_gradients_and_both_moments_are_counted_once():
+    found = measure(updated("adamw"), OneReplica(), ALONE)
+    assert found.weights.host == found.gradients.host == 4 * VALUES
+    counts = 2 * 4  # of updates, one a parameter
+    assert found.optimizer_state.host == found.whole_state == 2 * 4 * VALUES + counts
+    assert found.weights.device == found.messages.both == 0
+
+
+def test_a_velocity_that_is_the_gradient_is_a_gradient():
+    found = measure(updated("sgd_combined"), OneReplica(), ALONE)
+    assert found.gradients.host == 4 * VALUES
+    assert found.optimizer_state.both == 0
+
+
+def test_offloaded_state_is_counted_with_the_places_it_is_brought_to():
+    state = updated("sgd", hosted=True)
+    found = measure(state, OneReplica(), ALONE)
+    places = sum(t.numel() for t in state.hosted.tensors() if t.dtype == torch.uint8)
+    homes = 4 * (1000 * 100 + 32 + 128)  # each state begins at a multiple of 64 values
+    assert found.whole_state == homes
+    assert found.optimizer_state.host == homes + places
+
+
+def test_the_end_of_a_run_says_it_and_what_dividing_and_offloading_saved():
+    found = measure(updated("sgd"), OneReplica(), ALONE)
+    assert found.lines() == [
+        "weights              0.4 MB, gradients 0.4 MB",
+        "optimizer state      0.4 MB on the host",
+    ]
+    divided = replace(found, optimizer_state=Held(device=100_000, host=0))
+    assert divided.lines()[1] == (
+        "optimizer state      0.1 MB on the device, 0.0 MB on the host of this process, of 0.4 MB in all"
+    )
