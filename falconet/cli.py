@@ -63,6 +63,11 @@ COMMANDS = {
         "what this machine has, and whether it works",
         "falconet doctor --distributed --replicas 2",
     ),
+    "data bench": Command(
+        schema.DataBenchOptions,
+        "images a second of each stage of the input pipeline, and which one limits it",
+        "falconet data bench --data folder --data-dir photos --model resnet50",
+    ),
     "data pack": Command(
         schema.PackOptions,
         "class folders into checksummed shards that decode faster, pixel for pixel the same",

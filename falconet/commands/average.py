@@ -15,7 +15,6 @@ from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.data.feed import Feed
 from falconet.data.loader import BatchShape
-from falconet.data.preprocessing import Normalise
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.report.screen import Screen
@@ -92,9 +91,9 @@ def _measure_batchnorm(
     )
     loader = parts.training_loader(data, training, shape=shape, world=world, note=note)
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)
-    updates = islice(Feed(loader.updates(0), device=world.device), batches)
+    updates = islice(Feed(loader.streamed(0), device=world.device, ring=loader.ring), batches)
     model = opened.model.to(world.device)
-    normalise = Normalise(data.preprocessing).to(world.device)
+    normalise = data.normalise(world.device)
     reestimate(
         model,
         (batch for update in updates for batch in update),

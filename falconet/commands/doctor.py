@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import falconet
-from falconet.commands import launching, parts, selftest
+from falconet.commands import decoders, launching, parts, selftest
 from falconet.commands.reading import load_options
 from falconet.config.schema import DoctorOptions
 from falconet.config.settings import LINE, Setting
@@ -16,6 +16,8 @@ from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
 
+MEASURED = 1.0  # seconds for each decoder
+
 
 def run(line: Sequence[Setting]) -> int:
     options, place = load_options(DoctorOptions, line).options, environment.find_place(os.environ)
@@ -23,6 +25,10 @@ def run(line: Sequence[Setting]) -> int:
         for text in machine():
             launching.spoken()(text)
     if not options.doctor.distributed:
+        if place is None:
+            device = torch.device(device_kind(options.machine.device))
+            for text in decoders.findings(device, seconds=MEASURED):
+                launching.spoken()(text)
         return 0
     count = processes(options)
     if place is None and count > 1:

@@ -5,28 +5,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
+from falconet.commands import feeding
+from falconet.commands.feeding import Reading
 from falconet.config import rules, schema, sections
 from falconet.data import native
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
+from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing
-from falconet.data.readers import reader_for
+from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
-from falconet.numerics.precision import Regime
+from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
+MOST_WORKERS = 32  # the originals' limit
+DEVICE_WORKERS = 3  # where the device decodes: two keep it busy, and more than four get into each other's way
 Note = Callable[[str], None]
 
 
@@ -54,7 +60,8 @@ def global_batch(options: schema.TrainOptions) -> int:
 
 
 def workers(data: sections.Data, processes: int = 1) -> int:
-    return value_or(data.dataloader_workers, min(8, cores(processes)))
+    most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
+    return value_or(data.dataloader_workers, min(most, cores(processes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +72,16 @@ class Images:
     splits: Splits
     preprocessing: Preprocessing
     native: bool  # read at its own size
+    on_host: bool = False  # normalised before it gets to the device
 
     @property
     def classes(self) -> int:
         return len(self.splits.class_names)
+
+    def normalise(self, device: torch.device) -> Normalise:
+        """What the device does to the images that it gets."""
+        preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
+        return Normalise(preprocessing).to(device)
 
     def augment(self, asked: str) -> Augment:
         """What `--augment auto` means for this data."""
@@ -106,7 +119,15 @@ def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int
         use_objects=use_objects,
     )
     preprocessing = splits.preprocessing(size)
-    return Images(kind=data.data, splits=splits, preprocessing=preprocessing, native=splits.native_size == size)
+    if data.normalization_location == "none":
+        preprocessing = preprocessing.unnormalised
+    return Images(
+        kind=data.data,
+        splits=splits,
+        preprocessing=preprocessing,
+        native=splits.native_size == size,
+        on_host=data.normalization_location == "host" and data.data != "synthetic",
+    )
 
 
 def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
@@ -165,24 +186,41 @@ def training_loader(
             seed=seed,
             device=world.device,
         )
-    source = images.splits.train
-    allowed = value_or(data.bad_images_allowed, len(source) // 1000)
+    reading = training_reading(images, options)
+    labels = reading.source.labels
+    allowed = value_or(data.bad_images_allowed, len(labels) // 1000)
     bad = BadImages(allowed, note=note, count=world.counter("bad training images"))
-    reader = reader_for(
-        source,
-        preprocessing=images.preprocessing,
-        augment=images.augment(options.augmentation.augment),
-        seed=seed,
-        bad=bad,
-    )
     return Loader(
-        reader,
-        source.labels,
+        feeding.cached(_reader(reading, bad), data, reading),
+        labels,
         shape=shape,
         seed=seed,
         workers=workers(data),
         mixing=mixing_of(options.augmentation),
-        pin=world.device.type == "cuda",
+        landing=feeding.landing(data, reading, regime=REGIMES[options.machine.precision], device=world.device),
+    )
+
+
+def training_reading(images: Images, options: schema.TrainOptions) -> Reading:
+    return Reading(
+        source=images.splits.train,
+        preprocessing=images.preprocessing,
+        augment=images.augment(options.augmentation.augment),
+        seed=options.run.seed,
+    )
+
+
+def validation_reading(images: Images) -> Reading:
+    return Reading(source=images.splits.validation, preprocessing=images.preprocessing, augment="none", seed=0)
+
+
+def _reader(reading: Reading, bad: BadImages) -> Reader:
+    return reader_for(
+        reading.source,
+        preprocessing=reading.preprocessing,
+        augment=reading.augment,
+        seed=reading.seed,
+        bad=bad,
     )
 
 
@@ -201,23 +239,29 @@ def evaluator(
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
     shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
-    loader = evaluation_loader(images, data, shape=shape, world=world, note=note)
-    normalise = Normalise(images.preprocessing).to(world.device)
+    loader = evaluation_loader(images, data, shape=shape, regime=regime, device=world.device, note=note)
+    normalise = images.normalise(world.device)
 
     def measure(model: nn.Module) -> Evaluation:
-        return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world)
+        batches = singly(loader.batches(), device=world.device, ring=loader.ring)
+        return evaluate(model, batches, normalise=normalise, regime=regime, world=world)
 
     return measure
 
 
 def evaluation_loader(
-    images: Images, data: sections.Data, *, shape: BatchShape, world: World, note: Note
+    images: Images, data: sections.Data, *, shape: BatchShape, regime: Regime, world: World, note: Note
 ) -> EvaluationLoader:
     """The validation images of one replica."""
-    source = images.splits.validation
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
-    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
-    return EvaluationLoader(reader, source.labels, shape=shape, workers=workers(data), pin=world.device.type == "cuda")
+    reading = validation_reading(images)
+    return EvaluationLoader(
+        feeding.cached(_reader(reading, bad), data, reading),
+        reading.source.labels,
+        shape=shape,
+        workers=workers(data),
+        landing=feeding.landing(data, reading, regime=regime, device=world.device),
+    )
 
 
 def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -> None:

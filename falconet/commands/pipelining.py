@@ -11,6 +11,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.commands import numbers, parts, sharding
 from falconet.commands.placing import Setup
 from falconet.config import rules
+from falconet.data.feed import singly
 from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.models import splits, zoo
 from falconet.models.splits import Stage
@@ -153,13 +154,15 @@ class StagedModel:
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
+        world = setup.grid.world
+        device = world.device
         loader = parts.evaluation_loader(
-            setup.images, setup.options.data, shape=shape, world=setup.grid.world, note=setup.note
+            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=world, note=setup.note
         )
 
         def batches() -> Iterator[Batch]:
             if place.is_first:
-                return loader.batches()
+                return singly(loader.batches(), device=device, ring=loader.ring)
             nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
             return iter([nothing] * loader.batches_per_replica)
 

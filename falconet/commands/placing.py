@@ -43,7 +43,7 @@ class Setup:
 
     @property
     def normalise(self) -> Normalise:
-        return Normalise(self.images.preprocessing).to(self.grid.world.device)
+        return self.images.normalise(self.grid.world.device)
 
     @property
     def loss(self) -> Loss:

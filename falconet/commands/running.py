@@ -12,7 +12,7 @@ from torch import nn
 from falconet.checkpoint import disk
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.commands import averaging, launching, numbers, parts, run_folder, sharding, telling
+from falconet.commands import averaging, feeding, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
 from falconet.commands.pipelining import StagedModel
 from falconet.commands.placing import Placement, Setup, WholeModel
@@ -177,6 +177,12 @@ class Run:
             f"model {options.model.model}, {self.placement.parameters:,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
             f"device {world.device}, {self.threads} CPU threads, {loaders} loader threads{each}",
+            *feeding.lines(
+                options.data,
+                train=parts.training_reading(self.images, options),
+                validation=parts.validation_reading(self.images),
+                device=world.device,
+            ),
             *numbers.lines(options, regime=self.regime, device=world.device),
             *self.placement.lines(),
             *self.plan.lines(),
@@ -279,7 +285,7 @@ class Run:
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
-            batches = Feed(loader.updates(epoch, skip=skip), device=world.device)
+            batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
 
         sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
@@ -343,7 +349,11 @@ class Run:
         return ProfiledStep(step, folder, device=self.world.device, updates=left)
 
     def _decoding(self) -> str:
-        return f", decoded by {parts.decoder()}" if self.options.data.data == "folder" else ""
+        data = self.options.data
+        if data.data not in rules.PHOTOS:
+            return ""
+        on_device = feeding.decode_device(data, self.images.splits.train, self.world.device) == "cuda"
+        return f", decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"
 
     def _open_folder(self) -> str:
         folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)

@@ -14,6 +14,7 @@ PAGES = (
     ("bench", schema.BenchOptions),
     ("bench infer", schema.InferOptions),
     ("doctor", schema.DoctorOptions),
+    ("data bench", schema.DataBenchOptions),
     ("data pack", schema.PackOptions),
     ("data verify", schema.VerifyOptions),
 )

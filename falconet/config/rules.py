@@ -83,6 +83,21 @@ def _folder_needs_a_place(options: Any) -> str | None:
     return None
 
 
+def _bytes_are_not_normalised_yet(options: Any) -> str | None:
+    if options.data.normalization_location == "host" and options.data.eight_bit_io:
+        return (
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
+            " --no-eight-bit-io beside it"
+        )
+    return None
+
+
+def _decoded_there_is_not_copied(options: Any) -> str | None:
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
+    return None
+
+
 def _mixing_needs_partners(options: Any) -> str | None:
     least, asked_by = minimum_micro_batch(options.augmentation)
     if options.data.micro_batch_size < least:
@@ -227,6 +242,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("model",), _model_is_known),
     (("model",), _shape_is_of_the_family),
     (("data",), _folder_needs_a_place),
+    (("data",), _bytes_are_not_normalised_yet),
+    (("data",), _decoded_there_is_not_copied),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
@@ -264,6 +281,10 @@ def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
 
+def _photos(options: TrainOptions) -> bool:
+    return options.data.data in PHOTOS
+
+
 def _has_replicas(options: TrainOptions) -> bool:
     return options.parallel.replicas != 1
 
@@ -283,8 +304,9 @@ def _averages(options: TrainOptions) -> bool:
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
-    *("dataloader-workers", "bad-images-allowed"),
+    *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -345,6 +367,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ),
     ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
+    *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
+    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     ("enable-optimizer-rts", "--replicas", _has_replicas),
     *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),

@@ -9,6 +9,7 @@ from falconet.config.sections import (
     Averaging,
     Checkpoints,
     Data,
+    DataBench,
     Doctor,
     Input,
     LearningRate,
@@ -101,6 +102,17 @@ class DoctorOptions:
     """Tell what this machine has, and whether it works."""
 
     doctor: Doctor = field(default_factory=Doctor)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataBenchOptions:
+    """Measure the input pipeline: each stage alone, and all together."""
+
+    bench: DataBench = field(default_factory=DataBench)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    augmentation: Augmentation = field(default_factory=Augmentation)
     machine: Machine = field(default_factory=Machine)
 
 

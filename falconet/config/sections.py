@@ -102,7 +102,17 @@ class Data:
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read and decode ahead; 0 reads in the loop itself; auto: one a core, 8 at most."""
+    """Threads that read ahead; 0: the loop itself; auto: one a core, 32 at most, 3 for --decode-device cuda."""
+    dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Images that a thread reads at once; the parts are written side by side. Smaller: less memory, more overhead."""
+    decode_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both."""
+    eight_bit_io: bool = True
+    """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
+    normalization_location: Literal["host", "device", "none"] = "device"
+    """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
+    dataset_cache: bool = False
+    """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable images skipped before the run stops; auto: 1 in 1,000 in training, none in validation."""
 
@@ -365,3 +375,19 @@ class Verify:
 
     source: Path | None = None
     """The folder with the shards; also the first word of the command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataBench:
+    """What is measured."""
+
+    split: Literal["train", "validation"] = "train"
+    """Training's random crops in a random order, or validation's fixed ones in order."""
+    seconds: Annotated[float, MoreThan(0)] = 2.0
+    """Seconds that each stage is measured for."""
+    passes: Annotated[int, AtLeast(0)] = 0
+    """Then also read all images this many times, and print the images per second of each pass."""
+    md5: bool = False
+    """Instead, compare the md5 of the files of both class folders with that of ILSVRC 2012."""
+    output: Path | None = None
+    """A JSON file for the result."""

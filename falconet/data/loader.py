@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -10,20 +11,22 @@ import torch
 from torch import Tensor
 
 from falconet.data import keyed, mixing
-from falconet.data.ahead import Job, in_order
+from falconet.data.ahead import Job, Part, in_order
 from falconet.data.keyed import IntArray
+from falconet.data.landing import Landing, PixelLanding
+from falconet.data.memory import Ring
 from falconet.data.mixing import Mix, Mixing
 from falconet.data.readers import Reader
 from falconet.errors import DataError
 
-UPDATES_AHEAD = 2  # read ahead of the one being used; more would only hide longer stalls, at a batch of memory each
-BATCHES_AHEAD = 2  # the same for evaluation
+UPDATES_AHEAD = 2  # read ahead of the one being used; more would only hide longer stalls
+PARTS_AHEAD = 2  # for each thread, so that none is idle where updates are small: one in hand, one waiting
 
 
 class Batch(NamedTuple):
     """One micro-batch."""
 
-    images: Tensor  # N x 3 x S x S, uint8, channels-last
+    images: Tensor  # N x 3 x S x S, channels-last; uint8, or normalised already
     labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
     mix: Mix | None
 
@@ -63,7 +66,7 @@ class Loader:
         seed: int,
         workers: int = 0,
         mixing: Mixing | None = None,
-        pin: bool = False,
+        landing: Landing | None = None,
     ) -> None:
         if len(labels) < shape.global_batch:
             raise DataError(
@@ -74,26 +77,36 @@ class Loader:
             mixing.check(shape.micro_batch)
         self.updates_per_epoch = len(labels) // shape.global_batch
         self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
-        self._workers, self._mixing, self._pin = workers, mixing, pin
-        self._open: weakref.WeakSet[Generator[list[Batch], None, None]] = weakref.WeakSet()
+        self._workers, self._mixing, self._landing = workers, mixing, landing or PixelLanding()
+        self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
         """This replica's micro-batches of each update of `epoch`, from update `skip` on."""
+        return (list(update) for update in self.streamed(epoch, skip=skip))
+
+    def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:
+        """The same, each micro-batch as soon as it is read; an update is used up before the next is asked for."""
         updates = self._updates(epoch, skip)
         self._open.add(updates)
         return updates
+
+    @property
+    def ring(self) -> Ring | None:
+        """Whose memory the batches lie in."""
+        return self._landing.ring
 
     def close(self) -> None:
         """End the iterators that are still open, and with them their threads."""
         for updates in list(self._open):
             updates.close()
 
-    def _updates(self, epoch: int, skip: int) -> Generator[list[Batch], None, None]:
-        accumulation = self._shape.accumulation
-        batches = in_order(self._jobs(epoch, skip), workers=self._workers, ahead=UPDATES_AHEAD * accumulation)
+    def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
+        shape = self._shape
+        ahead = _ahead(shape.micro_batch * shape.accumulation, self._reader, self._landing, self._workers)
+        batches = in_order(self._jobs(epoch, skip), workers=self._workers, ahead=ahead)
         try:
             for _ in range(skip, self.updates_per_epoch):
-                yield [next(batches) for _ in range(accumulation)]
+                yield islice(batches, shape.accumulation)
         finally:
             batches.close()
 
@@ -104,7 +117,7 @@ class Loader:
             for own in shape.own_micro_batches:
                 number = update * shape.accumulation * shape.replicas + own
                 indices = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
-                job = _MicroBatch(self._reader, indices, self._labels[indices], epoch=epoch, pin=self._pin)
+                job = _MicroBatch(self._reader, indices, self._labels[indices], epoch=epoch, landing=self._landing)
                 if self._mixing is not None:
                     job.mix = mixing.draw(
                         self._mixing,
@@ -125,17 +138,29 @@ class EvaluationLoader:
     """
 
     def __init__(
-        self, reader: Reader, labels: IntArray, *, shape: BatchShape, workers: int = 0, pin: bool = False
+        self,
+        reader: Reader,
+        labels: IntArray,
+        *,
+        shape: BatchShape,
+        workers: int = 0,
+        landing: Landing | None = None,
     ) -> None:
-        self._reader, self._labels, self._workers, self._pin = reader, labels, workers, pin
+        self._reader, self._labels, self._workers, self._landing = reader, labels, workers, landing or PixelLanding()
         self._batch = shape.micro_batch
         share = -(-len(labels) // shape.replicas)
         self._begin = min(share * shape.replica, len(labels))
         self._end = min(self._begin + share, len(labels))
         self.batches_per_replica = -(-share // self._batch)
 
+    @property
+    def ring(self) -> Ring | None:
+        """Whose memory the batches lie in."""
+        return self._landing.ring
+
     def batches(self) -> Iterator[Batch]:
-        return in_order(self._jobs(), workers=self._workers, ahead=BATCHES_AHEAD)
+        ahead = _ahead(self._batch, self._reader, self._landing, self._workers)
+        return in_order(self._jobs(), workers=self._workers, ahead=ahead)
 
     def _jobs(self) -> Iterator["_MicroBatch"]:
         for number in range(self.batches_per_replica):
@@ -143,11 +168,13 @@ class EvaluationLoader:
             indices = np.arange(begin, min(begin + self._batch, self._end), dtype=np.int64)
             labels = np.full(self._batch, -1, dtype=np.int64)
             labels[: len(indices)] = self._labels[indices]
-            yield _MicroBatch(self._reader, indices, labels, epoch=0, pin=self._pin)
+            yield _MicroBatch(self._reader, indices, labels, epoch=0, landing=self._landing)
 
 
 class SyntheticLoader:
     """One random batch, made once and kept on the device: training without any input at all."""
+
+    ring = None
 
     def __init__(
         self, shape: BatchShape, *, image_size: int, classes: int, images: int, seed: int, device: torch.device
@@ -170,6 +197,8 @@ class SyntheticLoader:
         for _ in range(skip, self.updates_per_epoch):
             yield list(self._update)
 
+    streamed = updates
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -177,44 +206,47 @@ class SyntheticLoader:
 class IdleLoader:
     """As many updates as the other loaders, without micro-batches: for stages that are given activations instead."""
 
+    ring = None
+
     def __init__(self, images: int, *, shape: BatchShape) -> None:
         self.updates_per_epoch = images // shape.global_batch
 
-    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, every epoch is the same
+    def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:  # noqa: ARG002, all are the same
         for _ in range(skip, self.updates_per_epoch):
-            yield []
+            yield iter(())
 
     def close(self) -> None:
         """Nothing is open."""
 
 
+def _ahead(images: int, reader: Reader, landing: Landing, workers: int) -> int:
+    """Images to read ahead of an update of `images`: enough for no thread to wait, as far as the memory goes."""
+    wanted = max(UPDATES_AHEAD * images, PARTS_AHEAD * workers * min(landing.rows(reader), images))
+    return landing.ahead(wanted, size=reader.size)
+
+
 class _MicroBatch(Job[Batch]):
-    """One micro-batch being read, in parts of as many rows as the reader likes to read at once."""
+    """One micro-batch being read, in parts of as many rows as are worth a call."""
 
-    def __init__(self, reader: Reader, indices: IntArray, labels: IntArray, *, epoch: int, pin: bool) -> None:
+    def __init__(self, reader: Reader, indices: IntArray, labels: IntArray, *, epoch: int, landing: Landing) -> None:
         self.mix: Mix | None = None
-        self._reader, self._indices, self._epoch, self._pin = reader, indices, epoch, pin
-        size = reader.size
-        self._images = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=pin)
-        self._images[len(indices) :] = 0
-        self._pixels = self._images.numpy()
-        self._labels = labels.copy()
+        self._reader, self._indices, self._epoch, self._landing = reader, indices, epoch, landing
+        self._room = landing.room(len(labels), size=reader.size)
+        self._room.images[len(indices) :] = 0
+        self._labels = self._room.labels.numpy()
+        self._labels[:] = labels
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        for begin in range(0, len(self._indices), self._reader.rows):
-            yield begin, min(begin + self._reader.rows, len(self._indices))
+    def parts(self) -> Iterator[Part]:
+        rows = self._landing.rows(self._reader)
+        for begin in range(0, len(self._indices), rows):
+            yield begin, min(begin + rows, len(self._indices))
 
-    def do(self, part: tuple[int, int]) -> None:
+    def do(self, part: Part) -> None:
         rows = slice(*part)
-        read = self._reader.read(self._indices[rows], epoch=self._epoch, out=self._pixels[rows])
+        read = self._landing.fill(self._room.images[rows], self._reader, self._indices[rows], epoch=self._epoch)
         self._labels[rows][~read] = -1
 
     def result(self) -> Batch:
-        batch = Batch(self._images.permute(0, 3, 1, 2), torch.from_numpy(self._labels), self.mix)
-        return pinned(batch) if self._pin else batch
-
-
-def pinned(batch: Batch) -> Batch:
-    """The same batch with every tensor in pinned memory; the images are there already, so only small ones move."""
-    mix = None if batch.mix is None else Mix(batch.mix.mixup.pin_memory(), batch.mix.box.pin_memory())
-    return Batch(batch.images, batch.labels.pin_memory(), mix)
+        room = self._room
+        mix = None if self.mix is None else Mix(room.mixup.copy_(self.mix.mixup), room.box.copy_(self.mix.box))
+        return Batch(room.images.permute(0, 3, 1, 2), room.labels, mix)

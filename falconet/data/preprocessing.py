@@ -1,6 +1,6 @@
 """What turns an image into model input: one value, kept in every checkpoint."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,11 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.resize < self.image_size:
             raise ConfigError(f"preprocessing: resize {self.resize} is less than the image size {self.image_size}")
+
+    @property
+    def unnormalised(self) -> "Preprocessing":
+        """The same, with pixels of 0 to 255 as they are."""
+        return replace(self, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}

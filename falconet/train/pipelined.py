@@ -198,7 +198,7 @@ def evaluate_stages(
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     for batch in batches:
         labels = grid.stages.broadcast(batch.labels.to(world.device))
-        given = [forward.normalise(batch.images.to(world.device, non_blocking=True))] if place.is_first else []
+        given = [forward.normalise(batch.images)] if place.is_first else []
         logits = relay(run, place, given)
         if logits is not None:
             totals += count(logits, labels)

@@ -1,19 +1,52 @@
 """`falconet doctor`: what there is, and whether it works."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from falconet.commands import selftest
+from falconet.commands import decoders, doctor, selftest
+from falconet.data import native
 
 
-def test_versions_cores_and_devices_are_told(falconet):
+def test_versions_cores_and_devices_are_told(falconet, monkeypatch):
+    monkeypatch.setattr(decoders, "findings", lambda device, seconds: [])
     answer = falconet("doctor")
     assert answer.code == 0
     assert f"torch {torch.__version__}" in answer.out
     assert f"{len(os.sched_getaffinity(0))} CPU cores" in answer.out
+
+
+def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
+    monkeypatch.setattr(decoders, "PHOTOS", 4)
+    monkeypatch.setattr(doctor, "MEASURED", 0.05)
+    answer = falconet("doctor --device cpu")
+    assert answer.code == 0, answer.err
+    assert re.search(r"^  Pillow +[\d,]+$", answer.out, re.M)
+    assert bool(re.search(r"^  native decoder \(\w+\) +[\d,]+$", answer.out, re.M)) == (native.library() is not None)
+    assert answer.out.endswith("recommended: --decode-device cpu\n")
+
+
+@pytest.mark.parametrize(
+    ("rates", "wanted"),
+    [
+        ({"Pillow": 100.0}, "cpu"),
+        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 450.0}, "cpu"),
+        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 500.0}, "cuda"),
+        ({"Pillow": 100.0, "nvJPEG on the device": 500.0}, "cuda"),
+    ],
+)
+def test_the_device_is_recommended_where_it_is_clearly_faster(rates, wanted):
+    assert decoders.recommended(rates) == f"--decode-device {wanted}"
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_device_s_decoder_is_measured_too(falconet):
+    answer = falconet("doctor")
+    assert answer.code == 0, answer.err
+    assert re.search(r"^  nvJPEG on the device +[\d,]+$", answer.out, re.M)
 
 
 def test_each_check_is_told_and_nothing_is_left_behind(falconet):

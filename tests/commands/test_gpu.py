@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from test_restore import assert_equal_runs
 
 from falconet.config.load import load
@@ -82,6 +83,25 @@ def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, ext
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:
         patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 5)
+        assert falconet(f"{line} --run-dir other").code == 130
+    assert falconet("restore --checkpoint-input-path other").code == 0
+    assert_equal_runs(Path("straight"), Path("other"))
+
+
+@pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
+def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_folder, monkeypatch, options):
+    from falconet.train.record import Record
+
+    line = (
+        "train --data folder --data-dir photos --model resnet20-cifar --image-size 32 --micro-batch-size 4 --epoch 2"
+        f" --warmup-epoch 0 --device cuda --logs-per-epoch 3 {options}"
+    )
+    for number, path in enumerate(sorted(image_folder.rglob("*.png"))):
+        Image.open(path).save(path.with_suffix(".jpg"), subsampling=number % 3)
+        path.unlink()
+    assert falconet(f"{line} --run-dir straight").code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 7)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
     assert_equal_runs(Path("straight"), Path("other"))

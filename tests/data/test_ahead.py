@@ -36,14 +36,14 @@ def data_threads():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_results_come_in_order(workers):
-    assert list(in_order(map(Square, range(20)), workers=workers, ahead=4)) == [number**2 for number in range(20)]
+    assert list(in_order(map(Square, range(20)), workers=workers, ahead=8)) == [number**2 for number in range(20)]
     assert data_threads() == []
 
 
 @pytest.mark.parametrize(("workers", "most"), [(0, 1), (1, 4), (3, 4)])
 def test_no_more_jobs_are_begun_than_asked(workers, most):
     begun = []
-    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=3)
+    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=6)
     next(results)
     assert len(begun) == most
     next(results)
@@ -53,7 +53,7 @@ def test_no_more_jobs_are_begun_than_asked(workers, most):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
-    results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=4)
+    results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=8)
     given = [next(results) for _ in range(3)]
     with pytest.raises(FileNotFoundError, match="a job's own error"):
         next(results)
@@ -62,10 +62,51 @@ def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
 
 
 def test_leaving_early_ends_the_threads():
-    for result in in_order(map(Square, range(1000)), workers=3, ahead=6):
+    for result in in_order(map(Square, range(1000)), workers=3, ahead=12):
         if result == 4:
             break
     deadline = time.monotonic() + 5
     while data_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert data_threads() == []
+
+
+class Rows:
+    """A job of several parts of two rows; notes those that were done."""
+
+    def __init__(self, number, done, parts=4):
+        self.number, self.own, self.all = number, [(2 * part, 2 * part + 2) for part in range(parts)], done
+
+    def parts(self):
+        return self.own
+
+    def do(self, part):
+        self.all.append((self.number, part))
+
+    def result(self):
+        return [part for number, part in list(self.all) if number == self.number]
+
+
+def settled(done):
+    """How many parts were done when nothing moves any more."""
+    seen = -1
+    while len(done) != seen:
+        seen = len(done)
+        time.sleep(0.05)
+    return seen
+
+
+@pytest.mark.parametrize(("ahead", "parts"), [(0, 0), (1, 0), (2, 1), (5, 2), (8, 4), (13, 6)])
+def test_rows_beyond_the_job_handed_over_are_bounded_within_a_job_too(ahead, parts):
+    done = []
+    results = in_order((Rows(number, done) for number in range(50)), workers=2, ahead=ahead)
+    for number in range(3):
+        assert sorted(next(results)) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+        assert settled(done) == 4 * (number + 1) + parts
+    results.close()
+
+
+def test_jobs_without_rows_are_handed_over_too():
+    done = []
+    jobs = [Rows(0, done), Rows(1, done, parts=0), Rows(2, done)]
+    assert [len(result) for result in in_order(jobs, workers=2, ahead=4)] == [4, 0, 4]

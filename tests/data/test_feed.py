@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from falconet.data.feed import Feed
+from falconet.data.feed import Feed, singly
 from falconet.data.loader import Batch
+from falconet.data.memory import Ring, Shape
 from falconet.data.mixing import Mix
 
 
@@ -30,12 +31,39 @@ def test_on_the_cpu_the_tensors_pass_through_as_they_are():
             assert batch.mix is None or moved.mix.box is batch.mix.box
 
 
+def test_single_batches_pass_through_too():
+    given = [batch for update in updates(3) for batch in update]
+    passed = list(singly(given, device=torch.device("cpu")))
+    assert len(passed) == 6
+    assert all(batch.images is other.images for batch, other in zip(given, passed, strict=True))
+
+
 def test_on_the_cpu_nothing_is_taken_before_it_is_asked_for():
     taken = []
     source = (taken.append(number) or update for number, update in enumerate(updates(5)))
     feed = iter(Feed(source, device=torch.device("cpu")))
     next(feed)
     assert taken == [0]
+
+
+@pytest.mark.gpu
+def test_on_cuda_pinned_memory_goes_round_and_every_batch_arrives_whole():
+    device, ring, wanted, sums = torch.device("cuda"), Ring(pin=True), [], []
+
+    def batches():
+        for number in range(200):
+            room = ring(Shape(4, 128))
+            assert room.images.is_pinned()
+            room.images.fill_(number)
+            room.labels.fill_(number)
+            wanted.append(number * 4 * 128 * 128 * 3)
+            yield Batch(room.images.permute(0, 3, 1, 2), room.labels, None)
+
+    for batch in singly(batches(), device=device, ring=ring):
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+        sums.append(batch.images.long().sum())
+    assert torch.stack(sums).tolist() == wanted
+    assert ring.allocated <= 4
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from PIL import Image
 
 from falconet.data import keyed
 from falconet.data.decode import BadImages
+from falconet.data.landing import Allowance, PixelLanding
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
+from falconet.data.memory import Ring
 from falconet.data.mixing import Mixing, draw
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
@@ -240,3 +243,108 @@ def test_synthetic_batches_differ_by_seed_and_replica():
     assert torch.equal(first, again)
     assert not torch.equal(first, seed)
     assert not torch.equal(first, replica)
+
+
+def fed(loading, epoch):
+    """Digests of an epoch's updates, each micro-batch given back as soon as it is seen, as after a copy."""
+
+    class Done:
+        def synchronize(self):
+            pass
+
+    found = []
+    for update in loading.streamed(epoch):
+        found.append([])
+        for batch in update:
+            found[-1].append(digest(batch))
+            batch.images.fill_(255)  # who still needed these pixels would notice
+            loading.ring.give_back(batch.images, copied=Done())
+    return found
+
+
+def loader_into(landing, source=None, workers=3):
+    source = array_source() if source is None else source
+    augment = "crop-flip" if isinstance(source, FileSource) else "shift-flip"
+    shape = BatchShape(micro_batch=6, accumulation=2)
+    made = Loader(
+        reader(source, augment), source.labels, shape=shape, seed=6, workers=workers, mixing=MIXING, landing=landing
+    )
+    return made, digests(loader(source, augment=augment).updates(2))
+
+
+@pytest.mark.parametrize("most", [1, 192 * 7, 1 << 30])
+@pytest.mark.parametrize("portion", [None, 1, 4, 5])
+def test_memory_that_goes_round_and_portions_change_no_batch(file_source, portion, most):
+    ring = Ring(pin=False)
+    loading, wanted = loader_into(PixelLanding(Allowance(ring=ring, portion=portion, most=most)), file_source)
+    assert fed(loading, 2) == wanted
+    slots = ring.allocated
+    assert fed(loading, 2) == wanted
+    assert ring.allocated == slots
+
+
+def test_prefetch_bounds_the_slots_however_many_micro_batches_an_update_has():
+    ring = Ring(pin=False)
+    source = array_source()
+    loading = Loader(
+        reader(source, "none"),
+        source.labels,
+        shape=BatchShape(micro_batch=2, accumulation=30),
+        seed=6,
+        workers=2,
+        landing=PixelLanding(Allowance(ring=ring, portion=1, most=192 * 4)),
+    )
+    assert len(fed(loading, 0)[0]) == 30
+    assert ring.allocated <= 4  # the one in hand, two that are ahead, and one begun
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def soak(source, batches):
+    """Memory over `batches` batches, as the slope of a line through it: bytes a batch."""
+    loading = Loader(
+        reader(source, "crop-flip"),
+        source.labels,
+        shape=BatchShape(micro_batch=10),
+        seed=6,
+        workers=2,
+        landing=PixelLanding(Allowance(ring=Ring(pin=False))),
+    )
+    sizes, epoch = [], 0
+    while len(sizes) < batches:
+        for _ in fed(loading, epoch):
+            sizes.append(resident())
+        epoch += 1
+    settled = np.array(sizes[batches // 5 :], dtype=np.float64)
+    return np.polyfit(np.arange(len(settled)), settled, 1)[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
+def test_memory_stays_flat_over_1500_batches(jpeg_source):
+    threads = threading.active_count()
+    slope = soak(jpeg_source, 1500)
+    assert slope < 1000, slope  # a leaked batch would be 1,920 bytes, a leaked thread more
+    assert threading.active_count() == threads
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
+def test_memory_stays_flat_over_10000_batches(jpeg_source):
+    slope = soak(jpeg_source, 10_000)
+    assert slope < 100, slope
+
+
+@pytest.fixture(scope="module")
+def jpeg_source(tmp_path_factory):
+    """Many epochs of few batches: what an iterator leaves behind adds up."""
+    root = tmp_path_factory.mktemp("small photos")
+    (root / "cat").mkdir()
+    for number in range(50):
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16 + number % 3, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "cat" / f"{number:02}.jpg")
+    return FileSource.of(
+        root, names=[f"{number:02}.jpg" for number in range(50)], labels=[0] * 50, class_names=("cat",)
+    )

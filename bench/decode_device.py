@@ -1,0 +1,138 @@
+"""Photos a second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
+
+    python bench/decode_device.py FOLDER                 any folder of JPEG files, flat or not
+    python bench/decode_device.py FOLDER --images 8192 --workers 2 4 8 16
+
+`nvJPEG alone` decodes files that are in memory already, without crop or resize. `loader` is the whole way to batches of
+256 on the device, by this many threads: the device's decoder, and the native one with its copies. Every photo comes
+from the page cache. `agreement` is the PSNR against Pillow, dB, of random crops at 224 x 224.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from photos import repeated
+from PIL import Image
+
+from falconet.data import native
+from falconet.data.augment import Crops
+from falconet.data.decode import BadImages
+from falconet.data.device.landing import DeviceLanding, bytes_of, decode_jpegs
+from falconet.data.feed import Feed
+from falconet.data.landing import Allowance, Landing, PixelLanding
+from falconet.data.loader import BatchShape, Loader
+from falconet.data.memory import Ring
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.readers import FileReader, Reader, reader_for
+from falconet.data.source import FileSource
+
+SIZE, BATCH = 224, 256
+PREPROCESSING = Preprocessing(image_size=SIZE, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+CROPS = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
+DEVICE = torch.device("cuda", 0)
+
+
+def bad() -> BadImages:
+    return BadImages(10**6, note=print)
+
+
+def nvjpeg_alone(source: FileSource, portion: int) -> float:
+    read = bytes_of(source)
+    encoded = [torch.frombuffer(read(index), dtype=torch.uint8) for index in range(min(1024, len(source)))]
+    for _ in range(2):  # the first warms up
+        begin = time.perf_counter()
+        refused = 0
+        for first in range(0, len(encoded), portion):
+            refused += sum(image is None for image in decode_jpegs(encoded[first : first + portion], DEVICE))
+        torch.cuda.synchronize()
+        rate = len(encoded) / (time.perf_counter() - begin)
+    if refused:
+        print(f"  nvJPEG refused {refused} of {len(encoded)}")
+    return rate
+
+
+def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -> float:
+    """Images a second on the device, after the first four updates."""
+    loader = Loader(
+        reader, source.labels, shape=BatchShape(micro_batch=BATCH), seed=0, workers=workers, landing=landing
+    )
+    updates = iter(Feed(loader.streamed(0), device=DEVICE, ring=landing.ring))
+    for _ in range(4):
+        next(updates)
+    torch.cuda.synchronize()
+    begin, count = time.perf_counter(), 0
+    for update in updates:
+        count += len(update[0].labels)
+    torch.cuda.synchronize()
+    return count / (time.perf_counter() - begin)
+
+
+def agreement(source: FileSource, images: int) -> None:
+    pillow = FileReader(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad())
+    landing = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS)
+    indices = np.arange(images)
+    wanted = np.empty((images, SIZE, SIZE, 3), np.uint8)
+    pillow.read(indices, epoch=0, out=wanted)
+    out = landing.room(images, size=SIZE).images
+    for begin in range(0, images, 64):
+        landing.fill(out[begin : begin + 64], pillow, indices[begin : begin + 64], epoch=0)
+    away = (out.cpu().numpy().astype(np.float64) - wanted) ** 2
+    decibels = 10 * np.log10(255**2 / np.maximum(away.mean(axis=(1, 2, 3)), 1e-6))
+    kinds: dict[str, list[float]] = {"all": []}
+    for index, value in enumerate(decibels.tolist()):
+        kinds["all"].append(value)
+        kinds.setdefault(sampling(source.path(index)), []).append(value)
+    print(f"agreement with Pillow over {images} photos: median, 5th percentile, worst")
+    for kind, values in kinds.items():
+        print(
+            f"  {kind:12} {np.median(values):6.1f} {np.percentile(values, 5):6.1f} {min(values):6.1f}  ({len(values)})"
+        )
+
+
+def sampling(path: Path) -> str:
+    with Image.open(path) as image:
+        layers = getattr(image, "layer", [])
+        return "grey" if image.mode == "L" else f"{image.mode} {layers[0][1]}x{layers[0][2]}" if layers else image.mode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--images", type=int, default=8192)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--portions", type=int, nargs="+", default=[16, 32, 64, 128, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, torchvision {torchvision.__version__}")
+    library = native.library()
+    print(f"native decoder: {library.processor if library else native.why_not()}")
+    source = repeated(args.folder, args.images)
+    distinct = len({source.path(index) for index in range(len(source))})
+    agreement(source, min(distinct, 512))
+    for portion in args.portions:
+        print(f"nvJPEG alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s")
+    host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad())
+    for workers in args.workers:
+        rates: dict[str, list[float]] = {}
+        for _ in range(args.rounds):
+            for portion in args.portions[1:4]:
+                device = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS, portion=portion)
+                rates.setdefault(f"device, {portion:3} at once", []).append(loaded(source, host, device, workers))
+            pixels = PixelLanding(Allowance(ring=Ring(pin=True)))
+            rates.setdefault("native", []).append(loaded(source, host, pixels, workers))
+        for name, values in rates.items():
+            print(
+                f"loader, {workers:2} threads, {name:20} {statistics.median(values):8.0f} photos/s"
+                f" ({min(values):.0f} to {max(values):.0f})"
+            )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`falconet data bench`: images a second of each stage of the input pipeline alone and together; the slowest named."""
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import falconet
+from falconet.commands import feeding, launching, parts
+from falconet.commands.feeding import Reading
+from falconet.commands.reading import load_options
+from falconet.config.schema import DataBenchOptions
+from falconet.config.settings import Setting
+from falconet.data import digest, measure
+from falconet.data.decode import BadImages
+from falconet.data.measure import Pipeline, Stage
+from falconet.data.readers import reader_for
+from falconet.data.source import FileSource, Source
+from falconet.errors import ConfigError
+from falconet.numerics.precision import REGIMES
+from falconet.parallel.world import World, open_world
+
+Say = Callable[[str], None]
+
+
+def run(line: Sequence[Setting]) -> int:
+    options = load_options(DataBenchOptions, line).options
+    if launching.is_another_process():
+        return 0
+    if options.data.data == "synthetic":
+        raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
+    machine, say = options.machine, launching.spoken()
+    threads = parts.value_or(machine.threads, parts.cores())
+    world = open_world(machine.device, threads=threads, deterministic=machine.deterministic)
+    images = parts.open_images(
+        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
+    )
+    if options.bench.md5:
+        return _compare_md5(images, options, say)
+    pipeline = _pipeline(images, options, world, say)
+    say(f"data {options.data.data}: {images.describe()}; the {options.bench.split} images")
+    say(f"{pipeline.workers} loader threads, device {world.device}, {_decoding(options, pipeline.source, world)}")
+    stages = measure.stages(pipeline, seconds=options.bench.seconds)
+    _show(stages, say)
+    rates = []
+    for rate in measure.passes(pipeline, options.bench.passes):
+        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py has it
+        rates.append(rate)
+    if options.bench.output is not None:
+        _write(options.bench.output, stages, rates, options, world)
+        say(f"written to {options.bench.output}")
+    return 0
+
+
+def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
+    training = options.bench.split == "train"
+    source = images.splits.train if training else images.splits.validation
+    reading = Reading(
+        source=source,
+        preprocessing=images.preprocessing,
+        augment=images.augment(options.augmentation.augment) if training else "none",
+        seed=0,
+    )
+    allowed = parts.value_or(options.data.bad_images_allowed, len(source) // 1000)
+    reader = reader_for(
+        source,
+        preprocessing=images.preprocessing,
+        augment=reading.augment,
+        seed=0,
+        bad=BadImages(allowed, note=say),
+    )
+    return Pipeline(
+        source=source,
+        reader=feeding.cached(reader, options.data, reading),
+        landing=feeding.landing(options.data, reading, regime=REGIMES[options.machine.precision], device=world.device),
+        device=world.device,
+        micro_batch=options.data.micro_batch_size,
+        workers=parts.workers(options.data),
+        training=training,
+    )
+
+
+def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
+    if feeding.decode_device(options.data, source, world.device) == "cuda":
+        return "photos are decoded by nvJPEG on the device"
+    return f"photos are decoded by {parts.decoder()}"
+
+
+def _show(stages: Sequence[Stage], say: Say) -> None:
+    say(f"{'stage':<18} {'images/s':>10}")
+    for stage in stages:
+        rate = "-" if stage.images_per_second is None else f"{stage.images_per_second:,.0f}"
+        say(f"{stage.name:<18} {rate:>10}  {stage.words}")
+    say(f"limited by: {measure.limiting(stages)}")
+
+
+def _write(
+    path: Path, stages: Sequence[Stage], passes: Sequence[float], options: DataBenchOptions, world: World
+) -> None:
+    content = {
+        "stages": {stage.name: stage.images_per_second for stage in stages},
+        "limiting": measure.limiting(stages),
+        "passes": list(passes),
+        "split": options.bench.split,
+        "data": options.data.data,
+        "micro_batch_size": options.data.micro_batch_size,
+        "workers": parts.workers(options.data),
+        "device": str(world.device),
+        "cores": parts.cores(),
+        "versions": {
+            "falconet": falconet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+
+
+def _compare_md5(images: parts.Images, options: DataBenchOptions, say: Say) -> int:
+    """The digests of class folders; exit code 2 if they are not those of the original's ImageNet."""
+    whole = True
+    for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
+        if not isinstance(source, FileSource):
+            raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
+        found = digest.folder_md5(source.root, workers=parts.workers(options.data))
+        same = digest.is_imagenet(found, split)
+        say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
+        whole = whole and same
+    return 0 if whole else 2

@@ -1,0 +1,141 @@
+"""How images get from their source to the device: through how much memory, in which form, decoded where."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from falconet.config import sections
+from falconet.data import memory
+from falconet.data.augment import Augment, Crops
+from falconet.data.cache import PixelCache
+from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, ValueLanding
+from falconet.data.memory import Ring, Shape
+from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
+from falconet.data.native.reader import NativeReader
+from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.readers import Reader
+from falconet.data.source import ArraySource, Source
+from falconet.errors import DeviceError
+from falconet.numerics.precision import Regime
+from falconet.parallel.environment import local_processes
+
+SHARE = 4  # a quarter of the free memory may be read ahead, one cached for training and one for validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is read, and how."""
+
+    source: Source
+    preprocessing: Preprocessing
+    augment: Augment
+    seed: int
+
+
+def free_memory() -> int:
+    """Bytes for this process; those of the host are divided among its processes."""
+    return memory.available() // local_processes(os.environ)
+
+
+def decode_device(data: sections.Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
+    """Where this source is decoded; images that lie in memory decoded have no choice."""
+    if data.decode_device != "cuda" or isinstance(source, ArraySource):
+        return "cpu"
+    if device.type != "cuda":
+        raise DeviceError("--decode-device cuda: the run is on the CPU; wanted cpu, or --device cuda")
+    return "cuda"
+
+
+def most_ahead() -> int:
+    """Bytes of images that may be read ahead of their use."""
+    return min(MOST_AHEAD, free_memory() // SHARE)
+
+
+def lines(data: sections.Data, *, train: Reading, validation: Reading, device: torch.device) -> list[str]:
+    """What was decided, for the plan."""
+    if data.data == "synthetic":
+        return []
+    on_device = decode_device(data, train.source, device) == "cuda"
+    form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as numbers"
+    where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}
+    said = [
+        f"loader: at most {most_ahead() / 1e6:,.0f} MB of images read ahead, pixels {form} and"
+        f" {where[data.normalization_location]}"
+    ]
+    if data.dataset_cache and not isinstance(train.source, ArraySource):
+        said += [
+            f"cache: {_cache_words(data, train)} of training",
+            f"cache: {_cache_words(data, validation)} of validation",
+        ]
+    return said
+
+
+def _cache_words(data: sections.Data, reading: Reading) -> str:
+    images = cache_images(data, reading)
+    if images:
+        megabytes = images * _bytes_an_image(reading) / 1e6
+        return f"{images:,} of {len(reading.source):,} images decoded, {megabytes:,.0f} MB,"
+    assert not isinstance(reading.source, ArraySource)
+    found = encoded_bytes(reading.source)
+    if not can_keep():
+        return "nothing, because only the native decoder on Linux reads photos from memory,"
+    if found > free_memory() // SHARE:
+        return f"nothing, because {found / 1e6:,.0f} MB are more than a quarter of the free memory,"
+    return f"{len(reading.source):,} images as they are encoded, about {found / 1e6:,.0f} MB,"
+
+
+def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: torch.device) -> Landing:
+    """Where a micro-batch comes to lie, and in which form."""
+    asked = data.dataloader_rebatch_size
+    portion = None if asked == "auto" else min(asked, data.micro_batch_size)
+    if decode_device(data, reading.source, device) == "cuda":
+        return _on_device(reading, device, portion)
+    allowance = Allowance(
+        ring=Ring(pin=True) if device.type == "cuda" else None,
+        portion=portion,
+        most=most_ahead(),
+    )
+    if data.eight_bit_io:
+        return PixelLanding(allowance)
+    on_host = data.normalization_location == "host"
+    preprocessing = reading.preprocessing if on_host else reading.preprocessing.unnormalised
+    return ValueLanding(Normalise(preprocessing, dtype=regime.formats(device)["activations"]), allowance)
+
+
+def _on_device(reading: Reading, device: torch.device, portion: int | None) -> Landing:
+    from falconet.data.device.landing import DeviceLanding, bytes_of
+
+    source = reading.source
+    assert not isinstance(source, ArraySource)
+    crops = Crops.of(reading.preprocessing, augment=reading.augment, seed=reading.seed, objects=source.objects)
+    return DeviceLanding(device, encoded=bytes_of(source), crops=crops, portion=portion)
+
+
+def cached(reader: Reader, data: sections.Data, reading: Reading) -> Reader:
+    """The reader, behind the cache that was asked for.
+
+    What is the same in every epoch is kept decoded, as far as there is memory. Random crops are not: photos are kept as
+    they are encoded, if there is memory for all of them.
+    """
+    if not data.dataset_cache or isinstance(reading.source, ArraySource):
+        return reader
+    images = cache_images(data, reading)
+    if images:
+        return PixelCache(reader, images=len(reading.source), most=images)
+    most = free_memory() // SHARE
+    if isinstance(reader, NativeReader) and can_keep() and encoded_bytes(reading.source) <= most:
+        reader.keep(EncodedCache(reading.source, most=most))
+    return reader
+
+
+def cache_images(data: sections.Data, reading: Reading) -> int:
+    """How many images are kept decoded."""
+    if not data.dataset_cache or reading.augment != "none" or isinstance(reading.source, ArraySource):
+        return 0
+    return min(len(reading.source), free_memory() // SHARE // _bytes_an_image(reading))
+
+
+def _bytes_an_image(reading: Reading) -> int:
+    return Shape(1, reading.preprocessing.image_size).bytes_an_image

@@ -1,0 +1,1 @@
+"""JPEG files decoded, cropped, resized and flipped on a CUDA device."""

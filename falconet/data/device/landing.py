@@ -1,0 +1,134 @@
+"""The landing on a CUDA device: encoded photos are read here, decoded there, and left there."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from falconet.data.augment import Crops
+from falconet.data.decode import UnreadableImageError
+from falconet.data.device.screen import plain_size
+from falconet.data.keyed import IntArray
+from falconet.data.landing import MOST_AHEAD
+from falconet.data.memory import Room, Shape, fresh
+from falconet.data.readers import Reader
+from falconet.data.source import BoolArray, PhotoSource
+
+Encoded = Callable[[int], bytearray | None]  # the bytes of an image by its number; None: cannot be read
+PORTION = 128  # images of one call: nvJPEG wants many at once (bench/decode_device.py)
+
+
+class DeviceLanding:
+    """JPEG files through torchvision's nvJPEG; all else through the host's reader with the same crop and flip.
+
+    Its threads are the loader's. Each has a stream of its own and waits for it at the end of a part: then the pixels
+    are there, and what was decoded may go. (Torchvision writes on a stream that torch's allocator knows nothing of, so
+    a decoded image must not be freed before the last kernel that reads it is done.)
+    """
+
+    ring = None  # nothing is copied
+
+    def __init__(self, device: torch.device, *, encoded: Encoded, crops: Crops, portion: int | None = None) -> None:
+        self._device, self._portion = device, portion or PORTION
+        self._encoded, self._crops = encoded, crops
+        self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the batches' memory belongs to it
+        self._own = threading.local()
+
+    def rows(self, reader: Reader) -> int:  # noqa: ARG002, the host's reader only gets what is left over
+        return self._portion
+
+    def ahead(self, images: int, *, size: int) -> int:
+        return max(1, min(images, MOST_AHEAD // Shape(images, size).bytes_an_image))
+
+    def room(self, images: int, *, size: int) -> Room:
+        small = fresh(Shape(images, 0))
+        with torch.cuda.stream(self._home):
+            pixels = torch.empty((images, size, size, 3), dtype=torch.uint8, device=self._device)
+        # What the home stream did with this memory before was recorded by its users; padding is written there.
+        return Room(pixels, small.labels, small.mixup, small.box)
+
+    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
+        read = np.ones(len(indices), dtype=np.bool_)
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            decoded, left = self._decode(indices)
+            if decoded:
+                rows = np.array(list(decoded))
+                self._place(list(decoded.values()), indices[rows], images, rows, epoch)
+            if left:
+                pixels = np.empty((len(left), *images.shape[1:]), np.uint8)
+                read[left] = reader.read(indices[left], epoch=epoch, out=pixels)
+                images[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a stream is waited for spinning
+        done.record(stream)
+        done.synchronize()
+        return read
+
+    def _decode(self, indices: IntArray) -> tuple[dict[int, Tensor], list[int]]:
+        """The decoded images by their row, and the rows that are left to the host."""
+        encoded: dict[int, Tensor] = {}
+        sizes: dict[int, tuple[int, int]] = {}
+        for row, index in enumerate(indices.tolist()):
+            data = self._encoded(index)
+            size = plain_size(data) if data else None
+            if data and size and size.width * size.height <= (Image.MAX_IMAGE_PIXELS or 2**27):
+                encoded[row], sizes[row] = torch.frombuffer(data, dtype=torch.uint8), (size.height, size.width)
+        rows = list(encoded)
+        images = decode_jpegs(list(encoded.values()), self._device)
+        decoded = {
+            row: image
+            for row, image in zip(rows, images, strict=True)
+            if image is not None and tuple(image.shape) == (3, *sizes[row])
+        }
+        return decoded, [row for row in range(len(indices)) if row not in decoded]
+
+    def _place(self, decoded: list[Tensor], indices: IntArray, images: Tensor, rows: IntArray, epoch: int) -> None:
+        from falconet.data.device.resize import resize_boxes  # Triton: there where CUDA is
+
+        sizes = np.array([(image.shape[2], image.shape[1]) for image in decoded], np.int64)
+        boxes, flips = self._crops.boxes(indices, sizes, epoch=epoch), self._crops.flips(indices, epoch=epoch)
+        whole = len(rows) == len(images)
+        out = images if whole else torch.empty((len(rows), *images.shape[1:]), dtype=torch.uint8, device=self._device)
+        resize_boxes(decoded, boxes, flips, out)
+        if not whole:
+            images[torch.from_numpy(rows).to(self._device)] = out
+
+    def _stream(self) -> torch.cuda.Stream:
+        """This thread's own."""
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._own.stream
+        return stream
+
+
+def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
+    """Each as 3 x H x W on the device; None for one that nvJPEG refuses."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    if not encoded:
+        return []
+    try:
+        decoded: list[Tensor | None] = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of one of them; which one, it does not say
+        if len(encoded) == 1:
+            return [None]
+        middle = len(encoded) // 2
+        return decode_jpegs(encoded[:middle], device) + decode_jpegs(encoded[middle:], device)
+    return decoded
+
+
+def bytes_of(source: PhotoSource) -> Encoded:
+    """Reads the encoded images of a source; what is wrong with one that cannot be read, the host's reader will say."""
+
+    def encoded(index: int) -> bytearray | None:
+        try:
+            return bytearray(source.encoded(index))  # torch wants memory that it could write to
+        except (OSError, UnreadableImageError):
+            return None
+
+    return encoded

@@ -1,0 +1,89 @@
+"""Boxes of many images to one batch on the device, bilinear with antialiasing: Pillow's filter in one Triton launch."""
+# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN202, N803
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from falconet.data.keyed import FloatArray
+from falconet.data.source import BoolArray
+
+PIXELS = 256  # of the result that one program makes
+
+
+@triton.jit
+def _first_tap(center, support):
+    """Pillow's rounding: the first pixel whose middle may lie inside the filter."""
+    return tl.maximum((center - support + 0.5).to(tl.int32), 0)
+
+
+@triton.jit
+def _weight(tap, center, inverse, size):
+    """The triangle at a pixel's middle; nothing beyond the image."""
+    away = tl.abs((tap.to(tl.float32) - center + 0.5) * inverse)
+    return tl.where(tap < size, tl.maximum(1.0 - away, 0.0), 0.0)
+
+
+@triton.jit
+def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
+    """images: N x (address, width, height, flipped); boxes: N x (x0, y0, x1, y1); out: N x SIZE x SIZE x 3."""
+    number = tl.program_id(0)
+    pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    exists = pixel < SIZE * SIZE
+    source = tl.load(images + number * 4).to(tl.pointer_type(tl.uint8))
+    width = tl.load(images + number * 4 + 1).to(tl.int32)
+    height = tl.load(images + number * 4 + 2).to(tl.int32)
+    flipped = tl.load(images + number * 4 + 3)
+    x0, y0 = tl.load(boxes + number * 4), tl.load(boxes + number * 4 + 1)
+    x1, y1 = tl.load(boxes + number * 4 + 2), tl.load(boxes + number * 4 + 3)
+
+    row, column = pixel // SIZE, pixel % SIZE
+    column = tl.where(flipped != 0, SIZE - 1 - column, column)
+    step_x, step_y = (x1 - x0) / SIZE, (y1 - y0) / SIZE
+    support_x, support_y = tl.maximum(step_x, 1.0), tl.maximum(step_y, 1.0)
+    center_x, center_y = x0 + (column.to(tl.float32) + 0.5) * step_x, y0 + (row.to(tl.float32) + 0.5) * step_y
+    first_x, first_y = _first_tap(center_x, support_x), _first_tap(center_y, support_y)
+    taps_x, taps_y = (2.0 * support_x).to(tl.int32) + 2, (2.0 * support_y).to(tl.int32) + 2
+
+    total = center_x * 0.0  # not tl.zeros, which Triton's interpreter cannot call once its compiler was imported
+    red, green, blue = total, total, total
+    plane = width.to(tl.int64) * height
+    for down in range(taps_y):
+        y = first_y + down
+        weight_y = _weight(y, center_y, 1.0 / support_y, height)
+        for across in range(taps_x):
+            x = first_x + across
+            weight = weight_y * _weight(x, center_x, 1.0 / support_x, width)
+            place = source + y.to(tl.int64) * width + x
+            counts = exists & (weight > 0.0)
+            red += weight * tl.load(place, mask=counts, other=0).to(tl.float32)
+            green += weight * tl.load(place + plane, mask=counts, other=0).to(tl.float32)
+            blue += weight * tl.load(place + 2 * plane, mask=counts, other=0).to(tl.float32)
+            total += weight
+    total = tl.where(total > 0.0, total, 1.0)  # beyond the last pixel there is nothing
+    target = out + (number.to(tl.int64) * SIZE * SIZE + pixel) * 3
+    tl.store(target, (red / total + 0.5).to(tl.uint8), mask=exists)
+    tl.store(target + 1, (green / total + 0.5).to(tl.uint8), mask=exists)
+    tl.store(target + 2, (blue / total + 0.5).to(tl.uint8), mask=exists)
+
+
+def resize_boxes(images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor) -> None:
+    """Each image (3 x H x W, uint8, contiguous) through its box (x0, y0, x1, y1) into its row of `out`, N x S x S x 3.
+
+    As Pillow's resize with a box: the filter reaches beyond the box where the image goes on. One rounding, at the end;
+    Pillow rounds after each direction, so that single levels differ.
+    """
+    assert all(image.is_contiguous() for image in images)
+    assert out.is_contiguous()
+    rows = [
+        (image.data_ptr(), image.shape[2], image.shape[1], int(flip)) for image, flip in zip(images, flips, strict=True)
+    ]
+    table = torch.tensor(rows, dtype=torch.int64).to(out.device)
+    places = torch.from_numpy(boxes).float().to(out.device)
+    size = out.shape[1]
+    _resize[(len(rows), triton.cdiv(size * size, PIXELS))](table, places, out, SIZE=size, PIXELS=PIXELS)

@@ -1,0 +1,178 @@
+"""Images a second of each stage of the input pipeline alone, and of all together."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from falconet.data.feed import singly
+from falconet.data.keyed import IntArray
+from falconet.data.landing import Landing
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Loader
+from falconet.data.readers import Reader
+from falconet.data.source import ArraySource, BoolArray, PixelArray, Source
+
+READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "copy", "together"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage; the rate is None where there is no such stage."""
+
+    name: str
+    images_per_second: float | None
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What is measured."""
+
+    source: Source
+    reader: Reader
+    landing: Landing
+    device: torch.device
+    micro_batch: int
+    workers: int
+    training: bool  # in a random order, or as evaluation reads
+
+    def batches(self, reader: Reader, epoch: int) -> Iterator[Batch]:
+        """A pass over the data, on the device."""
+        labels, shape = self.source.labels, BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
+        if self.training:
+            loader = Loader(reader, labels, shape=shape, seed=0, workers=self.workers, landing=self.landing)
+            batches: Iterator[Batch] = itertools.chain.from_iterable(loader.streamed(epoch))
+        else:
+            evaluation = EvaluationLoader(reader, labels, shape=shape, workers=self.workers, landing=self.landing)
+            batches = evaluation.batches()
+        return singly(batches, device=self.device, ring=self.landing.ring)
+
+
+def stages(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
+    """Each stage for so many seconds, with the pipeline's own threads; the first comes from wherever the data lies."""
+    threads = f"{max(1, pipeline.workers)} threads"
+    read = _read_rate(pipeline, seconds)
+    both = fill_rate(pipeline, seconds=seconds)
+    decode = both if read is None else 1 / max(1 / both - 1 / read, 1e-9)
+    copy = _copy_rate(pipeline, seconds)
+    blank = _Blank(pipeline.reader.size, pipeline.reader.rows)
+    return [
+        Stage(READ, read, f"{threads}" if read else "the images lie in memory"),
+        Stage(DECODE, decode, f"{threads}, what reading and decoding take together less the reading"),
+        Stage(BATCH, _passing(pipeline, blank, seconds), "the loader with a reader that does nothing, to the device"),
+        Stage(COPY, copy, "from pinned memory" if copy else "the images stay where they are"),
+        Stage(TOGETHER, _passing(pipeline, pipeline.reader, seconds), f"{threads}, to {pipeline.device.type}"),
+    ]
+
+
+def fill_rate(pipeline: Pipeline, *, seconds: float) -> float:
+    """Images a second read, decoded and resized, by the pipeline's threads, without a loader."""
+    return _thread_rate(pipeline, _filled(pipeline), pipeline.landing.rows(pipeline.reader), seconds)
+
+
+def limiting(measured: Iterable[Stage]) -> str:
+    """The slowest stage."""
+    alone = [stage for stage in measured if stage.images_per_second is not None and stage.name != TOGETHER]
+    return min(alone, key=lambda stage: stage.images_per_second or 0.0).name
+
+
+def passes(pipeline: Pipeline, count: int) -> Iterator[float]:
+    """Images a second of whole passes over the data."""
+    for epoch in range(count):
+        begin = time.perf_counter()
+        images = sum(len(batch.labels) for batch in pipeline.batches(pipeline.reader, epoch))
+        _settle(pipeline.device)
+        yield images / (time.perf_counter() - begin)
+
+
+class _Blank:
+    """Reads nothing: what is left is the loader's own work."""
+
+    def __init__(self, size: int, rows: int) -> None:
+        self.size, self.rows = size, rows
+
+    def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:  # noqa: ARG002
+        return np.ones(len(indices), dtype=np.bool_)
+
+
+def _read_rate(pipeline: Pipeline, seconds: float) -> float | None:
+    source = pipeline.source
+    if isinstance(source, ArraySource):
+        return None
+
+    def read(indices: IntArray) -> None:
+        for index in indices.tolist():
+            source.encoded(index)
+
+    return _thread_rate(pipeline, read, 16, seconds)
+
+
+def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
+    """Reads into memory of each thread's own."""
+    landing, reader, own = pipeline.landing, pipeline.reader, threading.local()
+    rows = landing.rows(reader)
+
+    def fill(indices: IntArray) -> None:
+        if not hasattr(own, "images"):
+            own.images = landing.room(rows, size=reader.size).images
+        landing.fill(own.images[: len(indices)], reader, indices, epoch=0)
+
+    return fill
+
+
+def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], None], rows: int, seconds: float) -> float:
+    """Images a second of `work` on parts of a random order, by as many threads as the loader has."""
+    order = np.random.default_rng(0).permutation(len(pipeline.source))
+    rows = min(rows, len(order))
+    parts = [order[begin : begin + rows] for begin in range(0, len(order) - rows + 1, rows)]
+    work(parts[0])  # what is made once is not measured
+    numbers = itertools.count()  # of parts, taken in turn: a step of it is one step of the interpreter
+    begin = time.perf_counter()
+
+    def repeat() -> int:
+        done = 0
+        while time.perf_counter() - begin < seconds:
+            work(parts[next(numbers) % len(parts)])
+            done += rows
+        return done
+
+    workers = max(1, pipeline.workers)
+    with ThreadPoolExecutor(workers, thread_name_prefix="falconet-measure") as pool:
+        images = sum(pool.map(lambda _: repeat(), range(workers)))
+    return images / (time.perf_counter() - begin)
+
+
+def _passing(pipeline: Pipeline, reader: Reader, seconds: float) -> float:
+    """Images a second of the loader, pass after pass, after its first batch."""
+    batches = itertools.chain.from_iterable(pipeline.batches(reader, epoch) for epoch in itertools.count())
+    next(batches)
+    _settle(pipeline.device)
+    begin, images = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        images += len(next(batches).labels)
+    _settle(pipeline.device)
+    return images / (time.perf_counter() - begin)
+
+
+def _copy_rate(pipeline: Pipeline, seconds: float) -> float | None:
+    """Images a second from the host's memory to the device; None where nothing is copied."""
+    room = pipeline.landing.room(pipeline.micro_batch, size=pipeline.reader.size)
+    if room.images.device.type == pipeline.device.type:
+        return None
+    begin, images = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(8):
+            room.images.to(pipeline.device, non_blocking=True)
+            images += pipeline.micro_batch
+        _settle(pipeline.device)
+    return images / (time.perf_counter() - begin)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,72 @@
+"""`falconet data bench`: every stage with a number, the slowest named, on any data."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from falconet.data.measure import BATCH, COPY, DECODE, READ, TOGETHER, Stage, limiting
+
+FAST = "--seconds 0.05 --micro-batch-size 8 --device cpu"
+
+
+@pytest.mark.usefixtures("image_folder")
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_stages_of_photos_are_measured_and_the_slowest_is_named(falconet, split):
+    line = (
+        f"data bench --data folder --data-dir photos --image-size 32 {FAST} --split {split} --output r.json --passes 2"
+    )
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    for stage in (READ, DECODE, BATCH, TOGETHER):
+        assert re.search(rf"^{stage} +[\d,]+  ", answer.out, re.M), answer.out
+    assert re.search(rf"^{COPY} +-  the images stay where they are$", answer.out, re.M)
+    named = re.search(r"^limited by: (.*)$", answer.out, re.M)[1]
+    assert len(re.findall(r"^Throughput of the iteration:\d+\.\d img/sec$", answer.out, re.M)) == 2
+    written = json.loads(Path("r.json").read_text())
+    assert set(written["stages"]) == {READ, DECODE, BATCH, COPY, TOGETHER}
+    assert written["limiting"] == named
+    assert len(written["passes"]) == 2
+    assert all(rate > 0 for name, rate in written["stages"].items() if name != COPY)
+
+
+@pytest.mark.parametrize("data", ["--data digits", "--data generated --image-size 8 --iterations 4 --classes 3"])
+def test_data_in_memory_has_nothing_to_read(falconet, data):
+    answer = falconet(f"data bench {data} {FAST}")
+    assert answer.code == 0, answer.err
+    assert re.search(rf"^{READ} +-  the images lie in memory$", answer.out, re.M)
+
+
+def test_synthetic_data_is_refused_because_nothing_is_read(falconet):
+    answer = falconet("data bench --data synthetic")
+    assert answer.code == 2
+    assert answer.err == "falconet data bench: --data synthetic: lives on the device only; wanted data that is read\n"
+
+
+def test_the_slowest_stage_alone_is_the_limit():
+    stages = [Stage(READ, 10.0, ""), Stage(DECODE, 4.0, ""), Stage(COPY, None, ""), Stage(TOGETHER, 3.0, "")]
+    assert limiting(stages) == DECODE
+
+
+@pytest.mark.usefixtures("image_folder")
+def test_md5_says_that_a_folder_is_not_imagenet_with_exit_code_2(falconet):
+    answer = falconet("data bench --data folder --data-dir photos --md5")
+    assert answer.code == 2
+    assert (
+        len(re.findall(r"^\w+: md5 [0-9a-f]{32} of .*: corrupted, or not the ILSVRC 2012 folder$", answer.out, re.M))
+        == 2
+    )
+
+
+def test_md5_is_of_class_folders(falconet):
+    answer = falconet("data bench --md5")
+    assert answer.code == 2
+    assert answer.err == "falconet data bench: --md5: is of class folders, which --data digits is not\n"
+
+
+@pytest.mark.usefixtures("image_folder")
+def test_a_result_that_cannot_be_written_is_told_in_one_line(falconet):
+    answer = falconet(f"data bench {FAST} --output nowhere/r.json")
+    assert answer.code == 2
+    assert answer.err.startswith("falconet data bench: --output: cannot write nowhere/r.json")

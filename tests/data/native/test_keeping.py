@@ -1,0 +1,91 @@
+"""Photos kept encoded in memory: the same batches without the disk, in bounded memory."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from falconet.data import native
+from falconet.data.decode import BadImages
+from falconet.data.loader import BatchShape, Loader
+from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.readers import reader_for
+from falconet.data.source import FileSource
+
+pytestmark = pytest.mark.skipif(native.library() is None or not can_keep(), reason="needs the native decoder and memfd")
+
+COUNT = 90
+PREPROCESSING = Preprocessing(image_size=12, resize=14, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """JPEGs, a PNG in disguise among them."""
+    (tmp_path / "cat").mkdir()
+    random = np.random.default_rng(0)
+    names = [f"{number:02}.jpg" for number in range(COUNT)]
+    for number, name in enumerate(names):
+        pixels = random.integers(0, 256, (20 + number % 9, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "cat" / name, format="PNG" if number == 7 else "JPEG")
+    return FileSource.of(tmp_path, names=names, labels=[0] * COUNT, class_names=("cat",))
+
+
+def reader_of(source):
+    bad = BadImages(2, note=lambda message: None)
+    return reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=3, bad=bad)
+
+
+def batches(reader, source, epoch):
+    loader = Loader(reader, source.labels, shape=BatchShape(micro_batch=45), seed=3, workers=3)
+    return [(batch.images.clone(), batch.labels.clone()) for update in loader.updates(epoch) for batch in update]
+
+
+def assert_equal(found, wanted):
+    for (images, labels), (wanted_images, wanted_labels) in zip(found, wanted, strict=True):
+        assert (images == wanted_images).all()
+        assert (labels == wanted_labels).all()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 20_000, 0])
+def test_epochs_have_the_same_bytes_with_and_without(source, most):
+    reader = reader_of(source)
+    reader.keep(EncodedCache(source, most=most))
+    for epoch in range(3):
+        assert_equal(batches(reader, source, epoch), batches(reader_of(source), source, epoch))
+
+
+def test_jpegs_are_not_read_from_the_disk_again(source):
+    reader, cache = reader_of(source), EncodedCache(source, most=1 << 30)
+    reader.keep(cache)
+    batches(reader, source, 0)
+    wanted = batches(reader_of(source), source, 1)
+    assert cache.used == encoded_bytes(source) == sum(source.path(index).stat().st_size for index in range(COUNT))
+    for index in range(COUNT):
+        if index != 7:  # Pillow reads the PNG from where it lies
+            source.path(index).unlink()
+    assert_equal(batches(reader, source, 1), wanted)
+
+
+def test_memory_is_bounded_and_given_back(source):
+    cache = EncodedCache(source, most=20_000)
+    reader = reader_of(source)
+    reader.keep(cache)
+    batches(reader, source, 0)
+    assert 0 < cache.used <= 20_000
+    file = cache._file
+    os.fstat(file)
+    del reader, cache
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_an_unreadable_file_counts_as_bad_as_without_a_cache(source):
+    source.path(3).write_bytes(b"")
+    source.path(4).unlink()
+    reader = reader_of(source)
+    reader.keep(EncodedCache(source, most=1 << 30))
+    for epoch in range(2):
+        labels = np.concatenate([labels.numpy() for _, labels in batches(reader, source, epoch)])
+        assert (labels == -1).sum() == 2
