@@ -19,7 +19,7 @@ from falconet.data.readers import Reader
 from falconet.data.source import ArraySource, Source
 from falconet.errors import DeviceError
 from falconet.numerics.precision import Regime
-from falconet.parallel.environment import local_processes
+from falconet.parallel.environment import find_place
 
 SHARE = 4  # a quarter of the free memory may be read ahead, one cached for training and one for validation
 
@@ -36,7 +36,8 @@ class Reading:
 
 def free_memory() -> int:
     """Bytes for this process; those of the host are divided among its processes."""
-    return memory.available() // local_processes(os.environ)
+    place = find_place(os.environ)
+    return memory.available() // (place.local_size if place else 1)
 
 
 def decode_device(data: sections.Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:

@@ -239,7 +239,7 @@ def evaluator(
 ) -> Callable[[nn.Module], Evaluation]:
     """Measures a model on the validation images."""
     shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
-    loader = evaluation_loader(images, data, shape=shape, regime=regime, device=world.device, note=note)
+    loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module) -> Evaluation:

@@ -154,10 +154,9 @@ class StagedModel:
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
-        world = setup.grid.world
-        device = world.device
+        device = setup.grid.world.device
         loader = parts.evaluation_loader(
-            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=world, note=setup.note
+            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
         )
 
         def batches() -> Iterator[Batch]:

@@ -170,9 +170,9 @@ class Run:
         """Everything that was decided, in words."""
         options, world = self.options, self.world
         augment = self.images.augment(options.augmentation.augment)
+        placed = sharding.describe(options.parallel, world)
         loaders = parts.workers(options.data, self.division.processes)
         each = " in each process" if self.division.processes > 1 else ""
-        placed = sharding.describe(options.parallel, world)
         lines = [
             f"model {options.model.model}, {self.placement.parameters:,} parameters",
             f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
