@@ -11,7 +11,7 @@ import torch
 
 from falconet.checkpoint import files
 
-LIMIT = 120  # seconds; a launch takes about 10
+LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
 
 
 def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
