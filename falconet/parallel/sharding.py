@@ -88,9 +88,9 @@ class ShardedReplicas(AveragedReplicas):
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each whole parameter that is decayed, from the pieces of it; for rules that go layer by layer."""
         decayed = [piece for piece in self.pieces if piece.weights.ndim > 1 and piece.weights.grad is not None]
-        own = (
-            torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2
-        )  # fp32: halves would overflow
+        assert len(tensors) == len(decayed), "decayed weights are of one type, so that all processes call this once"
+        # In fp32, because halves would overflow.
+        own = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2
         summed = self._world.sum(self._spread(own, decayed))
         return summed[self._numbers(decayed)].sqrt()
 
