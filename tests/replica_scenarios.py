@@ -149,6 +149,7 @@ class Case(NamedTuple):
     kind: str = "group"
     spoiled: int | None = None  # update whose gradient is not finite, on the last replica alone
     offloaded: bool = False
+    decays_all: bool = False  # vectors too, so that LARS adapts their rates
 
 
 def build_case(world, case):
@@ -157,7 +158,8 @@ def build_case(world, case):
     exchange = replicas(model, world, bucket=case.bucket, sharded=case.sharded)
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
     trained = shards.trained if shards else model
-    rule = UpdateRule(name=case.rule, weight_decay=1e-3, eps=1e-3)
+    spared = frozenset() if case.decays_all else None
+    rule = UpdateRule(name=case.rule, weight_decay=1e-3, eps=1e-3, undecayed=spared)
     scale = None
     if case.scale is None:
         kind = REGIMES[case.regime].compute

@@ -56,6 +56,8 @@ def attach(
     """
     if shards and isinstance(optimizer, Lars | HalfLars):
         optimizer.norms = shards.norms
+        adapting = {p for group in optimizer.param_groups if group["adapts"] for p in group["params"]}
+        shards.adapting = [piece for piece in shards.pieces if piece.weights in adapting]
     if isinstance(optimizer, HalfOptimizer):
         numbers = numbers or numbered(model)
         whole = {p: Part(numbers[name]) for name, p in model.named_parameters() if p.requires_grad}

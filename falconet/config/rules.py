@@ -159,6 +159,17 @@ def _rule_has_a_half_form(options: Any) -> str | None:
     return None
 
 
+def _divided_lars_adapts_one_type(options: Any) -> str | None:
+    """Its norms are summed over the replicas in one message, which holds weights of one type."""
+    mixed = options.machine.precision in ("16.16", "bf16.bf16") and options.optimizer.weight_decay_exclude != "vectors"
+    if options.parallel.enable_optimizer_rts and options.optimizer.optimizer == "lars" and mixed:
+        return (
+            f"--enable-optimizer-rts: not with --optimizer lars, --precision {options.machine.precision} and"
+            f" --weight-decay-exclude {options.optimizer.weight_decay_exclude}; wanted vectors"
+        )
+    return None
+
+
 def _state_can_be_offloaded(options: Any) -> str | None:
     if not options.parallel.offload_optimizer:
         return None
@@ -252,6 +263,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
+    (("parallel", "optimizer", "machine"), _divided_lars_adapts_one_type),
     (("parallel",), _splits_are_of_one_kind),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),

@@ -64,6 +64,7 @@ class ShardedReplicas(AveragedReplicas):
         self._piece = {piece.name: piece for piece in self.pieces}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._number = {name: number for number, name in enumerate(trained)}
+        self.adapting: Sequence[Piece] = ()  # those whose parameters have a rate of their own
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self.trained = nn.Module()
         for piece in self.pieces:
@@ -86,13 +87,13 @@ class ShardedReplicas(AveragedReplicas):
         return super().announced(micro_batches)
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of each whole parameter that is decayed, from the pieces of it; for rules that go layer by layer."""
-        decayed = [piece for piece in self.pieces if piece.weights.ndim > 1 and piece.weights.grad is not None]
-        own = (
-            torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2
-        )  # fp32: halves would overflow
-        summed = self._world.sum(self._spread(own, decayed))
-        return summed[self._numbers(decayed)].sqrt()
+        """The norm of each whole parameter that adapts, from the pieces of it; for rules that go layer by layer."""
+        adapting = [piece for piece in self.adapting if piece.weights.grad is not None]
+        assert len(tensors) == len(adapting), "adapting weights are of one type, so that all processes call this once"
+        # In fp32, because halves would overflow.
+        own = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2
+        summed = self._world.sum(self._spread(own, adapting))
+        return summed[self._numbers(adapting)].sqrt()
 
     def flags(self, own: Tensor) -> Tensor:
         """Of pieces with a gradient, in order -> of all trained parameters: whether any process raised one."""

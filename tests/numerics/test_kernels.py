@@ -127,7 +127,7 @@ def test_the_kernels_of_lars_find_the_trust_ratios_of_float64(dtype, interpreter
     weights = [torch.randn(40, 100), torch.zeros(3, 3), torch.randn(7, 5) * 1e-3, torch.randn(70, 900)]
     grads = [torch.randn_like(w) * 10 for w in weights]
     grads[2].zero_()
-    group = Group([w.to(dtype) for w in weights], [g.to(dtype) for g in grads], [[]] * 4, range(4))
+    group = Group([w.to(dtype) for w in weights], [g.to(dtype) for g in grads], [[]] * 4, [Part(0)] * 4)
     trust = norms.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
     found = norms.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
     for w, g, (ratio, again) in zip(group.weights, group.grads, found.tolist(), strict=True):
