@@ -128,7 +128,7 @@ INFERRED = {
     ),
     "tensorflow": (
         "tf1:validation.py",
-        "--model resnet --model-size 8 --dataset cifar-10 --batch-size 4 --generated-data --batch-norm -- --iterations 4",
+        "--model resnet --model-size 8 --dataset cifar-10 --batch-size 4 --generated-data -- --iterations 4",
     ),
     "popart": ("popart:resnet_synthetic_benchmark.py", "--size 8 --batch-size 4 --steps 1 --batches-per-step 4"),
 }
