@@ -51,7 +51,7 @@ def trained(world, line, *, updates=3, checkpoint=None, save=None):
     state = run._state()
     step, loader = run.step(state), run.placement.loader()
     return _result(
-        run, state, step, Feed(loader.updates(0, skip=state.progress.update), device=world.device), updates
+        run, state, step, Feed(loader.streamed(0, skip=state.progress.update), device=world.device), updates
     ) | {
         "lines": lines,
         "saved": save and _saved(run, state, Path(save)),
@@ -71,7 +71,7 @@ def together(line, *, replicas, updates=3):
         loaders.append(parts.training_loader(run.images, run.options, shape=shape, world=world, note=print))
     merged = (
         [_beside(batches) for batches in zip(*micro_batches, strict=True)]
-        for micro_batches in zip(*(loader.updates(0) for loader in loaders), strict=True)
+        for micro_batches in zip(*(loader.streamed(0) for loader in loaders), strict=True)
     )
     return _result(run, state, step, merged, updates)
 
