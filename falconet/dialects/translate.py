@@ -10,7 +10,7 @@ from falconet.config.load import parse
 from falconet.config.options import Option, options_of
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.dialects import named
-from falconet.dialects.commands import PENDING, SCHEMAS
+from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.parse import Given, from_line, from_mapping
 from falconet.dialects.programs import PROGRAMS, TRAINERS
 from falconet.dialects.table import Effect, Old, Place, Program, Say, To, Variable
@@ -31,8 +31,7 @@ class Translation:
 
     def argv(self) -> list[str]:
         """The canonical command line, without the program's name."""
-        there = (setting for setting in self.settings if _bare(setting.option) not in PENDING)
-        return [*self.command.split(), *(word for setting in there for word in setting.argv())]
+        return [*self.command.split(), *(word for setting in self.settings for word in setting.argv())]
 
     def line(self, more: Sequence[str] = ()) -> str:
         """The same for a shell, with the variables it needs, and `more` words behind it."""
@@ -163,7 +162,7 @@ def _needed(
         for name, setting in settings.items()
         if name not in known or not _is_default(setting, known[name])
     }
-    there = [setting for name, setting in changed.items() if name in known and not _is_pending(setting)]
+    there = [setting for name, setting in changed.items() if name in known]
     options = parse(command, there).options
     if "learning_rate" not in vars(options):
         return changed
@@ -172,11 +171,7 @@ def _needed(
 
 
 def _is_known(effect: To, known: Mapping[str, Option]) -> bool:
-    return _bare(effect.option) in known or _bare(effect.option) in PENDING
-
-
-def _is_pending(setting: Setting) -> bool:
-    return " ".join([_bare(setting.option), *setting.values]) in PENDING
+    return _bare(effect.option) in known
 
 
 def _is_default(setting: Setting, option: Option) -> bool:

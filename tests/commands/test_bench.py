@@ -19,7 +19,6 @@ from falconet.config.options import options_of
 from falconet.config.settings import from_line
 
 # Options that other branches of this session bring; an entry goes when it is there.
-NOT_YET = {"dataloader-rebatch-size"}
 PROGRAM = "print('throughput: {} samples/sec')"
 
 
@@ -154,13 +153,4 @@ def test_every_command_of_a_built_in_spec_is_a_legal_one(name, monkeypatch):
             words = list(command.argv[3:])
             two = " ".join(words[:2]) in COMMANDS
             options = COMMANDS[" ".join(words[: 1 + two])].options
-            load(options, from_line(_without(words[1 + two :], NOT_YET), options_of(options)))
-
-
-def _without(words, names):
-    """The words without options of these names and their values."""
-    kept, dropping = [], False
-    for word in words:
-        dropping = word.removeprefix("--") in names if word.startswith("--") else dropping
-        kept += [] if dropping else [word]
-    return kept
+            load(options, from_line(words[1 + two :], options_of(options)))

@@ -15,7 +15,7 @@ SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda: 2)
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
 
 
 def test_a_plan_is_printed_without_starting_the_stages(falconet):
@@ -62,7 +62,7 @@ def test_what_has_no_device_is_folded_and_it_is_said(falconet, asked, plan):
 
 
 def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda: 1)
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 1)
     line = f"train {TINY} --gradient-accumulation 2 --epoch 1"
     assert falconet(f"{line} --run-dir whole").code == 0
     answer = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0 --run-dir stages")

@@ -54,7 +54,7 @@ def begin(shell, program, cwd):
     mpi = f"--tag-output --mca plm_rsh_agent '{shell}' -x PYTHONPATH -x SAID='two words'"
     flags = ["--num-replicas", "2", "--host", ",".join(HOSTS), f"--mpi-global-args={mpi}"]
     line = [sys.executable, "-m", "falconet.commands.poprun", *flags, sys.executable, *program]
-    env = os.environ | {"MASTER_PORT": str(gloo.free_port())}
+    env = {"PYTHONPATH": ""} | os.environ | {"MASTER_PORT": str(gloo.free_port())}
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

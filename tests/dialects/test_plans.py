@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from falconet.config import rules
 from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
 from falconet.config.settings import from_environment
-from falconet.dialects.commands import PENDING
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.optim.schedules import Schedule
@@ -130,14 +128,9 @@ def test_a_command_means_what_was_worked_out_by_hand(row, tmp_path):
 @pytest.mark.parametrize("row", [row for row in ROWS if row["command"] in ("train", "restore") and row["lr"]])
 def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path):
     translation = translated(row, tmp_path)
-    pending = {setting.option for setting in translation.settings if setting.option.removeprefix("no-") in PENDING}
-    settings = [setting for setting in translation.settings if setting.option not in pending]
-    settings = [setting for setting in settings if " ".join((setting.option, *setting.values)) not in PENDING]
-    if hasattr(rules, "_divided_state_has_no_scale"):  # until divided state goes with a loss scale
-        settings = [setting for setting in settings if setting.option != "enable-optimizer-rts"]
     command = RestoreOptions if row["command"] == "restore" else TrainOptions
     place = from_environment({"DATA_DIR": "imagenet"}, options_of(command))
-    options = load(command, [*place, *settings]).options
+    options = load(command, [*place, *translation.settings]).options
     rate = options.learning_rate
     schedule = Schedule(
         kind=rate.lr_schedule,

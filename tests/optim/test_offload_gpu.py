@@ -129,36 +129,3 @@ def test_the_device_holds_three_buckets_instead_of_the_state():
         del model, optimizer, host
     assert held[False] >= 8 * values
     assert held[True] <= PLACES * 8 * (1 << 20) * 1.1 + (1 << 20)
-
-
-def test_copies_run_beside_the_computation():
-    """The next update's first buckets travel while something else is computed: together faster than one by one."""
-    model = nn.ModuleList(nn.Linear(2048, 2048, bias=False, device="cuda") for _ in range(4))
-    optimizer = build(model, UpdateRule(name="adamw"))
-    host = hosted(optimizer, 16.0)
-    work = torch.randn(8192, 8192, device="cuda")
-    grads = [torch.ones_like(p) for p in model.parameters()]
-
-    def update():
-        for p, grad in zip(model.parameters(), grads, strict=True):
-            p.grad = grad
-        host.step()
-
-    def compute():
-        for _ in range(4):
-            torch.mm(work, work)
-
-    def seconds(*parts):
-        for part in parts * 3:
-            part()
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for part in parts * 10:
-            part()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
-
-    together, apart = seconds(compute, update), seconds(compute) + seconds(update)
-    assert together < 0.95 * apart, (together, apart)
