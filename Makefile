@@ -23,6 +23,7 @@ lint: .venv/installed-for-tests
 
 docs: .venv/installed-for-tests
 	$(BIN)/python -m falconet.config.document > docs/options.md
+	$(BIN)/python -m falconet.config.catalogue > docs/configs.md
 	$(BIN)/python -m falconet.dialects.document > docs/migration.md
 
 # The originals' targets. TurboJPEG's place is taken by our own decoder, whose source is here: nothing is fetched.

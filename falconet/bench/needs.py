@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from falconet.config.named import all_configs
+from falconet.config.named import values_of
 
 _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
 
@@ -11,7 +11,8 @@ _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
 def devices_needed(argv: Sequence[str]) -> int:
     """Replicas times stages (or shards), as the line, its launcher or its named config says; 1 if nobody does."""
     options = _options(argv)
-    config = all_configs().get(options.get("config", [""])[0], {})
+    predicts = "infer" in argv or any(word.endswith("run_benchmark.py") for word in argv)
+    config = values_of(options.get("config", [""])[0], use="bench infer" if predicts else "train")
     if "num-replicas" in options:  # poprun
         return _number(options, "num-replicas") * _number(options, "ipus-per-replica")
     for processes in ("nproc-per-node", "np", "n"):  # torchrun, mpirun
@@ -37,7 +38,7 @@ def _options(argv: Sequence[str]) -> dict[str, list[str]]:
 def _stages(options: Mapping[str, list[str]], config: Mapping[str, object]) -> int:
     if "shards" in options:  # TensorFlow's word
         return _number(options, "shards")
-    splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline_splits", [])))
+    splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline-splits", [])))
     names = splits if isinstance(splits, list) else [splits]
     if names and str(names[0]).startswith("auto:"):
         return max(1, int(str(names[0]).removeprefix("auto:") or 1))
@@ -50,5 +51,5 @@ def _number(options: Mapping[str, list[str]], name: str) -> int:
 
 
 def _stored(config: Mapping[str, object], name: str) -> int:
-    text = str(config.get(name, config.get(name.replace("_", "-"), "1")))
+    text = str(config.get(name, "1"))
     return int(text) if text.isdigit() else 1

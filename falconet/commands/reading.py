@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from falconet.config.load import Loaded, load
-from falconet.config.named import from_config
+from falconet.config.named import Use, from_config
 from falconet.config.options import options_of
+from falconet.config.schema import InferOptions
 from falconet.config.settings import Setting, from_checkpoint, from_environment, from_line
 from falconet.errors import ConfigError
 
@@ -19,7 +20,8 @@ def read_line(command: type[Options], argv: Sequence[str]) -> list[Setting]:
     options = options_of(command)
     line = from_line(argv, options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
-    return (from_config(named[-1], options) if named else []) + line
+    use: Use = "bench infer" if command is InferOptions else "train"
+    return (from_config(named[-1], options, use=use) if named else []) + line
 
 
 def load_options(

@@ -57,6 +57,8 @@ class Bench:
 class Inference:
     """How predictions are measured."""
 
+    config: str | None = None
+    """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes that predict side by side, one a device; auto: as many as a launcher started, else 1."""
     output: Path | None = None

@@ -34,13 +34,9 @@ def notes(options: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
 
 def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
     """The smallest micro-batch that the mixing needs, and the options that ask for it."""
-    mixup, cutmix = augmentation.mixup_alpha > 0, uses_cutmix(augmentation)
-    return {
-        (False, False): (1, ""),
-        (True, False): (2, "--mixup-alpha"),
-        (False, True): (3, "--cutmix-lambda-low and -high"),
-        (True, True): (4, "--mixup-alpha with --cutmix-lambda-low and -high"),
-    }[mixup, cutmix]
+    if uses_cutmix(augmentation):
+        return 3, "--cutmix-lambda-low and -high"
+    return (2, "--mixup-alpha") if augmentation.mixup_alpha > 0 else (1, "")
 
 
 def uses_cutmix(augmentation: Augmentation) -> bool:

@@ -49,8 +49,11 @@ class Mixing:
 
     @property
     def minimum_micro_batch(self) -> int:
-        """Images needed so that no image is its own partner: mixup takes the neighbour, cutmix the one after it."""
-        return 1 + self.mixes + 2 * self.cuts
+        """Images needed so that no image is its own partner: mixup takes the neighbour, cutmix the one after it.
+
+        Of three images with both, what cutmix pastes was mixed with the image itself: fewer labels, as exact.
+        """
+        return 3 if self.cuts else 2 if self.mixes else 1
 
     def check(self, micro_batch: int) -> None:
         if micro_batch < self.minimum_micro_batch:

@@ -18,6 +18,7 @@ whatever is different, and exits.
 - Behind a lone `--` stand options of Falconet's own, which are not translated: `-- --device cpu --image-size 64`.
 - Options may be shortened as long as it stays clear which is meant, as the originals allowed (`--pipeline-split`).
 - Named configs are read from `configs.yml` beside the script, in the originals' format; yours may stand there too.
+  The originals' are also named configs of Falconet itself, in canonical options: docs/configs.md.
 - An option of another original is refused with its name here. What only tuned the IPU is accepted, and said to have no
   effect.
 - Where documents and code of an original contradict each other, the documents hold: TensorFlow's pipeline schedule is

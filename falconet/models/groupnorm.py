@@ -1,5 +1,6 @@
 """Group norm in one pass less: fused for channels-last memory on CUDA, torch's own elsewhere."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class StridedGroupNorm(nn.GroupNorm):
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """Group norm of the groups c mod G; the same memory format comes out."""
-    with torch.autocast(x.device.type, enabled=False):
+    with _uncast(x):
         count, channels, height, width = x.shape
         split = x.float().view(count, channels // groups, groups, height, width)  # a view in both memory formats
         variance, mean = torch.var_mean(split, dim=(1, 3, 4), correction=0, keepdim=True)
@@ -58,6 +59,11 @@ def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tens
         if bias is not None:
             y = y + bias.float().view(-1, 1, 1)
         return y.to(x.dtype)
+
+
+def _uncast(x: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which knows no meta tensors: they are how memory and the shapes of stages are worked out."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
@@ -71,7 +77,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
 
 def plain_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """Torch's group norm, computed in fp32 and rounded once."""
-    with torch.autocast(x.device.type, enabled=False):
+    with _uncast(x):
         wide = [None if parameter is None else parameter.float() for parameter in (weight, bias)]
         return functional.group_norm(x.float(), groups, wide[0], wide[1], eps).to(x.dtype)
 

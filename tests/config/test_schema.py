@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet.cli import COMMANDS
-from falconet.config import named, schema, sections
-from falconet.config.load import load
+from falconet.config import schema, sections
 from falconet.config.options import options_of
 from falconet.config.rules import EFFECTIVE_WHEN
 from falconet.config.settings import from_line
@@ -34,12 +33,6 @@ def test_every_default_is_within_its_own_range():
 
 def test_rules_about_effects_name_real_options():
     assert {name for name, _, _ in EFFECTIVE_WHEN} <= options_of(schema.TrainOptions).keys()
-
-
-@pytest.mark.parametrize("name", named.all_configs())
-def test_every_named_config_is_a_legal_command_line_and_says_what_it_reaches(name):
-    load(schema.TrainOptions, named.from_config(name, options_of(schema.TrainOptions)))
-    assert len(named.about(name)) > 20
 
 
 NUMBERS = {

@@ -42,8 +42,8 @@ MISTAKES = {
     "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
         "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"
     ),
-    "--micro-batch-size 3 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
-        "--micro-batch-size: got 3, wanted at least 4 for --mixup-alpha with --cutmix-lambda-low and -high"
+    "--micro-batch-size 2 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
+        "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"
     ),
     "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
         "--cutmix-lambda-low: got 0.9, wanted at most --cutmix-lambda-high, which is 0.8"

@@ -161,8 +161,8 @@ def test_too_few_images_for_one_update_are_refused():
 
 
 def test_a_micro_batch_too_small_to_mix_is_refused():
-    with pytest.raises(ConfigError, match="--micro-batch-size: got 3, wanted at least 4 for mixup and cutmix"):
-        loader(micro_batch=3)
+    with pytest.raises(ConfigError, match="--micro-batch-size: got 2, wanted at least 3 for mixup and cutmix"):
+        loader(micro_batch=2)
 
 
 def test_leaving_early_and_closing_end_the_threads():

@@ -106,7 +106,7 @@ def test_cutmix_is_skipped_as_often_as_asked():
         ({}, 1),
         ({"mixup_alpha": 0.2}, 2),
         ({"cutmix_lambda_low": 0.5, "cutmix_lambda_high": 1.0}, 3),
-        ({"mixup_alpha": 0.2, "cutmix_lambda_low": 0.5, "cutmix_lambda_high": 1.0}, 4),
+        ({"mixup_alpha": 0.2, "cutmix_lambda_low": 0.5, "cutmix_lambda_high": 1.0}, 3),
     ],
 )
 def test_no_image_is_its_own_partner(options, least):
@@ -210,3 +210,17 @@ def test_applying_can_be_traced_as_one_graph():
     traced = make_fx(applied, tracing_mode="fake")(images, labels, *mix)
     for given, wanted in zip(traced(images, labels, *mix), applied(images, labels, *mix), strict=True):
         assert torch.equal(given, wanted)
+
+
+def test_three_images_are_enough_for_mixup_and_cutmix_together():
+    """Image i is (1-m) of i-1 and m of itself; the pasted quarter is m of i-2 and, of three, (1-m) of itself."""
+    images = torch.arange(3.0)[:, None, None, None].expand(3, 3, 4, 4).contiguous()
+    own, box = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 2, 0, 2])
+    mixed, targets = mixing.apply(images, torch.arange(3), Mix(own, box), classes=3)
+    for i in range(3):
+        wanted = np.zeros(3)
+        wanted[i] += 0.75 * own[i].item() + 0.25 * (1 - own[i - 2].item())
+        wanted[i - 1] += 0.75 * (1 - own[i].item())
+        wanted[i - 2] += 0.25 * own[i - 2].item()
+        np.testing.assert_allclose(targets[i].numpy(), wanted, atol=1e-6)
+        np.testing.assert_allclose(mixed[i].mean().item(), wanted @ np.arange(3), atol=1e-6)

@@ -125,3 +125,12 @@ def test_strided_groups_are_group_norm_of_the_channels_sorted_by_group(memory):
     ours.square().sum().backward()
     assert torch.isfinite(x.grad).all()
     assert layer(x.detach().half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("norm", [FastGroupNorm, StridedGroupNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shapes_alone_pass_as_images_do(norm, dtype):
+    """Recomputation and pipelines work out memory and shapes on the meta device."""
+    images = torch.empty(2, 8, 4, 4, dtype=dtype, device="meta")
+    out = norm(4, 8, device="meta")(images)
+    assert (out.shape, out.dtype, out.device) == (images.shape, dtype, images.device)

@@ -1,0 +1,153 @@
+"""Named configs: those of the originals mean what the originals' own files do, option by option."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from falconet.config import named, rules
+from falconet.config.catalogue import page
+from falconet.config.load import load, parse
+from falconet.config.options import options_of
+from falconet.config.schema import InferOptions, TrainOptions
+from falconet.config.settings import Setting
+from falconet.dialects import named as originals
+from falconet.dialects.table import Place
+from falconet.dialects.translate import translate, translate_mapping
+from falconet.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TRAIN, INFER = options_of(TrainOptions), options_of(InferOptions)
+OURS = {"digits", "cifar10-resnet20"}
+PYTORCH = originals.read(ROOT / "compat/pytorch/train/configs.yml")
+TENSORFLOW = originals.read(ROOT / "compat/tensorflow/configs.yml")
+INFERENCE = originals.read(ROOT / "compat/pytorch/inference/configs.yml")
+PLACE = Setting("data-dir", ("imagenet",), "test")
+NO_MODEL = {
+    "efficientnet-g16-gn-pod16-base",
+    "efficientnet-g16-gn",
+}  # documented: the original's model had no such options
+NO_SPLITS = "mk2_efficientnet_b4_16ipus_base"  # documented: stages without splits
+
+
+def trained(name):
+    return load(TrainOptions, [PLACE, *named.from_config(name, TRAIN)])
+
+
+def by_dialect(program, name, configs):
+    """What the original's program makes of its own file, without what is documented to differ."""
+    entry = {**configs[name], **({"model": "efficientnet-b0"} if name in NO_MODEL else {})}
+    if name == NO_SPLITS:
+        entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
+    settings = translate_mapping(program, entry, source="config").settings
+    return [setting for setting in settings if setting.option not in ("log-style", "data-dir")]
+
+
+@pytest.mark.parametrize("name", [*PYTORCH, *TENSORFLOW])
+def test_a_training_config_is_what_the_dialect_makes_of_the_originals(name):
+    program, configs = ("pytorch:train.py", PYTORCH) if name in PYTORCH else ("tf1:train.py", TENSORFLOW)
+    wanted = parse(TrainOptions, [PLACE, *by_dialect(program, name, configs)]).options
+    assert trained(name).options == wanted
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_an_inference_config_is_what_the_dialect_makes_of_the_originals(name):
+    settings = by_dialect("pytorch:inference/run_benchmark.py", name, INFERENCE)
+    wanted = parse(InferOptions, settings).options
+    found = load(InferOptions, named.from_config(name, INFER, use="bench infer")).options
+    assert found == replace(wanted, data=replace(wanted.data, data="generated"))
+
+
+def test_a_dialects_own_line_reads_the_same_file():
+    """The comparison above goes by the file's entries; this is what a user types."""
+    place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
+    settings = translate("tf1:train.py", ["--config", "mk2_resnext101_16ipus"], place=place).settings
+    wanted = parse(TrainOptions, settings).options
+    found = trained("mk2_resnext101_16ipus").options
+    assert (found.parallel, found.learning_rate, found.model) == (wanted.parallel, wanted.learning_rate, wanted.model)
+
+
+def test_no_config_of_the_originals_is_left_out_and_none_is_made_up():
+    assert named.all_configs().keys() == PYTORCH.keys() | TENSORFLOW.keys() | OURS
+    assert named.all_configs("bench infer").keys() == INFERENCE.keys()
+
+
+WORKED_OUT = {  # by hand from the originals' formulas: global batch, stages, peak learning rate
+    "resnet50": (18 * 57 * 16, 1, 2.0),
+    "resnet50-pod64": (16_128, 1, 2.0),
+    "efficientnet-b4-g1-gn-pod16": (768, 4, 0.0483),
+    "mobilenet-v3-large-pod16": (1024, 4, 0.52),
+    "mk2_resnet50_gn_16ipus": (1024, 1, 2**-11 * 1024),
+    "mk2_resnet50_gn_64ipus": (1024, 1, 2**-11 * 1024),
+    "mk2_resnet50_bn_128ipus": (16_384, 4, 2**-13 * 16_384),
+    "mk2_resnext101_16ipus": (768, 2, 2**-11 * 768),
+    "mk2_efficientnet_b4_g1_64ipus": (768, 4, 2**-14 * 768),
+    "mk2_efficientnet_b4_g16_64ipus": (640, 4, 2**-14 * 640),
+    "mk2_efficientnet_b4_g16_64ipus_LARS": (3040, 4, 2**-9.5 * 3040),
+    "mk2_efficientnet_b4_g16_256ipus": (6144, 2, 2**-9.5 * 6144),
+    "mk2_resnet50_mlperf_pod256_lars": (10_240, 1, 20.2),
+    "mk1_resnet50_16ipus": (1024, 4, 2**-11 * 1024),
+}
+
+
+@pytest.mark.parametrize("name", WORKED_OUT)
+def test_the_recipe_is_the_one_worked_out_by_hand(name):
+    options = trained(name).options
+    batch = options.data.micro_batch_size * options.training.gradient_accumulation * options.parallel.replicas
+    stages, rate = rules.stages_of(options.parallel), options.learning_rate.lr
+    assert (batch, stages, pytest.approx(rate)) == WORKED_OUT[name]
+
+
+@pytest.mark.parametrize("name", named.all_configs())
+def test_nothing_in_a_config_is_without_effect(name):
+    loaded = trained(name)
+    unused = {"--data-dir has no effect without --data imagenet, folder, cifar10 or cifar100"}
+    assert set(rules.notes(loaded.options, loaded.sources)) <= unused
+
+
+@pytest.mark.parametrize("use", ["train", "bench infer"])
+def test_every_config_says_what_it_is_and_the_originals_what_differs(use):
+    for name, entry in named.all_configs(use).items():
+        assert 20 < len(named.about(name, use=use)) < 200
+        assert named.deviations(name, use=use) or named.EXTENDS in entry or name in OURS
+
+
+MISTAKES = {
+    "resnet5O": ("train", "--config: no config is named 'resnet5O'; did you mean 'resnet50'?"),
+    "mk2_resnet50_gn_16ipu": (
+        "train",
+        "no config is named 'mk2_resnet50_gn_16ipu'; did you mean 'mk2_resnet50_gn_16ipus'?",
+    ),
+    "zzz": ("train", "no config is named 'zzz'; `falconet configs` lists all"),
+    "efficientnet-b4": ("train", "'efficientnet-b4' is a config for `falconet bench infer`, not for `falconet train`"),
+    "resnet50-pod4": ("bench infer", "is a config for `falconet train`, not for `falconet bench infer`"),
+    "efficientnet-b5": ("bench infer", "no config is named 'efficientnet-b5'; did you mean 'efficientnet-b"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_name_is_answered_with_the_right_one(name):
+    use, message = MISTAKES[name]
+    with pytest.raises(ConfigError) as caught:
+        named.from_config(name, TRAIN if use == "train" else INFER, use=use)
+    assert message in str(caught.value)
+
+
+def test_values_are_those_of_the_whole_chain():
+    values = named.values_of("resnet50-pod4")
+    assert (values["replicas"], values["lr"]) == ("4", "2.0")
+    assert named.values_of("resnet50", use="bench infer")["micro-batch-size"] == "90"
+    assert named.values_of("nobody") == {}
+
+
+def test_the_page_of_configs_is_not_stale():
+    assert (ROOT / "docs/configs.md").read_text() == page(), "run `make docs`"
+
+
+def test_the_list_is_printed_without_torch():
+    code = "import sys; from falconet.cli import main; main(['configs']); sys.exit('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "mk2_resnet50_mlperf_pod64_lars" in run.stdout
