@@ -15,6 +15,7 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.commands import parts, run_folder
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
+from falconet.config.phases import Phase
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
 from falconet.parallel import environment
@@ -46,6 +47,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _divided(loaded, place)
     _check_span(loaded.options.parallel, division)
+    _check_phases(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
         restored = newest(loaded.options, restored) or restored
@@ -113,6 +115,10 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
         accumulation = _same_batch(restored[1], accumulation, replicas)
+        tuned = options.fine_tuning.fine_tune_gradient_accumulation
+        if tuned != "auto":
+            tuned = _same_batch(restored[1], tuned, replicas)
+            options = replace(options, fine_tuning=replace(options.fine_tuning, fine_tune_gradient_accumulation=tuned))
     options = replace(
         options,
         parallel=replace(options.parallel, replicas=replicas),
@@ -122,7 +128,8 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
 
 
 def _asks_for_another_batch(loaded: Options) -> bool:
-    return any(is_asked_for(loaded.sources.get(name)) for name in ("gradient-accumulation", "micro-batch-size"))
+    names = ("gradient-accumulation", "micro-batch-size", "fine-tune-gradient-accumulation")
+    return any(is_asked_for(loaded.sources.get(name)) for name in names)
 
 
 def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
@@ -172,6 +179,45 @@ def _check_span(parallel: sections.Parallel, division: Division) -> None:
             f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
             f" {division.replicas}{folded}"
         )
+
+
+def _check_phases(options: schema.TrainOptions, division: Division) -> None:
+    if options.fine_tuning.half_res_training and division.stages > 1:
+        raise ConfigError(
+            f"--half-res-training: not with {division.stages} stages in processes of their own, none of which knows how"
+            " to freeze layers; wanted no --pipeline-splits"
+        )
+
+
+def accumulation_of(phase: Phase, division: Division) -> int:
+    """Micro-batches of each replica that runs, for the global batch that the phase asks for."""
+    asked, replicas = phase.options.training.gradient_accumulation, phase.options.parallel.replicas
+    assert replicas != "auto"
+    accumulation, rest = divmod(asked * replicas, division.replicas)
+    if rest:
+        raise ConfigError(
+            f"{phase.accumulation}: got {asked}, which makes {asked * replicas} micro-batches an update; wanted a"
+            f" number that the {division.replicas} replicas that run can divide"
+        )
+    return accumulation
+
+
+def standing(phases: Sequence[Phase], loaded: Options, restored: Restored) -> int:
+    """The number of the phase that a run goes on with."""
+    if restored is None:
+        return 1
+    folder, manifest = restored
+    number, epochs = manifest.progress.phase, int(manifest.config["epoch"]["value"])
+    if number > len(phases):
+        raise ConfigError(
+            f"--no-half-res-training: {folder} stands in the fine-tuning that follows it; wanted an earlier checkpoint"
+        )
+    if number > 1 and loaded.options.training.epoch != epochs:
+        raise ConfigError(
+            f"--epoch: got {loaded.options.training.epoch}, wanted {epochs}: {folder} stands in the fine-tuning that"
+            " follows them, which a larger --fine-tune-epoch makes longer"
+        )
+    return number
 
 
 def newest(options: schema.TrainOptions, restored: Restored) -> Restored:

@@ -126,6 +126,19 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
     return None
 
 
+def _fine_tuning_is_whole(options: Any) -> str | None:
+    if not options.fine_tuning.half_res_training:
+        return None
+    if options.fine_tuning.fine_tune_epoch is None:
+        return "--half-res-training: needs --fine-tune-epoch, the epochs at full size that follow"
+    if options.averaging.weight_avg_strategy == "none":
+        return (
+            "--half-res-training: needs --weight-avg-strategy mean or exponential, because fine-tuning begins with the"
+            " average of the checkpoints"
+        )
+    return None
+
+
 def _recompute_is_on_or_off(options: Any) -> str | None:
     numerics = options.numerics
     mode = recompute_mode(numerics, options.parallel)
@@ -255,6 +268,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+    (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
@@ -315,6 +329,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
+_FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -352,6 +367,10 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
     ("weight-avg-N", "--weight-avg-strategy", _averages),
+    *(
+        (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
+        for name in _FINE_TUNE_OPTIONS
+    ),
     (
         "enable-stochastic-rounding",
         "--precision 16.16 or bf16.bf16, which write 16-bit weights",

@@ -79,7 +79,7 @@ class Record:
         update = self.state.progress.update
         self._write(
             {
-                "epoch": update / self.plan.updates_per_epoch,
+                "epoch": self.plan.epoch_at(update),
                 "train/loss": totals.mean_loss,
                 "train/accuracy": totals.accuracy,
                 "train/lr": self.plan.lr(update - 1),
@@ -139,7 +139,7 @@ class Record:
         """Hand the state to the writer; a failed periodic save is said and the run goes on."""
         with self.stopwatch.standing():
             self._wait_for_writer()
-            epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
+            epoch, updates = self.plan.place(self.state.progress.update)
             folder = self.checkpoints / self._checkpoint_name()
             self.writer.save_state(folder, self.state, self._content(epoch, updates), after=self._prune)
             self.last_saved = self._saved[self.state.progress.update] = folder
@@ -165,8 +165,9 @@ class Record:
         update = self.state.progress.update
         return Point(
             update=update,
+            epoch=self.plan.epoch_at(update),
             updates_per_epoch=self.plan.updates_per_epoch,
-            epochs=self.plan.epochs,
+            epochs=self.plan.last_epoch,
             global_batch=self.plan.global_batch,
             loss=totals.mean_loss,
             accuracy=totals.accuracy,
@@ -181,7 +182,7 @@ class Record:
         return Validated(
             name=self._checkpoint_name(),
             update=update,
-            epoch=update / self.plan.updates_per_epoch,
+            epoch=self.plan.epoch_at(update),
             accuracy=found.accuracy,
             loss=found.loss,
             images=found.images,
@@ -191,7 +192,7 @@ class Record:
 
     def _checkpoint_name(self) -> str:
         update = self.state.progress.update
-        ours = self.identity.checkpoint_name(*divmod(update, self.plan.updates_per_epoch))
+        ours = self.identity.checkpoint_name(*self.plan.place(update))
         return self._style.checkpoint_name(update) or ours
 
     def _write(self, metrics: Mapping[str, float]) -> None:
@@ -213,10 +214,11 @@ class Record:
 
     def _content(self, epoch: int, updates: int) -> dict[str, Any]:
         update = self.state.progress.update
+        progress = {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update}
         return {
             "model": self.identity.model,
             "classes": self.identity.classes,
-            "progress": {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update},
+            "progress": progress | {"phase": self.plan.phase},
             "meter": self.state.progress.to_json(),
             "metrics": self._newest[1] if self._newest[0] == update else {},
             "best": self.best,
