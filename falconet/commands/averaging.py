@@ -47,7 +47,10 @@ def after_training(record: Record, options: schema.TrainOptions, *, world: World
     how = rule_of(options.averaging)
 
     def written() -> str:
-        folders = select(files.checkpoints_in(record.checkpoints), how.last, phase=record.plan.phase)
+        # Not what an interruption saved: the average must be that of a run without one.
+        saved = files.checkpoints_in(record.checkpoints)
+        in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
+        folders = select(in_turn, how.last, phase=record.plan.phase)
         to = averaged_name(folders[-1])
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")

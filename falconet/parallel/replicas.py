@@ -64,7 +64,7 @@ class AveragedReplicas:
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         groups = divided(trained, int(bucket_megabytes * MEGABYTE))
         self._buckets = [(bucket or Gradients)(group) for group in groups]
-        self._statistics = Bucket(_statistics(model))
+        self._statistics = Bucket(running_statistics(model))
         self._armed, self._sent = False, 0
         self._missing: list[int] = []
         for number, group in enumerate(groups):
@@ -110,7 +110,7 @@ class AveragedReplicas:
         self._sent += 1
 
 
-def _statistics(model: nn.Module) -> list[Tensor]:
+def running_statistics(model: nn.Module) -> list[Tensor]:
     """Batch norm's running statistics, but for frozen layers, whose own a mean over replicas would round."""
     moving = [m for m in model.modules() if not (weights := list(m.parameters())) or weights[0].requires_grad]
     return [b for m in moving for name, b in m.named_buffers(recurse=False) if name in RUNNING]

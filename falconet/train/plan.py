@@ -83,6 +83,10 @@ class Plan:
         done = update - self.updates_before
         return done // interval > (done - 1) // interval or update == self.updates
 
+    def saved_in_turn(self, epoch: int, images: int) -> bool:
+        """Whether a checkpoint of this phase was due there; another one was saved because the run was interrupted."""
+        return self.saves_at(self.update_at(epoch, images // self.global_batch))
+
     def lines(self) -> list[str]:
         """The plan in words."""
         tail = self.images - self.updates_per_epoch * self.global_batch

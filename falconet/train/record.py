@@ -145,6 +145,10 @@ class Record:
             self.last_saved = self._saved[self.state.progress.update] = folder
             self._style.saved(folder)
 
+    def in_turn(self, progress: files.Progress) -> bool:
+        """Whether a run without interruptions has this checkpoint as well; those of other phases are taken to be."""
+        return progress.phase != self.plan.phase or self.plan.saved_in_turn(progress.epoch, progress.images)
+
     def finish(self) -> Path:
         """Wait for the last checkpoint; here a failed save is an error."""
         self.writer.wait()
@@ -210,7 +214,7 @@ class Record:
             self.screen.line(f"warning: {error}; the run goes on and will save again")
 
     def _prune(self) -> None:
-        files.prune(self.checkpoints, keep=self.kept, best="score")
+        files.prune(self.checkpoints, keep=self.kept, best="score", in_turn=self.in_turn)
 
     def _content(self, epoch: int, updates: int) -> dict[str, Any]:
         update = self.state.progress.update
