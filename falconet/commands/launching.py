@@ -45,9 +45,8 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     _check_stages(place, rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
     rules.check(loaded.options)  # again: the accumulation may be another one now
-    division = _divided(loaded, place)
+    division = _whole(loaded.options, _divided(loaded, place))
     _check_span(loaded.options.parallel, division)
-    _check_phases(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
         restored = newest(loaded.options, restored) or restored
@@ -109,7 +108,7 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    asked, stages = environment.asked_of_poprun(os.environ), rules.stages_of(options.parallel)
+    asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = parts.value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
@@ -149,7 +148,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     asked = Asked(
         replicas=parallel.replicas,
         accumulation=loaded.options.training.gradient_accumulation,
-        stages=rules.stages_of(parallel),
+        stages=_stages(loaded.options),
         strict=parallel.strict_devices,
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
@@ -181,12 +180,25 @@ def _check_span(parallel: sections.Parallel, division: Division) -> None:
         )
 
 
-def _check_phases(options: schema.TrainOptions, division: Division) -> None:
-    if options.fine_tuning.half_res_training and division.stages > 1:
+def _stages(options: schema.TrainOptions) -> int:
+    """Stages of a replica that may run in processes of their own; those of a run that freezes layers share one."""
+    return 1 if options.fine_tuning.half_res_training else rules.stages_of(options.parallel)
+
+
+def _whole(options: schema.TrainOptions, division: Division) -> Division:
+    """The same, with what became of stages that share a process."""
+    stages = rules.stages_of(options.parallel)
+    if stages == 1 or not options.fine_tuning.half_res_training:
+        return division
+    if options.parallel.strict_devices:
         raise ConfigError(
-            f"--half-res-training: not with {division.stages} stages in processes of their own, none of which knows how"
-            " to freeze layers; wanted no --pipeline-splits"
+            f"--half-res-training: not with {stages} stages in processes of their own, which cannot freeze layers;"
+            " wanted no --pipeline-splits, or no --strict-devices"
         )
+    note = (
+        f"{stages} stages asked for: all of a replica's run in one process, because --half-res-training freezes layers"
+    )
+    return replace(division, notes=(note, *division.notes))
 
 
 def accumulation_of(phase: Phase, division: Division) -> int:

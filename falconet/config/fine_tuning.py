@@ -29,6 +29,15 @@ class FineTuning:
     """Layers that run before this one, such as layer4/0, stay as they are while fine-tuning; without it, all train."""
 
 
+def missing(options: FineTuning, *, averages: bool) -> str | None:
+    """What half-resolution training needs beside it; `averages`: whether checkpoints are averaged."""
+    if not options.half_res_training or (options.fine_tune_epoch and averages):
+        return None
+    if options.fine_tune_epoch is None:
+        return "--fine-tune-epoch, the epochs at full size that follow"
+    return "--weight-avg-strategy mean or exponential, because fine-tuning begins with the average of the checkpoints"
+
+
 def reduced(image_size: int) -> int:
     """The side that half-resolution training uses, in pixels: 5/7 of the full one, to a multiple of 4."""
     return REDUCED.get(image_size) or max(MULTIPLE, MULTIPLE * round(image_size * 5 / 7 / MULTIPLE))

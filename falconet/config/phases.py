@@ -43,7 +43,10 @@ def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
 
 
 def _fine_tuned(options: TrainOptions) -> TrainOptions:
-    """Plain sgd on what validation sees; weight decay, label smoothing and number formats are those of the run."""
+    """Plain sgd on what validation sees; weight decay, label smoothing and number formats are those of the run.
+
+    The rate changes at every update: a frequency for hundreds of epochs would hold it still for the few of this phase.
+    """
     tuning = options.fine_tuning
     assert tuning.fine_tune_epoch is not None
     micro_batch, accumulation = tuning.fine_tune_micro_batch_size, tuning.fine_tune_gradient_accumulation
@@ -56,7 +59,13 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
             gradient_accumulation=(options.training.gradient_accumulation if accumulation == "auto" else accumulation),
         ),
         optimizer=replace(options.optimizer, optimizer="sgd", momentum=0.0, ema_half_life=None),
-        learning_rate=replace(options.learning_rate, lr=tuning.fine_tune_lr, lr_schedule="cosine", warmup_epoch=0.0),
+        learning_rate=replace(
+            options.learning_rate,
+            lr=tuning.fine_tune_lr,
+            lr_schedule="cosine",
+            lr_scheduler_freq=0.0,
+            warmup_epoch=0.0,
+        ),
         numerics=replace(options.numerics, initial_loss_scaling=None),  # the stepped scale has arrived
         augmentation=replace(
             options.augmentation, augment="none", mixup_alpha=0.0, cutmix_lambda_low=0.0, cutmix_lambda_high=0.0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
+from falconet.config import fine_tuning
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import TrainOptions
 from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
@@ -127,16 +128,8 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 
 
 def _fine_tuning_is_whole(options: Any) -> str | None:
-    if not options.fine_tuning.half_res_training:
-        return None
-    if options.fine_tuning.fine_tune_epoch is None:
-        return "--half-res-training: needs --fine-tune-epoch, the epochs at full size that follow"
-    if options.averaging.weight_avg_strategy == "none":
-        return (
-            "--half-res-training: needs --weight-avg-strategy mean or exponential, because fine-tuning begins with the"
-            " average of the checkpoints"
-        )
-    return None
+    needs = fine_tuning.missing(options.fine_tuning, averages=_averages(options))
+    return f"--half-res-training: needs {needs}" if needs else None
 
 
 def _recompute_is_on_or_off(options: Any) -> str | None:

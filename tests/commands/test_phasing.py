@@ -36,9 +36,10 @@ def stopped_at(monkeypatch, falconet, line, update):
         assert falconet(line).code == 130
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, extra):
-    line = f"train {HALF} {extra} --logs-per-epoch 2"
+def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, extra, device):
+    line = f"train {HALF} {extra} --logs-per-epoch 2 --device {device}"
     assert falconet(f"{line} --run-dir straight").code == 0
     stopped_at(monkeypatch, falconet, f"{line} --run-dir other", 3)
     stopped_at(monkeypatch, falconet, "restore --checkpoint-input-path other", 11)
@@ -179,6 +180,14 @@ def test_an_interruption_changes_no_average_and_takes_no_checkpoints_place(falco
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+def test_stages_share_a_process_and_it_is_said(falconet):
+    answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
+    assert answer.code == 0, answer.err
+    assert "global batch 16 = micro-batch 4 x accumulation 2 x replicas 2" in answer.out
+    assert "note: 2 stages asked for: all of a replica's run in one process, because --half-res-training" in answer.out
+    assert "pipeline of 2 stages" not in answer.out
+
+
 def test_averages_made_later_are_of_one_phase(done, falconet):
     answer = falconet("average --checkpoint-input-path r --checkpoint-output-path other_averaged")
     assert f"averaged 2 checkpoints (mean): {NAME}_3, {NAME}_4" in answer.out
@@ -209,7 +218,7 @@ def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
 
 REFUSED = {
     "--fine-tune-first-trainable-layer layer33": "'layer33' is no layer; the nearest are 'layer3'",
-    "--pipeline-splits layer2/0 --replicas 1": "--half-res-training: not with 2 stages in processes of their own",
+    "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in processes of their own",
     "--fine-tune-micro-batch-size 64": "a global batch of 128 is more than the 32 training images",
 }
 

@@ -34,7 +34,8 @@ def test_a_run_has_one_phase_with_the_options_as_they_are():
 def test_fine_tuning_is_plain_sgd_on_plain_images():
     options = loaded(
         f"{LINE} --epoch 7 --lr 1 --optimizer rmsprop_tf --momentum 0.8 --weight-decay 0.01 --ema-half-life 2"
-        " --warmup-epoch 3 --lr-schedule step --mixup-alpha 0.1 --cutmix-lambda-low 0.2 --cutmix-lambda-high 0.7"
+        " --warmup-epoch 3 --lr-scheduler-freq 0.4 --lr-schedule step"
+        " --mixup-alpha 0.1 --cutmix-lambda-low 0.2 --cutmix-lambda-high 0.7"
         " --micro-batch-size 40 --gradient-accumulation 3 --loss-scaling 128 --initial-loss-scaling 64"
         " --label-smoothing 0.1 --fine-tune-lr 0.3 --fine-tune-micro-batch-size 20 --fine-tune-gradient-accumulation 5"
         " --fine-tune-first-trainable-layer layer4/0"
@@ -47,7 +48,7 @@ def test_fine_tuning_is_plain_sgd_on_plain_images():
     assert (tuned.training.epoch, tuned.training.gradient_accumulation, tuned.data.micro_batch_size) == (2, 5, 20)
     assert (tuned.optimizer.optimizer, tuned.optimizer.momentum, tuned.optimizer.ema_half_life) == ("sgd", 0.0, None)
     rate = tuned.learning_rate
-    assert (rate.lr, rate.lr_schedule, rate.warmup_epoch) == (0.3, "cosine", 0.0)
+    assert (rate.lr, rate.lr_schedule, rate.lr_scheduler_freq, rate.warmup_epoch) == (0.3, "cosine", 0.0, 0.0)
     mixing = tuned.augmentation
     assert (mixing.augment, mixing.mixup_alpha, mixing.cutmix_lambda_low, mixing.cutmix_lambda_high) == (
         "none",
