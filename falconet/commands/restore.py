@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from falconet.checkpoint import files
-from falconet.commands import launching
+from falconet.commands import launching, phasing
 from falconet.commands.reading import input_path, load_options
-from falconet.commands.running import Run
 from falconet.config.schema import RestoreOptions
 from falconet.config.settings import Setting
 
@@ -14,4 +13,4 @@ def run(line: Sequence[Setting]) -> int:
     folder = files.newest_whole(input_path(line), note=launching.spoken())
     manifest = files.read_manifest(folder)
     launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), (folder, manifest))
-    return launching.start("restore", line, launch) if launching.must_start(launch) else Run(launch).go()
+    return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)
