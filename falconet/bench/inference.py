@@ -14,7 +14,7 @@ from falconet.data.loader import Batch
 from falconet.parallel.world import World
 
 T = TypeVar("T")
-Predict = Callable[[Tensor], Tensor]  # N x 3 x S x S, uint8, on the device -> N x classes
+Predict = Callable[[Tensor], Tensor]  # N x 3 x S x S, pixels or values, on the device -> N x classes
 AHEAD = 4  # batches that the host may be ahead of the device: enough to keep it busy, a bounded share of its memory
 
 

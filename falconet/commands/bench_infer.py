@@ -20,10 +20,7 @@ from falconet.commands.reading import load_options
 from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
-from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, SyntheticLoader
-from falconet.data.preprocessing import Normalise
-from falconet.data.readers import reader_for
+from falconet.data.loader import Batch, BatchShape, SyntheticLoader
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
@@ -124,7 +121,7 @@ def _measure(subject: Subject, world: World) -> None:
 
 
 def _predictor(subject: Subject, world: World) -> Predict:
-    normalise = Normalise(subject.images.preprocessing).to(world.device)
+    normalise = subject.images.normalise(world.device)
     regime, model = REGIMES[subject.options.machine.precision], subject.model
 
     def predict(images: Tensor) -> Tensor:
@@ -141,17 +138,16 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         size = images.preprocessing.image_size
         loader = SyntheticLoader(shape, image_size=size, classes=images.classes, images=1, seed=0, device=world.device)
         return next(loader.updates(0))
-    bad = BadImages(parts.value_or(data.bad_images_allowed, 0), note=launching.spoken(world))
-    source = images.splits.validation
-    reader = reader_for(source, preprocessing=images.preprocessing, augment="none", seed=0, bad=bad)
-    found = EvaluationLoader(reader, source.labels, shape=shape, workers=parts.workers(data)).batches()
-    held = islice(found, min(HELD, data.iterations))
+    regime = REGIMES[options.machine.precision]
+    note = launching.spoken(world)
+    found = parts.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 
 
 def _held(images: Tensor, device: torch.device) -> Tensor:
-    """A copy that stays: channels-last, and pinned where it is copied to a device."""
-    kept = images.permute(0, 2, 3, 1).contiguous().clone()
+    """A copy in the host's memory that stays: channels-last, and pinned where it is copied to a device."""
+    kept = images.permute(0, 2, 3, 1).contiguous().clone().cpu()
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
 

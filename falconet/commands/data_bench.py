@@ -11,6 +11,7 @@ import falconet
 from falconet.commands import feeding, launching, parts
 from falconet.commands.feeding import Reading
 from falconet.commands.reading import load_options
+from falconet.config import rules
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
 from falconet.data import digest, measure
@@ -35,7 +36,11 @@ def run(line: Sequence[Setting]) -> int:
     threads = parts.value_or(machine.threads, parts.cores())
     world = open_world(machine.device, threads=threads, deterministic=machine.deterministic)
     images = parts.open_images(
-        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
+        options.data,
+        model=options.model.model,
+        global_batch=options.data.micro_batch_size,
+        seed=0,
+        use_objects=rules.crops_photos(options) and options.augmentation.use_bbox_info,
     )
     if options.bench.md5:
         return _compare_md5(images, options, say)

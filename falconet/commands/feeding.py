@@ -65,7 +65,7 @@ def lines(data: sections.Data, *, train: Reading, validation: Reading, device: t
         f"loader: at most {most_ahead() / 1e6:,.0f} MB of images read ahead, pixels {form} and"
         f" {where[data.normalization_location]}"
     ]
-    if data.dataset_cache and not isinstance(train.source, ArraySource):
+    if _caches(data, train.source):
         said += [
             f"cache: {_cache_words(data, train)} of training",
             f"cache: {_cache_words(data, validation)} of validation",
@@ -120,7 +120,7 @@ def cached(reader: Reader, data: sections.Data, reading: Reading) -> Reader:
     What is the same in every epoch is kept decoded, as far as there is memory. Random crops are not: photos are kept as
     they are encoded, if there is memory for all of them.
     """
-    if not data.dataset_cache or isinstance(reading.source, ArraySource):
+    if not _caches(data, reading.source) or isinstance(reading.source, ArraySource):
         return reader
     images = cache_images(data, reading)
     if images:
@@ -131,9 +131,14 @@ def cached(reader: Reader, data: sections.Data, reading: Reading) -> Reader:
     return reader
 
 
+def _caches(data: sections.Data, source: Source) -> bool:
+    """Whether anything is kept; what the device decodes is not."""
+    return data.dataset_cache and data.decode_device != "cuda" and not isinstance(source, ArraySource)
+
+
 def cache_images(data: sections.Data, reading: Reading) -> int:
     """How many images are kept decoded."""
-    if not data.dataset_cache or reading.augment != "none" or isinstance(reading.source, ArraySource):
+    if not _caches(data, reading.source) or reading.augment != "none":
         return 0
     return min(len(reading.source), free_memory() // SHARE // _bytes_an_image(reading))
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from falconet.config import fine_tuning
 from falconet.config.options import options_of, value_of
-from falconet.config.schema import TrainOptions
+from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError, did_you_mean
@@ -287,7 +287,7 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
-def crops_photos(options: TrainOptions) -> bool:
+def crops_photos(options: TrainOptions | DataBenchOptions) -> bool:
     """Whether random crops of photos are drawn."""
     return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
 

@@ -28,6 +28,7 @@ DAMAGE = (
     TypeError,
     ArithmeticError,
     MemoryError,
+    RuntimeError,  # of which NotImplementedError is one
 )
 
 

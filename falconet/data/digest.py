@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from falconet.errors import DataError
+
 CHUNK = 1 << 20  # bytes
 
 # The original's folders of ImageNet: their digests begin and end like this; the middle was not published to us.
@@ -15,7 +17,10 @@ IMAGENET = {"train": ("17aed950", "aa95"), "validation": ("8d6a57a7", "d5bd")}
 def folder_md5(folder: Path, *, workers: int) -> str:
     """As the package checksumdir has it: the md5 of the sorted md5s of the files, in hexadecimal."""
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        digests = sorted(pool.map(_file_md5, _files(folder)))
+        try:
+            digests = sorted(pool.map(_file_md5, _files(folder)))
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return hashlib.md5("".join(digests).encode(), usedforsecurity=False).hexdigest()
 
 

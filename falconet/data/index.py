@@ -17,6 +17,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from falconet.errors import DataError
+
 Array = npt.NDArray[Any]
 
 FOLDER = ".falconet-index"
@@ -49,12 +51,19 @@ def indexed(root: Path, *, kind: str, search: Callable[[], Found], watched: Sequ
         if known is not None:
             return known
         began = time.time_ns()
-        found = search()
+        found = _searched(root, search)
         data = _coded(found, root, began)
         for place in places:
             if _written(place, data):
                 break
         return found
+
+
+def _searched(root: Path, search: Callable[[], Found]) -> Found:
+    try:
+        return search()
+    except OSError as error:
+        raise DataError(f"{error.filename or root}: cannot be read ({error.strerror or error})") from None
 
 
 def _users_folders(root: Path) -> list[Path]:
@@ -101,7 +110,14 @@ def _read(place: Path, root: Path, watched: Sequence[Path] | None) -> Found | No
         if _checksum(arrays) != int(header["checksum"]):
             return None
         return Found(arrays, json.loads(header["facts"]), paths)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):  # not there, torn, or of another version
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # not there, torn, another version
         return None
 
 

@@ -104,7 +104,17 @@ def available() -> int:
     """Bytes that this process could still take: of the machine, or of its container where that has less."""
     free = _meminfo()
     limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    return free if limit is None or used is None else min(free, max(0, limit - used))
+    return free if limit is None or used is None else min(free, max(0, limit - used + _held_by_files()))
+
+
+def _held_by_files() -> int:
+    """Of the container's memory: counted as used, but the system takes it again when it is needed."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    # Not `file`, which counts files that have no disk as well: those stay.
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
 
 
 def _meminfo() -> int:

@@ -107,7 +107,7 @@ class Packer:
             aside.replace(path)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                raise DataError(f"{error.filename or path}: cannot be read or written ({error.strerror})") from None
             raise DataError(
                 f"{path}: the disk is full; the shards before it are whole: make room and give the same command again"
             ) from None

@@ -2,8 +2,8 @@
 
 import os
 import threading
-from pathlib import Path
 
+from falconet.data.memory import available
 from falconet.data.shards import Shards
 
 STRIDE = 32 << 20  # bytes asked for with each part that is read: many times what the part itself takes
@@ -22,7 +22,7 @@ class Readahead:
     def __init__(self, shards: Shards, *, memory: int | None = None) -> None:
         self._shards = shards
         self._sizes = [path.stat().st_size if path.exists() else 0 for path in shards.paths]
-        room = SHARE * (free_memory() if memory is None else memory)
+        room = SHARE * (available() if memory is None else memory)
         self._next = 0 if sum(self._sizes) <= room else len(self._sizes)  # shard
         self._begin = 0  # byte in it
         self._lock = threading.Lock()
@@ -51,26 +51,3 @@ def _expect(shards: Shards, shard: int, begin: int, size: int) -> None:
         with shards.files([shard]) as (file,):
             for at in range(begin, begin + size, REQUEST):
                 os.posix_fadvise(file, at, min(REQUEST, begin + size - at), os.POSIX_FADV_WILLNEED)
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that files may take without driving anything out: the system's figure, or less in a container."""
-    free = 0
-    for line in _text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        files = next(
-            (line.split()[1] for line in _text(group / "memory.stat").splitlines() if line[:5] == "file "), "0"
-        )
-        free = min(free, int(limit) - int(used) + int(files))  # memory that holds files can be taken again
-    return max(free, 0)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

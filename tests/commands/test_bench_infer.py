@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import TINY
+
+from falconet.bench.inference import Series
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
 
@@ -51,6 +54,30 @@ def test_other_data(falconet, data):
     answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1")
     assert answer.code == 0, answer.err
     assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
+
+
+@pytest.mark.usefixtures("image_folder")
+def test_images_travel_as_the_options_say_and_the_model_sees_the_same(falconet, monkeypatch):
+    from falconet.commands import bench_infer
+
+    seen = []
+
+    def resident(predict, batches, *, count, world):
+        images = batches[0].images
+        seen.append((images.dtype, images.clone(), predict(images)))
+        return Series(latency=[0.001] * count, throughput=[0.001] * count)
+
+    monkeypatch.setattr(bench_infer, "measure_resident", resident)
+    line = "bench infer --data folder --data-dir photos --image-size 32 --micro-batch-size 4 --iterations 6"
+    for options in ("", "--no-eight-bit-io", "--no-eight-bit-io --normalization-location host"):
+        answer = falconet(f"{line} {options} --threads 1 --device cpu")
+        assert answer.code == 0, answer.err
+    pixels, values, normalised = seen
+    assert [kind for kind, _, _ in seen] == [torch.uint8, torch.float32, torch.float32]
+    assert torch.equal(values[1], pixels[1].float())
+    assert normalised[1].min() < 0
+    assert torch.equal(values[2], pixels[2])
+    assert torch.equal(normalised[2], pixels[2])
 
 
 def test_half_precision_says_what_it_computes_in(falconet):

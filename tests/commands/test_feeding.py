@@ -147,3 +147,11 @@ def test_options_without_effect_say_so(falconet, options, said):
     answer = falconet(f"train {options} --image-size 8 --iterations 1 --plan --epoch 1")
     assert answer.code == 0, answer.err
     assert f"note: {said}" in answer.out
+
+
+@pytest.mark.usefixtures("photos")
+def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falconet, monkeypatch):
+    monkeypatch.setattr(feeding, "decode_device", lambda data, source, device: "cuda")
+    out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
+    assert "note: --dataset-cache has no effect without --decode-device cpu" in out
+    assert "\ncache:" not in out

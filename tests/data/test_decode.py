@@ -92,6 +92,7 @@ BROKEN = {
     "half.jpg": (jpeg_bytes()[:3000], "truncated"),
     "header.jpg": (jpeg_bytes()[:20], None),
     "cut.png": (b"\x89PNG\r\n\x1a\n\x00\x00", None),
+    "texture.jpg": (b"DDS " + (124).to_bytes(4, "little") + bytes(120), None),  # Pillow says that it is not implemented
 }
 
 

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from falconet.data.digest import folder_md5, is_imagenet
+from falconet.errors import DataError
 
 
 def test_it_is_the_md5_of_the_sorted_md5s_of_the_files(tmp_path):
@@ -14,6 +15,13 @@ def test_it_is_the_md5_of_the_sorted_md5s_of_the_files(tmp_path):
         (tmp_path / place).write_bytes(content)
     parts = sorted(hashlib.md5(content).hexdigest() for content in contents)
     assert folder_md5(tmp_path, workers=2) == hashlib.md5("".join(parts).encode()).hexdigest()
+
+
+def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path):
+    (tmp_path / "a").symlink_to("nowhere")
+    with pytest.raises(DataError) as caught:
+        folder_md5(tmp_path, workers=2)
+    assert str(caught.value) == f"{tmp_path}/a: cannot be read (No such file or directory)"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from falconet.data import native
 from falconet.data.native.binding import Workspace
 from falconet.data.native.reader import shard_opener
-from falconet.data.readahead import Readahead, free_memory
+from falconet.data.readahead import Readahead
 from falconet.data.shards import Shards
 from falconet.data.sources import photos
 from falconet.errors import DataError
@@ -103,30 +103,6 @@ def test_shards_that_do_not_fit_are_left_alone(paths, asked):
     ahead = Readahead(Shards(paths), memory=1199)
     ahead.advance()
     assert asked == []
-
-
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  2000 kB\n"}, 2_048_000),
-        (
-            {
-                "proc/meminfo": "MemAvailable: 2000 kB\n",
-                "sys/fs/cgroup/memory.max": "5000\n",
-                "sys/fs/cgroup/memory.current": "3000\n",
-                "sys/fs/cgroup/memory.stat": "anon 7\nfile 1000\n",
-            },
-            3000,
-        ),
-        ({"proc/meminfo": "MemAvailable: 2 kB\n", "sys/fs/cgroup/memory.max": "max\n"}, 2048),
-        ({}, 0),
-    ],
-)
-def test_free_memory_is_the_systems_or_the_containers(tmp_path, files, free):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert free_memory(tmp_path) == free
 
 
 def test_every_way_of_reading_a_shard_draws_the_next_ones_in(tmp_path, asked):

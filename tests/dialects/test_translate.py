@@ -131,6 +131,9 @@ TENSORFLOW = [
     ("--generated-data --dataset imagenet --iterations 10", {"warmup-epoch": "0"}),
     ("--synthetic-data --dataset imagenet --batch-size 1000 --epochs 1 --warmup-epochs 0", {"iterations": "1281"}),
     ("--data-dir x/cifar-100-binary", {"data": "cifar100", "data-dir": "x/cifar-100-binary"}),
+    ("--data-dir x/cifar-100-binary", {"dataset-cache": None}),  # which lies in memory
+    (IMAGENET, {"dataset-cache": "", "dataloader-workers": "auto"}),
+    (f"{IMAGENET} --no-dataset-cache --pipeline-num-parallel 3", {"dataset-cache": None, "dataloader-workers": "3"}),
     (
         f"{IMAGENET} --train-with-valid-preprocessing --fused-preprocessing",
         {"augment": "none", "input-image-padding": ""},

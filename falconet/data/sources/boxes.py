@@ -130,7 +130,7 @@ def parse_xml(path: Path) -> BoxArray:
             [float(place.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")]
             for place in root.iterfind("object/bndbox")
         ]
-    except (ElementTree.ParseError, ValueError):
+    except (ElementTree.ParseError, ValueError, LookupError):  # the last one: of an encoding that does not exist
         raise DataError(f"{path}: not an annotation: wanted size/width, size/height and object/bndbox") from None
     if width <= 0 or height <= 0:
         raise DataError(f"{path}: says that the image is {width:g} x {height:g} pixels")

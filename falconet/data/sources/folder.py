@@ -121,8 +121,15 @@ def _image_names(folder: str, prefix: str, folders: list[Path]) -> Iterator[str]
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _image_names(entry.path, f"{prefix}{entry.name}/", folders)
-            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122, a million names
+                continue
+            ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122, a million names
+            if ending in image_extensions() and _may_be_read(entry):
                 yield prefix + entry.name
+
+
+def _may_be_read(entry: "os.DirEntry[str]") -> bool:
+    """Not a pipe or a device, which would be waited for; a link may lead anywhere, and asking costs a look at it."""
+    return entry.is_symlink() or entry.is_file(follow_symlinks=False)
 
 
 @cache

@@ -32,7 +32,14 @@ MAGIC = b"falconet shard 1"
 PLACE = struct.Struct("<QQII")
 TAIL = PLACE.size + 32 + len(MAGIC)  # bytes
 SPLITS = ("train", "validation")
-COLUMNS = ("begins", "sizes", "checksums", "labels", "names", "offsets")
+COLUMNS = {
+    "begins": np.int64,
+    "sizes": np.uint32,
+    "checksums": np.uint32,
+    "labels": np.int32,
+    "names": np.uint8,
+    "offsets": np.int64,
+}
 
 
 def shard_name(split: str, number: int) -> str:
@@ -108,19 +115,31 @@ def read_head(path: Path) -> Head:
         arrays = load_arrays(index)
         facts = json.loads(json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]["facts"])
         _check(arrays, begin)
-    except (SafetensorError, ValueError, KeyError, TypeError):
+        _check_facts(facts)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again") from None
     return Head(arrays, facts, tail[PLACE.size : PLACE.size + 32].hex())
 
 
 def _check(arrays: dict[str, Array], end: int) -> None:
-    """The columns are of one length, and the images lie end to end before the index."""
+    """The columns are of their types and of one length, and the images lie end to end before the index."""
+    if any(arrays[name].dtype != dtype or arrays[name].ndim != 1 for name, dtype in COLUMNS.items()):
+        raise ValueError
     begins, sizes, offsets = (arrays[name].astype(np.int64) for name in ("begins", "sizes", "offsets"))
     lengths = {len(arrays[name]) for name in ("begins", "sizes", "checksums", "labels")} | {len(offsets) - 1}
     ends = np.cumsum([len(MAGIC), *sizes.tolist()])
     if len(lengths) != 1 or not np.array_equal(begins, ends[:-1]) or ends[-1] != end:
         raise ValueError
     if np.any(np.diff(offsets) < 0) or offsets[0] != 0 or offsets[-1] != len(arrays["names"]):
+        raise ValueError
+
+
+def _check_facts(facts: dict[str, Any]) -> None:
+    """A checksum says that the bytes are those that were written, not by whom."""
+    split, classes = facts["split"], facts["classes"]
+    numbers = all(isinstance(facts[name], int) for name in ("number", "shards"))
+    named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    if not numbers or not named or split not in SPLITS:
         raise ValueError
 
 
@@ -131,14 +150,17 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
     for split, paths in shards.items():
         if not paths:
             raise DataError(f"{data_dir}: packed shards, but none is named {shard_name(split, 0)}")
-        wanted = int(heads[split][0].facts["shards"])
+        wanted = heads[split][0].facts["shards"]
         for number in range(wanted):
             if data_dir / shard_name(split, number) not in paths:
                 raise DataError(f"{data_dir}: no {shard_name(split, number)}; {len(paths)} of {wanted} are there")
         for path, head in zip(paths, heads[split], strict=True):
             classes = classes or tuple(head.facts["classes"])
-            if tuple(head.facts["classes"]) != classes or int(head.facts["shards"]) != wanted:
+            if tuple(head.facts["classes"]) != classes or head.facts["shards"] != wanted:
                 raise DataError(f"{path}: belongs to another set than the shards beside it")
+            own_name = shard_name(head.facts["split"], head.facts["number"])
+            if path.name != own_name:
+                raise DataError(f"{path}: says that it is {own_name}; renamed, or a copy?")
             if np.any((head.arrays["labels"] < 0) | (head.arrays["labels"] >= len(classes))):
                 raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again")
     assert classes is not None

@@ -11,6 +11,13 @@ INNER = "imagenet-data"  # where the TensorFlow program looked as well
 
 def load(data_dir: Path) -> Splits:
     """The splits of the first layout that is there, in the order above."""
+    try:
+        return _first(data_dir)
+    except OSError as error:
+        raise DataError(f"{error.filename or data_dir}: cannot be read ({error.strerror or error})") from None
+
+
+def _first(data_dir: Path) -> Splits:
     for place in (data_dir, data_dir / INNER):
         splits = _from(place)
         if splits is not None:

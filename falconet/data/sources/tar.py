@@ -23,6 +23,9 @@ LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample
 JSON_KEYS = ("label", "cls", "class", "class_id")
 MOST_LABEL = 1 << 20  # bytes of a label file
 MOST_IMAGE = 1 << 30  # bytes of an image
+MOST_DIGITS = 18  # of a label that is a number
+# What Python's module raises on odd bytes, besides its own error and those of the system.
+DAMAGE = (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError)
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
@@ -110,6 +113,8 @@ def _label(path: Path, sample: Sample) -> str:
         if text is None:
             continue
         label = _from_json(text) if ending == "json" else text.strip()
+        if label.isdecimal() and len(label) > MOST_DIGITS:
+            raise DataError(f"{path}: {sample.key}: a label of {len(label)} digits")
         if label:
             return str(int(label)) if label.isdecimal() else label
     wanted = ", ".join(f".{ending}" for ending in LABELS)
@@ -119,7 +124,7 @@ def _label(path: Path, sample: Sample) -> str:
 def _from_json(text: str) -> str:
     try:
         stored = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     values = [stored[key] for key in JSON_KEYS if key in stored] if isinstance(stored, dict) else [stored]
     return str(values[0]).strip() if values and isinstance(values[0], int | str) else ""
@@ -132,6 +137,8 @@ def _samples(path: Path) -> Iterator[Sample]:
         with tarfile.open(path, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte a member
+                if member.size < 0 or archive.offset <= member.offset:  # back to where it was, again and again
+                    raise tarfile.ReadError(f"a member of {member.size} bytes")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
                 if not member.isreg() or not stem or folder.startswith("__MACOSX"):
@@ -149,12 +156,21 @@ def _samples(path: Path) -> Iterator[Sample]:
                     opened = archive.extractfile(member)
                     assert opened is not None  # a regular member
                     sample.labels[ending] = opened.read().decode("utf-8", "replace")
-    except (tarfile.TarError, EOFError) as error:
+            _check_end(archive)
+    except DAMAGE as error:
         raise DataError(f"{path}: not a whole, uncompressed tar archive ({error})") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
     if sample is not None and (sample.image or sample.labels):
         yield sample
+
+
+def _check_end(archive: tarfile.TarFile) -> None:
+    """Zeros, or nothing: for Python's module an archive also ends, without a word, where a header is damaged."""
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
+        raise tarfile.ReadError(f"a damaged header at byte {archive.offset}")
 
 
 def _check_plain(path: Path, member: tarfile.TarInfo) -> None:

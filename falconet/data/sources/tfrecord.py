@@ -59,6 +59,8 @@ def _check_complete(data_dir: Path, split: str, paths: list[Path]) -> None:
     if len(wanted) > 1:
         raise DataError(f"{data_dir}: {split} shards of several sets: -of-{' and -of-'.join(sorted(wanted))}")
     have = {int(match[2]) for match in numbers if match}
+    if len(have) < len(paths):
+        raise DataError(f"{data_dir}: {split} shards twice, in {' and '.join(sorted({str(p.parent) for p in paths}))}")
     missing = next((number for number in range(int(min(wanted))) if number not in have), None)
     if missing is not None:
         raise DataError(

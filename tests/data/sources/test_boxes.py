@@ -95,6 +95,9 @@ MISTAKES = {
         CSV: "b.JPEG,0,0,1,1\n"
     },
     "{root}/bbox/x.xml: not an annotation: wanted size/width, size/height and object/bndbox": {"bbox/x.xml": "<a>"},
+    "{root}/bbox/x.xml: not an annotation: wanted size/width, size/height and object/bndbox ": {
+        "bbox/x.xml": '<?xml version="1.0" encoding="nonsense"?><a/>'
+    },
     "{root}/bbox/x.xml: not an annotation: too large, or it has a document type": {"bbox/x.xml": bomb()},
     "{root}/bbox/x.xml: says that the image is 0 x 5 pixels": {"bbox/x.xml": xml(0, 5, (0, 0, 1, 1))},
 }
@@ -107,7 +110,7 @@ def test_a_mistake_is_named_in_one_line(root, message, files):
         (root / name).write_text(text)
     with pytest.raises(DataError) as caught:
         found(root)
-    assert str(caught.value) == message.format(root=root, csv=CSV)
+    assert str(caught.value) == message.strip().format(root=root, csv=CSV)
 
 
 def test_a_csv_that_is_no_text_is_refused(root):

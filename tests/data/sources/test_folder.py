@@ -1,5 +1,6 @@
 """Class folders: what is found, in which order, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_validation_may_be_the_folders_full_name(root):
 def test_a_link_to_a_folder_above_does_not_go_round_in_circles(root):
     (root / "train/cat/again").symlink_to(root / "train/cat")
     assert len(folder.load(root).train) == 4
+
+
+def test_pipes_are_not_listed_and_broken_links_are_so_that_they_are_named(root):
+    os.mkfifo(root / "train/dog/3.jpg")
+    (root / "train/dog/4.jpg").symlink_to("nowhere")
+    assert paths(folder.load(root).train)[2:] == ["dog/1.JPEG", "dog/2.png", "dog/4.jpg"]
+
+
+def test_a_folder_that_cannot_be_read_is_told_in_one_line(root, monkeypatch):
+    def refused(folder, prefix, folders):
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(folder, "_image_names", refused)
+    with pytest.raises(DataError) as caught:
+        folder.load(root)
+    assert str(caught.value) == f"{root}/train/cat: cannot be read (Permission denied)"
 
 
 def empty(path):

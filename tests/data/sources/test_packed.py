@@ -121,3 +121,38 @@ def test_shards_of_two_sets_do_not_mix(root):
     with pytest.raises(DataError) as caught:
         photos.load(root)
     assert str(caught.value) == f"{path}: belongs to another set than the shards beside it"
+
+
+def test_a_shard_under_another_ones_name_is_refused(root):
+    path = root / "train-00001.falconet"
+    path.write_bytes((root / "train-00002.falconet").read_bytes())
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{path}: says that it is train-00002.falconet; renamed, or a copy?"
+
+
+@pytest.mark.parametrize("facts", [{"shards": "4"}, {"classes": "abc"}, {"classes": [1]}, {"split": None}])
+def test_facts_of_other_types_are_refused_though_they_have_their_checksum(root, facts):
+    path = root / "train-00001.falconet"
+    head = packed.read_head(path)
+    with path.open("wb") as file:
+        writer = packed.Writer(file)
+        writer.add(b"x", label=0, name="a")
+        writer.finish({**head.facts, **facts})
+    with pytest.raises(DataError, match="its index is damaged"):
+        photos.load(root)
+
+
+def test_columns_of_other_types_are_refused_though_they_have_their_checksum(root, monkeypatch):
+    path = root / "train-00001.falconet"
+    head = packed.read_head(path)
+    plain = packed.save
+    monkeypatch.setattr(
+        packed, "save", lambda arrays, facts: plain({**arrays, "sizes": arrays["sizes"].astype(np.float64)}, facts)
+    )
+    with path.open("wb") as file:
+        writer = packed.Writer(file)
+        writer.add(b"x", label=0, name="a")
+        writer.finish(head.facts)
+    with pytest.raises(DataError, match="its index is damaged"):
+        photos.load(root)

@@ -39,3 +39,13 @@ def test_class_folders_that_are_not_whole_say_what_is_missing(tmp_path, made, me
     with pytest.raises(DataError) as caught:
         photos.load(tmp_path / "none")
     assert str(caught.value) == f"{tmp_path}/{message}"
+
+
+def test_a_folder_that_may_not_be_looked_into_is_told_in_one_line(tmp_path, monkeypatch):
+    def refused(place):
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(photos, "_from", refused)
+    with pytest.raises(DataError) as caught:
+        photos.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"

@@ -97,3 +97,40 @@ def test_archives_without_a_validation_set_are_refused(root):
     (root / "validation.tar").unlink()
     with pytest.raises(DataError, match="tar archives, but none with validation in its name"):
         photos.load(root)
+
+
+@pytest.mark.parametrize("at", [0, 100, 148])  # its name, its mode, its checksum
+def test_a_damaged_header_in_the_middle_does_not_end_the_archive_unseen(root, at):
+    path = root / "train.tar"
+    with tarfile.open(path) as whole:
+        second = whole.getmembers()[2].offset
+    data = bytearray(path.read_bytes())
+    data[second + at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == (f"{path}: not a whole, uncompressed tar archive (a damaged header at byte {second})")
+
+
+def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
+    path = root / "train.tar"
+    with tarfile.open(path) as whole:
+        last = whole.getmembers()[-1].offset
+    data = bytearray(path.read_bytes())
+    data[last + 124 : last + 136] = (-512).to_bytes(12, "big", signed=True)  # base 256: leads back to this header
+    data[last + 148 : last + 156] = b" " * 8
+    data[last + 148 : last + 156] = b"%06o\0 " % sum(data[last : last + 512])
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train.tar: not a whole, uncompressed tar archive \(a member of -512 bytes\)"):
+        photos.load(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "message"),
+    [("a.cls", b"7" * 5000, "a: a label of 5000 digits"), ("a.json", b"[" * 100_000, "a: an image without a label")],
+)
+def test_a_label_made_to_be_unreadable_is_refused_in_one_line(root, name, label, message):
+    archive(root / "train.tar", **{"a.jpg": IMAGE, name: label})
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value).startswith(f"{root}/train.tar: {message}")

@@ -166,6 +166,21 @@ def test_shards_of_two_sets_are_refused(records):
         photos.load(records)
 
 
+def test_a_shard_that_is_there_twice_is_not_read_twice(records):
+    (records / "train").mkdir()
+    (records / "train/train-00001-of-00003").write_bytes((records / "train-00001-of-00003").read_bytes())
+    with pytest.raises(DataError) as caught:
+        photos.load(records)
+    assert str(caught.value) == f"{records}: train shards twice, in {records} and {records}/train"
+
+
+def test_a_folder_in_place_of_a_shard_is_told_in_one_line(records):
+    (records / "train-00001-of-00003").unlink()
+    (records / "train-00001-of-00003").mkdir()
+    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+        photos.load(records)
+
+
 def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
     """A thousand random changes of a record: an Example or a MalformedError, nothing else."""
     from falconet.data.sources.example import MalformedError, parse
