@@ -5,6 +5,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,7 +44,7 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     orientation ignored. Unlike theirs, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=_formats()) as image:
             _check_size(image)
             return _rgb(image)
     except BOMBS:
@@ -54,6 +55,13 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
         raise UnreadableImageError(_os_reason(error)) from None
     except DAMAGE as error:
         raise UnreadableImageError(f"damaged: {_one_line(error)}") from None
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """All that Pillow reads by itself; for PostScript, under whatever name, it would start Ghostscript."""
+    Image.init()
+    return tuple(sorted(Image.OPEN.keys() - {"EPS"}))
 
 
 def _check_size(image: Image.Image) -> None:

@@ -121,6 +121,15 @@ def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
             assert open_rgb(path).mode == "RGB"
 
 
+def test_postscript_is_refused_before_another_program_is_started_for_it(tmp_path, monkeypatch):
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript was started"))
+    path = written(tmp_path / "a.eps", Image.fromarray(gradient())).rename(tmp_path / "a.jpg")
+    with pytest.raises(UnreadableImageError):
+        open_rgb(path)
+
+
 def test_a_missing_file_gets_the_systems_reason(tmp_path):
     with pytest.raises(UnreadableImageError, match="No such file"):
         open_rgb(tmp_path / "gone.jpg")
