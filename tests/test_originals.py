@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from falconet.dialects.commands import PENDING, SCHEMAS
 from falconet.originals import main
 
 COMPAT = Path(__file__).parents[1] / "compat"
@@ -82,12 +81,6 @@ def test_a_program_trains(original, program, line):
     assert "global batch 4 = micro-batch 4 x accumulation 1 x replicas 1" in out
 
 
-def there(command, *options):
-    """A test waits for what other branches bring."""
-    missing = command not in SCHEMAS or set(options) & PENDING
-    return pytest.mark.skipif(bool(missing), reason=f"falconet {command} {' '.join(options)} is not there yet")
-
-
 STAGED = "--pipeline --shards 2 --pipeline-splits b2/0/relu --gradient-accumulation-count 2 --enable-recompute"
 PIPELINED = {
     "tensorflow": (
@@ -102,7 +95,6 @@ PIPELINED = {
 }
 
 
-@there("train", "pipeline-splits")
 @pytest.mark.parametrize(
     ("program", "line"),
     [PIPELINED["tensorflow"], pytest.param(*PIPELINED["pytorch"], marks=pytest.mark.slow)],
@@ -134,7 +126,6 @@ INFERRED = {
 }
 
 
-@there("bench infer")
 @pytest.mark.parametrize(("program", "line"), INFERRED.values(), ids=INFERRED)
 def test_a_program_measures_inference(original, program, line):
     code, out, err = original(program, line)
@@ -142,7 +133,6 @@ def test_a_program_measures_inference(original, program, line):
     assert "samples/sec (mean)" in out or "images/s" in out
 
 
-@there("data bench")
 def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
     code, out, err = original(
         "pytorch:datasets/host_benchmark.py",
