@@ -85,6 +85,7 @@ class Run:
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
             use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
+            percentage=self.options.training.dataset_percentage,
         )
 
     @cached_property
@@ -92,6 +93,7 @@ class Run:
         """How the model lies on the devices, decided here once."""
         setup = Setup(
             options=self.options,
+            initial=None if self.restored else self.options.training.init_path,
             images=self.images,
             shape=self.shape,
             grid=self.grid,

@@ -32,8 +32,7 @@ What is not the same, whatever the options:
 - ResNet-18 and -34 of the TensorFlow program had a projection in their first block; here they are torchvision's.
 - The PopART program added a zero channel to every image (`--input-image-padding` does), and its CIFAR networks had
   projection shortcuts where ours append zero channels.
-- Not there: SqueezeNet, ResNeXt and bottleneck ResNets for CIFAR, proxy norm, half-resolution training, initial weights
-  of another run, a share of the data, `upload_run.py`.
+- Not there: SqueezeNet, proxy norm, half-resolution training, a filter of trained variables, `upload_run.py`.
 """
 
 
