@@ -48,7 +48,7 @@ def trained(world, line, *, updates=3, checkpoint=None, save=None):
     """The whole state after some updates, their losses, and an evaluation."""
     run = run_of(world, line, checkpoint)
     lines = run.plan_lines()
-    state = run._state()
+    state = run.begin()
     step, loader = run.step(state), run.placement.loader()
     return _result(
         run, state, step, Feed(loader.streamed(0, skip=state.progress.update), device=world.device), updates
@@ -63,7 +63,7 @@ def together(line, *, replicas, updates=3):
     world = World(device=torch.device("cpu"))
     run = run_of(world, line)
     run.plan_lines()
-    state = run._state()
+    state = run.begin()
     step, size = run.step(state), run.shape.micro_batch // replicas
     loaders = []
     for replica in range(replicas):

@@ -51,8 +51,11 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
     return {name: running[name].to(tensor.dtype) if name in running else tensor for name, tensor in newest.items()}
 
 
-def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0) -> list[Path]:
-    """The checkpoints to average, oldest first: averages left out, each state counted once, then the `last` of them."""
+def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, phase: int | None = None) -> list[Path]:
+    """The checkpoints to average, oldest first: averages left out, each state counted once, then the `last` of them.
+
+    Those of one phase: of the newest, unless one is named.
+    """
     assert last is None or last >= 1, last
     found: dict[tuple[object, ...], tuple[files.Progress, str, Path]] = {}
     for folder in folders:
@@ -64,7 +67,9 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0) -> 
         state = (manifest.progress, digests) if digests else (folder.resolve(),)
         found.setdefault(state, (manifest.progress, folder.name, folder))
     ordered = sorted(found.values(), key=lambda f: (f[0].epoch, f[0].images, f[0].update, f[1]))
-    chosen = [folder for _, _, folder in ordered][: max(0, len(ordered) - discarded)]
+    wanted = phase or (ordered[-1][0].phase if ordered else 1)
+    chosen = [folder for progress, _, folder in ordered if progress.phase == wanted]
+    chosen = chosen[: max(0, len(chosen) - discarded)]
     return chosen if last is None else chosen[-last:]
 
 

@@ -131,10 +131,17 @@ def refuse(folder: Path, error: CheckpointError) -> CheckpointError:
     return error
 
 
-def prune(folder: Path, *, keep: int | None, best: str = "validation_accuracy") -> list[Path]:
+def prune(
+    folder: Path,
+    *,
+    keep: int | None,
+    best: str = "validation_accuracy",
+    in_turn: Callable[[Progress], bool] = lambda _: True,
+) -> list[Path]:
     """Remove the oldest checkpoints in `folder` beyond `keep`, sparing the one with the highest metric `best`.
 
-    Torn, foreign, averaged and linked ones are neither counted nor removed. Returns what was removed.
+    One that was not saved in turn (when the run was interrupted) takes the place of none: it goes as soon as there is a
+    newer one. Torn, foreign, averaged and linked ones are neither counted nor removed. Returns what was removed.
     """
     if keep is None:
         return []
@@ -144,7 +151,9 @@ def prune(folder: Path, *, keep: int | None, best: str = "validation_accuracy") 
     marks = [m.metrics.get(best) for _, m in ours]
     known = [mark for mark in marks if isinstance(mark, int | float) and mark == mark]
     spared = marks.index(max(known)) if known else None
-    surplus = [p for i, (p, _) in enumerate(ours[: max(len(ours) - keep, 0)]) if i != spared]
+    counted = [i for i, (_, m) in enumerate(ours) if in_turn(m.progress)]
+    held = {spared, *counted[max(len(counted) - keep, 0) :], *({len(ours) - 1} - set(counted))}
+    surplus = [p for i, (p, _) in enumerate(ours) if i not in held]
     removed = [p for p in surplus if p.resolve() not in linked]
     for path in removed:
         old = aside(path, "old")

@@ -26,6 +26,7 @@ class Progress:
     epoch: int
     images: int
     update: int
+    phase: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,10 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         format=content["format"],
         model=_typed(content, "model", str, path),
         classes=_typed(content, "classes", int, path),
-        progress=Progress(**{key: _typed(progress, key, int, path) for key in ("epoch", "images", "update")}),
+        progress=Progress(
+            **{key: _typed(progress, key, int, path) for key in ("epoch", "images", "update")},
+            phase=_typed(progress, "phase", int, path, 1),
+        ),
         class_names=tuple(names),
         config=content.get("config"),
         plan=content.get("plan"),

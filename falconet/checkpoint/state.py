@@ -1,6 +1,6 @@
 """TrainState: everything a run needs to go on exactly where it stood."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,21 @@ class TrainState:
         """What not every run has, by the file that holds it."""
         return {stem: part for stem, part in (("ema", self.ema), ("scale", self.scale)) if part is not None}
 
+    def _reader(self, folder: Path) -> Callable[[str], Mapping[str, Tensor]]:
+        """Reads the tensors of one file of a whole checkpoint, as far as they are this process's."""
+        manifest = files.verify(folder)
+        return lambda stem: self.stages.own(files.read_tensors(folder, stem, verified=manifest))
+
+    def begin_with(self, folder: Path, *, name: str) -> None:
+        """Take over the weights and the loss scale of a checkpoint, and nothing else: a new phase begins."""
+        read = self._reader(folder)
+        foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
+        if self.scale:
+            self.scale.load_state_tensors(read("scale"))
+
     def load(self, folder: Path, *, name: str) -> None:
         """Take over the tensors of a checkpoint; its place in the plan is the caller's to find."""
-        manifest = files.verify(folder)
-
-        def read(stem: str) -> Mapping[str, Tensor]:
-            return self.stages.own(files.read_tensors(folder, stem, verified=manifest))
-
+        read = self._reader(folder)
         foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
         stored = read("optimizer")
         own = self.shards.scattered(stored) if self.shards else stored

@@ -30,9 +30,8 @@ def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str,
     """Save averaged weights with the newest checkpoint's optimizer state, so that the result restores too."""
     newest = folders[-1]
     manifest = files.verify(newest)
-    tensors = {"model": weights, "optimizer": files.read_tensors(newest, "optimizer", verified=manifest)}
-    if "ema" in manifest.stems:
-        tensors["ema"] = files.read_tensors(newest, "ema", verified=manifest)
+    kept = [stem for stem in ("optimizer", "ema", "scale") if stem in manifest.stems]
+    tensors = {"model": weights} | {stem: files.read_tensors(newest, stem, verified=manifest) for stem in kept}
     averaged = {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
     content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
     files.write(to, tensors, content | {"averaged": averaged, "metrics": {}})
@@ -43,12 +42,15 @@ def averaged_name(newest: Path) -> Path:
     return newest.with_name(newest.name.partition("+")[0] + "_averaged")
 
 
-def after_training(record: Record, options: schema.TrainOptions, *, world: World, say: Say) -> None:
-    """Average the run's checkpoints, on the first process, and measure the result, on all of them."""
+def after_training(record: Record, options: schema.TrainOptions, *, world: World, say: Say) -> Path:
+    """Average the phase's checkpoints, on the first process, and measure the result, on all of them."""
     how = rule_of(options.averaging)
 
     def written() -> str:
-        folders = select(files.checkpoints_in(record.checkpoints), how.last)
+        # Not what an interruption saved: the average must be that of a run without one.
+        saved = files.checkpoints_in(record.checkpoints)
+        in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
+        folders = select(in_turn, how.last, phase=record.plan.phase)
         to = averaged_name(folders[-1])
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
@@ -58,6 +60,7 @@ def after_training(record: Record, options: schema.TrainOptions, *, world: World
     if record.plan.validation_mode != "none":
         weights = record.state.stages.own(files.read_tensors(to, "model", verified=files.verify(to)))
         record.validate_average(_with(record.state.model, weights, where=str(to)))
+    return to
 
 
 def _with(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> nn.Module:

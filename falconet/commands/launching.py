@@ -15,6 +15,7 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.commands import parts, run_folder
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
+from falconet.config.phases import Phase
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
 from falconet.parallel import environment
@@ -44,7 +45,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     _check_stages(place, rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
     rules.check(loaded.options)  # again: the accumulation may be another one now
-    division = _divided(loaded, place)
+    division = _whole(loaded.options, _divided(loaded, place))
     _check_span(loaded.options.parallel, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
@@ -107,12 +108,16 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    asked, stages = environment.asked_of_poprun(os.environ), rules.stages_of(options.parallel)
+    asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = parts.value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
         accumulation = _same_batch(restored[1], accumulation, replicas)
+        tuned = options.fine_tuning.fine_tune_gradient_accumulation
+        if tuned != "auto":
+            tuned = _same_batch(restored[1], tuned, replicas)
+            options = replace(options, fine_tuning=replace(options.fine_tuning, fine_tune_gradient_accumulation=tuned))
     options = replace(
         options,
         parallel=replace(options.parallel, replicas=replicas),
@@ -122,7 +127,8 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
 
 
 def _asks_for_another_batch(loaded: Options) -> bool:
-    return any(is_asked_for(loaded.sources.get(name)) for name in ("gradient-accumulation", "micro-batch-size"))
+    names = ("gradient-accumulation", "micro-batch-size", "fine-tune-gradient-accumulation")
+    return any(is_asked_for(loaded.sources.get(name)) for name in names)
 
 
 def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
@@ -142,7 +148,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     asked = Asked(
         replicas=parallel.replicas,
         accumulation=loaded.options.training.gradient_accumulation,
-        stages=rules.stages_of(parallel),
+        stages=_stages(loaded.options),
         strict=parallel.strict_devices,
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
@@ -172,6 +178,58 @@ def _check_span(parallel: sections.Parallel, division: Division) -> None:
             f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
             f" {division.replicas}{folded}"
         )
+
+
+def _stages(options: schema.TrainOptions) -> int:
+    """Stages of a replica that may run in processes of their own; those of a run that freezes layers share one."""
+    return 1 if options.fine_tuning.half_res_training else rules.stages_of(options.parallel)
+
+
+def _whole(options: schema.TrainOptions, division: Division) -> Division:
+    """The same, with what became of stages that share a process."""
+    stages = rules.stages_of(options.parallel)
+    if stages == 1 or not options.fine_tuning.half_res_training:
+        return division
+    if options.parallel.strict_devices:
+        raise ConfigError(
+            f"--half-res-training: not with {stages} stages in processes of their own, which cannot freeze layers;"
+            " wanted no --pipeline-splits, or no --strict-devices"
+        )
+    note = (
+        f"{stages} stages asked for: all of a replica's run in one process, because --half-res-training freezes layers"
+    )
+    return replace(division, notes=(note, *division.notes))
+
+
+def accumulation_of(phase: Phase, division: Division) -> int:
+    """Micro-batches of each replica that runs, for the global batch that the phase asks for."""
+    asked, replicas = phase.options.training.gradient_accumulation, phase.options.parallel.replicas
+    assert replicas != "auto"
+    accumulation, rest = divmod(asked * replicas, division.replicas)
+    if rest:
+        raise ConfigError(
+            f"{phase.accumulation}: got {asked}, which makes {asked * replicas} micro-batches an update; wanted a"
+            f" number that the {division.replicas} replicas that run can divide"
+        )
+    return accumulation
+
+
+def standing(phases: Sequence[Phase], loaded: Options, restored: Restored) -> int:
+    """The number of the phase that a run goes on with."""
+    if restored is None:
+        return 1
+    folder, manifest = restored
+    number, epochs = manifest.progress.phase, int(manifest.config["epoch"]["value"])
+    if number > len(phases):
+        raise ConfigError(
+            f"--no-half-res-training: {folder} stands in the fine-tuning that follows it; wanted an earlier checkpoint"
+        )
+    if number > 1 and loaded.options.training.epoch != epochs:
+        raise ConfigError(
+            f"--epoch: got {loaded.options.training.epoch}, wanted {epochs}: {folder} stands in the fine-tuning that"
+            " follows them, which a larger --fine-tune-epoch makes longer"
+        )
+    return number
 
 
 def newest(options: schema.TrainOptions, restored: Restored) -> Restored:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from falconet.commands import feeding
 from falconet.commands.feeding import Reading
 from falconet.config import rules, schema, sections
+from falconet.config.fine_tuning import reduced
 from falconet.data import native, share
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
@@ -71,7 +72,7 @@ class Images:
     kind: str
     splits: Splits
     preprocessing: Preprocessing
-    native: bool  # read at its own size
+    training: Preprocessing  # the same, but for images of another size that training may have
     on_host: bool = False  # normalised before it gets to the device
 
     @property
@@ -87,14 +88,22 @@ class Images:
         """What `--augment auto` means for this data."""
         automatic: dict[str, Augment] = {"digits": "shift", "generated": "none", "synthetic": "none"}
         if asked == "auto":
-            return automatic.get(self.kind, "shift-flip" if self.native else "crop-flip")
+            native = self.splits.native_size == self.training.image_size
+            return automatic.get(self.kind, "shift-flip" if native else "crop-flip")
         return asked  # type: ignore[return-value]  # the schema's choices are Augment's
 
+    def at_reduced_size(self) -> "Images":
+        """The same with smaller images for training."""
+        side = reduced(self.preprocessing.image_size)
+        training = replace(self.preprocessing, image_size=side, resize=self.splits.preprocessing(side).resize)
+        return replace(self, training=training)
+
     def describe(self) -> str:
-        size = self.preprocessing.image_size
+        size, trained = self.preprocessing.image_size, self.training.image_size
+        less = f" and {trained} x {trained} in training" if trained != size else ""
         return (
             f"{len(self.splits.train):,} training and {len(self.splits.validation):,} validation images of"
-            f" {self.classes} classes, {size} x {size}{self._stored()}"
+            f" {self.classes} classes, {size} x {size}{less}{self._stored()}"
         )
 
     def _stored(self) -> str:
@@ -135,7 +144,7 @@ def open_images(
         kind=data.data,
         splits=splits,
         preprocessing=preprocessing,
-        native=splits.native_size == size,
+        training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
     )
 
@@ -193,7 +202,7 @@ def training_loader(
     if data.data == "synthetic":
         return SyntheticLoader(
             shape,
-            image_size=images.preprocessing.image_size,
+            image_size=images.training.image_size,
             classes=images.classes,
             images=len(images.splits.train),
             seed=seed,
@@ -217,7 +226,7 @@ def training_loader(
 def training_reading(images: Images, options: schema.TrainOptions) -> Reading:
     return Reading(
         source=images.splits.train,
-        preprocessing=images.preprocessing,
+        preprocessing=images.training,
         augment=images.augment(options.augmentation.augment),
         seed=options.run.seed,
     )

@@ -14,6 +14,7 @@ from falconet.config import schema
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
 from falconet.models import splits, zoo
+from falconet.models.freezing import freeze
 from falconet.numerics.precision import Regime
 from falconet.numerics.scaling import Offender
 from falconet.optim.half import HalfOptimizer
@@ -38,6 +39,7 @@ class Setup:
     regime: Regime
     note: parts.Note
     initial: Path | None = None  # whose weights it begins with
+    first_trained: str | None = None  # layers that run before it stay as they are
 
     def built(self) -> nn.Module:
         """The whole model in fp32, on the host."""
@@ -62,6 +64,16 @@ class Setup:
     def seed(self) -> int:
         """Of dropout: every process drops other units."""
         return self.options.run.seed + (self.grid.world.rank << 40)
+
+
+def freezing_lines(setup: Setup) -> list[str]:
+    """What is frozen, in words; found on the host, so that a later phase takes no room on the device."""
+    if setup.first_trained is None:
+        return []
+    model = setup.built()
+    freeze(model, before=setup.first_trained)
+    moving = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
 
 
 class Placement(Protocol):
@@ -100,14 +112,20 @@ class WholeModel:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
 
-    @cached_property
+    @property
     def model(self) -> nn.Module:
+        return self._built[0]
+
+    @cached_property
+    def _built(self) -> tuple[nn.Module, list[nn.Module]]:
+        """The model, and the layers of it that stay as they are."""
         setup = self._setup
         model = setup.built()
         asked = setup.options.parallel.pipeline_splits
         if asked and not asked[0].startswith("auto:"):
             splits.split(model, asked)  # stages that share a process change nothing, but their names must be right
-        return setup.regime.prepare(model, setup.grid.world.device)
+        model = setup.regime.prepare(model, setup.grid.world.device)
+        return model, freeze(model, before=setup.first_trained)
 
     @property
     def parameters(self) -> int:
@@ -127,7 +145,7 @@ class WholeModel:
         return numbers.recompute_activations(
             self.model,
             setup.options,
-            image_size=setup.images.preprocessing.image_size,
+            image_size=setup.images.training.image_size,
             regime=setup.regime,
             device=setup.grid.world.device,
         )
@@ -167,4 +185,5 @@ class WholeModel:
             seed=setup.seed,
             averages=[state.ema] if state.ema else [],
             replicas=replicas,
+            frozen=self._built[1],
         )

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from falconet.checkpoint import files
-from falconet.commands import launching
+from falconet.commands import launching, phasing
 from falconet.commands.reading import input_path, load_options
-from falconet.commands.running import Run
 from falconet.config.schema import RestoreOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -17,4 +16,4 @@ def run(line: Sequence[Setting]) -> int:
     if any(setting.option == "init-path" for setting in line):
         raise ConfigError(f"--init-path: {folder} has the weights to go on with; wanted `falconet train` to begin anew")
     launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), (folder, manifest))
-    return launching.start("restore", line, launch) if launching.must_start(launch) else Run(launch).go()
+    return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)

@@ -86,7 +86,8 @@ def write_summary(
     rate = record.whole_run()
     summary = {
         "updates": record.state.progress.update,
-        "epochs": record.plan.epochs,
+        "epochs": record.plan.last_epoch,
+        "phase": record.plan.phase,
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),

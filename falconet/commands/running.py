@@ -1,22 +1,21 @@
-"""A run from its options to its end: shared by train and restore."""
+"""One phase of a run, from its options to its end; `phasing` makes a run of them."""
 
-import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from falconet.checkpoint import disk
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.commands import averaging, feeding, launching, numbers, parts, run_folder, sharding, telling
+from falconet.commands import averaging, describing, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
 from falconet.commands.pipelining import StagedModel
 from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config import rules
+from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
 from falconet.errors import ConfigError, Interrupted
@@ -27,11 +26,11 @@ from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_name
 from falconet.optim.offload import HostedState
 from falconet.optim.schedules import Schedule
 from falconet.parallel.batchnorm import span_batchnorm
-from falconet.parallel.grid import divide
+from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
-from falconet.parallel.world import open_world
-from falconet.report.sinks import Several
+from falconet.parallel.world import World, open_world
+from falconet.report.sinks import Sink
 from falconet.report.throughput import Stopwatch
 from falconet.train import memory
 from falconet.train.loop import train
@@ -43,42 +42,70 @@ from falconet.train.step import Step
 from falconet.train.stop import StopRequest
 
 
-class Run:
-    """One training run, or one process of it."""
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """What a phase leaves to the next one."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.loaded, self.options, self.restored = launch.loaded, launch.loaded.options, launch.restored
+    averaged: Path  # the average of its checkpoints
+    best: tuple[float, int] | None  # validation accuracy in percent, update
+
+
+class Run:
+    """One phase of a training run, or one process of it."""
+
+    def __init__(self, launch: Launch, *, before: "Run | None" = None) -> None:
+        """`before`: the phase before this one, whose processes and data it shares."""
+        self.phase: Phase = phases_of(launch.loaded.options)[before.phase.number if before else 0]
+        self.loaded, self.options = launch.loaded, self.phase.options
         self.launch, self.division = launch, launch.division
-        self.threads = parts.value_or(
-            self.options.machine.threads, self._stored_threads() or parts.cores(launch.division.processes)
-        )
-        machine = self.options.machine
-        self.world = open_world(
-            machine.device,
-            threads=self.threads,
-            deterministic=machine.deterministic,
-            place=launch.place,
-            timeout=self.options.parallel.collective_timeout,
-        )
+        restored = launch.restored
+        self.restored = restored if restored and restored[1].progress.phase == self.phase.number else None
+        self.updates_before = before.plan.updates if before else 0
+        if before:
+            self.full_size = before.full_size
+        self.threads: int = before.threads if before else self._threads()
+        self.world: World = before.world if before else self._open_world()
         self.screen = launching.screen_of(self.world)
         self.note = launching.spoken(self.world)
-        self.regime = REGIMES[machine.precision]
+        self.regime = REGIMES[self.options.machine.precision]
         self.regime.require(self.world.device)
         self.offender = Offender(self.world.device)
         # A plan is printed by one process, whatever the processes it speaks of.
-        self.grid = divide(self.world, stages=self.division.stages if self.world.size > 1 else 1)
+        stages = self.division.stages if self.world.size > 1 else 1
+        self.grid: Grid = before.grid if before else divide(self.world, stages=stages)
+
+    def _threads(self) -> int:
+        """The restored run's, because the number changes bits; of another number of processes they say nothing."""
+        runtime = self.launch.restored[1].runtime if self.launch.restored else {}
+        stored = runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
+        return parts.value_or(self.options.machine.threads, stored or parts.cores(self.division.processes))
+
+    def _open_world(self) -> World:
+        machine = self.options.machine
+        return open_world(
+            machine.device,
+            threads=self.threads,
+            deterministic=machine.deterministic,
+            place=self.launch.place,
+            timeout=self.options.parallel.collective_timeout,
+        )
 
     @cached_property
     def shape(self) -> BatchShape:
         return BatchShape(
             micro_batch=self.options.data.micro_batch_size,
-            accumulation=self.division.accumulation,
+            accumulation=launching.accumulation_of(self.phase, self.division),
             replicas=self.division.replicas,
             replica=self.grid.replicas.rank,
         )
 
     @cached_property
     def images(self) -> parts.Images:
+        return self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
+
+    @cached_property
+    def full_size(self) -> parts.Images:
+        """The data, opened once for all phases."""
         return parts.open_images(
             self.options.data,
             model=self.options.model.model,
@@ -88,22 +115,31 @@ class Run:
             percentage=self.options.training.dataset_percentage,
         )
 
-    @cached_property
-    def placement(self) -> Placement:
-        """How the model lies on the devices, decided here once."""
-        setup = Setup(
+    @property
+    def _initial(self) -> Path | None:
+        """Of a run's beginning alone: a later phase has the average of the one before, a restored run its checkpoint."""
+        return None if self.launch.restored or self.phase.number > 1 else self.options.training.init_path
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
             options=self.options,
-            initial=None if self.restored else self.options.training.init_path,
+            initial=self._initial,
             images=self.images,
             shape=self.shape,
             grid=self.grid,
             regime=self.regime,
             note=self.note,
+            first_trained=self.phase.first_trained,
         )
+
+    @cached_property
+    def placement(self) -> Placement:
+        """How the model lies on the devices, decided here once."""
         if self.division.stages == 1:
-            return WholeModel(setup)
+            return WholeModel(self.setup)
         stored = self.restored[1].runtime.get("splits") if self.restored else None
-        return StagedModel(setup, stages=self.division.stages, stored=stored)
+        return StagedModel(self.setup, stages=self.division.stages, stored=stored)
 
     @property
     def model(self) -> nn.Module:
@@ -145,54 +181,14 @@ class Run:
             validation_mode="none" if synthetic else options.validation.validation_mode,
             validation_frequency=options.validation.validation_frequency,
             epochs_per_save=options.checkpoints.checkpoint_save_freq,
+            phase=self.phase.number,
+            epochs_before=self.phase.epochs_before,
+            updates_before=self.updates_before,
         )
-
-    def go(self) -> int:
-        """Print the plan, and carry it out unless only the plan was asked for."""
-        with self.world:
-            return self._go()
-
-    def _go(self) -> int:
-        launching.check_alike(self.world, self.loaded, self.restored)
-        notes = [*rules.notes(self.options, self.loaded.sources), *self.division.notes]
-        for line in [*self.plan_lines(), *(f"note: {note}" for note in notes)]:
-            self.screen.line(line)
-        if self.options.run.plan:
-            self.screen.line("")
-            self.screen.line(self.loaded.to_yaml().rstrip())
-            return 0
-        state = self._state()
-        if state.progress.update >= self.plan.updates:
-            self.screen.line(f"nothing left to train: all {self.plan.epochs} epochs are done; a larger --epoch goes on")
-            return 0
-        self._train(state)
-        return 0
 
     def plan_lines(self) -> list[str]:
         """Everything that was decided, in words."""
-        options, world = self.options, self.world
-        augment = self.images.augment(options.augmentation.augment)
-        placed = sharding.describe(options.parallel, world)
-        loaders = parts.workers(options.data, self.division.processes)
-        each = " in each process" if self.division.processes > 1 else ""
-        lines = [
-            f"model {options.model.model}, {self.placement.parameters:,} parameters",
-            f"data {options.data.data}: {self.images.describe()}, augment {augment}{self._decoding()}",
-            f"device {world.device}, {self.threads} CPU threads, {loaders} loader threads{each}",
-            *feeding.lines(
-                options.data,
-                train=parts.training_reading(self.images, options),
-                validation=parts.validation_reading(self.images),
-                device=world.device,
-            ),
-            *numbers.lines(options, regime=self.regime, device=world.device),
-            *self.placement.lines(),
-            *self.plan.lines(),
-            f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",
-        ]
-        if options.data.data == "synthetic" and options.validation.validation_mode != "none":
-            lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
-        return lines
+        return describing.plan_lines(self)
 
     def new_state(self) -> TrainState:
         """Before the first update."""
@@ -238,10 +234,14 @@ class Run:
         """What makes one update of a state."""
         return self.placement.step(state, replicas=self.replicas, offender=self.offender)
 
-    def _state(self) -> TrainState:
-        """New, or as the restored checkpoint has it."""
+    def begin(self, handed: Handover | None = None) -> TrainState:
+        """New, with the weights that the phase before has left, or as the restored checkpoint has it."""
         state = self.new_state()
-        if self.restored:
+        if handed:
+            state.begin_with(handed.averaged, name=self.options.model.model)
+            state.progress = Progress(self.plan.updates_before)
+            self.screen.line(f"phase {self.phase.number} of {self.phase.count} begins with {handed.averaged}")
+        elif self.restored:
             folder, manifest = self.restored
             parts.check_classes(self.images, manifest.class_names, where=str(folder))
             self._require_same_state(manifest, folder)
@@ -251,14 +251,9 @@ class Run:
         self.grid.replicas.agree("the weights", digest(state.model))
         return state
 
-    def _stored_threads(self) -> int | None:
-        """The restored run's, because the number changes bits; of another number of processes they say nothing."""
-        runtime = self.restored[1].runtime if self.restored else {}
-        return runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
-
     def _require_same_state(self, manifest: Manifest, folder: Path) -> None:
         """State of one update rule means nothing to another, even where the tensors would fit; so do its formats."""
-        trained, asked = manifest.config["optimizer"]["value"], self.options.optimizer.optimizer
+        trained, asked = manifest.config["optimizer"]["value"], self.loaded.options.optimizer.optimizer
         if trained != asked:
             raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
         stored = REGIMES[manifest.config["precision"]["value"]]
@@ -277,22 +272,21 @@ class Run:
                 f"--micro-batch-size: the checkpoint stands {manifest.progress.images:,} images into an epoch, which a"
                 f" global batch of {self.plan.global_batch} does not divide; wanted the one it was trained with"
             )
-        return replace(progress, update=manifest.progress.epoch * self.plan.updates_per_epoch + updates)
+        return replace(progress, update=self.plan.update_at(manifest.progress.epoch, updates))
 
-    def _train(self, state: TrainState) -> None:
+    def train(self, state: TrainState, folder: Path, *, sink: Sink, handed: Handover | None = None) -> Handover | None:
+        """Make the updates of the phase and what comes after them; what it leaves to a next phase."""
         options, world = self.options, self.world
-        folder = Path(world.once(self._open_folder))
+        averaged: Path | None = None
         loader = self.placement.loader()
         step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
         stopwatch = Stopwatch()
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
             batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
-            return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.epochs}")
+            return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.last_epoch}")
 
-        sinks = contextlib.closing(run_folder.open_sinks(folder, self.loaded) if world.is_first else Several([]))
         with (
-            sinks as sink,
             sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             StopRequest(self.screen.line) as stop,
             self.screen,
@@ -302,7 +296,7 @@ class Run:
                 state=state,
                 identity=self._identity(folder),
                 checkpoints=run_folder.checkpoints(folder, options),
-                kept=run_folder.kept(options),
+                kept=run_folder.kept(self.loaded.options),
                 evaluate=self.placement.evaluator(),
                 trained=self.placement.trained,
                 screen=self.screen,
@@ -312,13 +306,13 @@ class Run:
                 offender=self.offender,
                 vote=world.vote(),
                 stopwatch=stopwatch,
-                best=self._best(),
+                best=handed.best if handed else self._best(),
                 last_saved=self.restored[0] if self.restored else None,
                 style=telling.open_style(
                     self.loaded,
                     self.plan,
                     parameters=self.placement.parameters,
-                    image_size=self.images.preprocessing.image_size,
+                    image_size=self.images.training.image_size,
                     folder=folder,
                     say=self.screen.line if world.is_first else None,
                 ),
@@ -339,30 +333,17 @@ class Run:
             with stopwatch.standing():
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
-                    averaging.after_training(record, options, world=world, say=self.screen.line)
+                    averaged = averaging.after_training(record, options, world=world, say=self.screen.line)
         held = memory.measure(state, self.replicas, self.grid.replicas)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
+        return Handover(averaged=averaged, best=record.best) if averaged else None
 
     def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
         """The step, traced for a while if that was asked for; one process is enough to see."""
         if not self.options.logging.profile or not self.world.is_first:
             return step
         return ProfiledStep(step, folder, device=self.world.device, updates=left)
-
-    def _decoding(self) -> str:
-        data = self.options.data
-        if data.data not in rules.PHOTOS:
-            return ""
-        on_device = feeding.decode_device(data, self.images.splits.train, self.world.device) == "cuda"
-        return f", decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"
-
-    def _open_folder(self) -> str:
-        folder = run_folder.open_folder(self.options, restored=self.restored, again=self.launch.again)
-        if self.launch.again:  # all of its workers are gone, and nobody else saves there
-            disk.sweep(run_folder.checkpoints(folder, self.options), abandoned=0.0, kinds=("tmp",))
-        run_folder.write_config(folder, self.loaded, "\n".join(self.plan_lines()) + "\n")
-        return str(folder)
 
     def _best(self) -> tuple[float, int] | None:
         stored = self.restored[1].content.get("best") if self.restored else None

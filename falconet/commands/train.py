@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from falconet.commands import launching, resuming
+from falconet.commands import launching, phasing, resuming
 from falconet.commands.reading import load_options
-from falconet.commands.running import Run
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import Setting
 
@@ -15,4 +14,4 @@ def run(line: Sequence[Setting]) -> int:
     if restored:
         loaded = load_options(TrainOptions, line, restored[1].config)
     launch = launching.prepare(loaded, restored)
-    return launching.start("train", line, launch) if launching.must_start(launch) else Run(launch).go()
+    return launching.start("train", line, launch) if launching.must_start(launch) else phasing.go(launch)

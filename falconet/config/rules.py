@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
+from falconet.config import fine_tuning
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import TrainOptions
 from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
@@ -125,6 +126,11 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
     if last > kept:
         return f"--weight-avg-N: got {last}, wanted at most --checkpoints-kept, which is {kept}"
     return None
+
+
+def _fine_tuning_is_whole(options: Any) -> str | None:
+    needs = fine_tuning.missing(options.fine_tuning, averages=_averages(options))
+    return f"--half-res-training: needs {needs}" if needs else None
 
 
 def _recompute_is_on_or_off(options: Any) -> str | None:
@@ -256,6 +262,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+    (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
     (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
@@ -316,6 +323,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
+_FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
@@ -354,6 +362,10 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
     ("weight-avg-N", "--weight-avg-strategy", _averages),
+    *(
+        (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
+        for name in _FINE_TUNE_OPTIONS
+    ),
     (
         "enable-stochastic-rounding",
         "--precision 16.16 or bf16.bf16, which write 16-bit weights",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from falconet.config.fine_tuning import FineTuning
 from falconet.config.measuring import Bench, Inference, LogStyle
 from falconet.config.sections import (
     Augmentation,
@@ -43,6 +44,7 @@ class TrainOptions:
     validation: Validation = field(default_factory=Validation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     averaging: Averaging = field(default_factory=Averaging)
+    fine_tuning: FineTuning = field(default_factory=FineTuning)
     logging: Logging = field(default_factory=Logging)
     style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)

@@ -32,7 +32,9 @@ What is not the same, whatever the options:
 - ResNet-18 and -34 of the TensorFlow program had a projection in their first block; here they are torchvision's.
 - The PopART program added a zero channel to every image (`--input-image-padding` does), and its CIFAR networks had
   projection shortcuts where ours append zero channels.
-- Not there: SqueezeNet, proxy norm, half-resolution training, a filter of trained variables, `upload_run.py`.
+- Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
+  cosine had the length of the main training, so that the rate hardly moved.
+- Not there: SqueezeNet, proxy norm, a filter of trained variables, `upload_run.py`.
 """
 
 

@@ -1,18 +1,16 @@
 """The PyTorch program's training options, and those it shares with its inference benchmark."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from falconet.dialects.layers import pytorch_layer
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
-from falconet.dialects.table import Effect, Old, Say, To, Variable
+from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
 
 MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
     *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
 )
-# The one place that says so; when phases are there, the rows below name canonical options instead.
-HALF_RESOLUTION = "half-resolution training with fine-tuning is not there yet; the run keeps the full resolution"
 OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
 MEMORY = (
     "planned the IPU's temporary memory; cuDNN keeps to the free memory by itself, CUBLASLT_WORKSPACE_SIZE (KiB) bounds"
@@ -162,13 +160,32 @@ def checkpoint_input(old: Values) -> Iterable[Effect]:
             )
 
 
-def half_resolution(old: Values) -> Iterable[Effect]:
-    if old.flag("--half-res-training"):
-        yield Say(f"--half-res-training: {HALF_RESOLUTION}")
+def _same_text(text: str, _model: str) -> str:
+    return text
 
 
-def fine_tune(name: str, kind: str, default: str | None) -> Old:
-    return nothing(name, kind, HALF_RESOLUTION, default)  # type: ignore[arg-type]  # one of the kinds
+def _layer(text: str, model: str) -> str:
+    return pytorch_layer(text, model=model)
+
+
+def fine_tune(
+    name: str,
+    kind: Kind,
+    default: str | None,
+    *,
+    effect: str = "the same",
+    renamed: Callable[[str, str], str] = _same_text,
+) -> Old:
+    """An option of the phase after a half-resolution one; without it, the original's default holds there."""
+
+    def rule(old: Values) -> Iterable[Effect]:
+        if not old.flag("--half-res-training"):
+            if old.given(name):
+                yield Say(f"{name}: has no effect without --half-res-training")
+        elif old.has(name) and old.text(name) != "0":  # 0 epochs are none given: refused, as they were
+            yield To(name.lstrip("-"), (renamed(old.text(name), old.text("--model")),))
+
+    return becomes(name, kind, default, name.lstrip("-"), rule, effect)
 
 
 COMMON: tuple[Old, ...] = (
@@ -293,12 +310,12 @@ TRAINING: tuple[Old, ...] = (
     same("--cutmix-lambda-low", "number", "0.0"),
     same("--cutmix-lambda-high", "number", "0.0"),
     same("--cutmix-disable-prob", "number", "0.0"),
-    becomes("--half-res-training", "flag", None, "", half_resolution, HALF_RESOLUTION),
-    fine_tune("--fine-tune-epoch", "whole", "0"),
+    same("--half-res-training", "flag"),
+    fine_tune("--fine-tune-epoch", "whole", "0", effect="the same; needed with --half-res-training, as it was"),
     fine_tune("--fine-tune-lr", "number", "0.25"),
     fine_tune("--fine-tune-micro-batch-size", "whole", "1"),
     fine_tune("--fine-tune-gradient-accumulation", "whole", "1"),
-    fine_tune("--fine-tune-first-trainable-layer", "text", None),
+    fine_tune("--fine-tune-first-trainable-layer", "text", None, effect="layers renamed as ours", renamed=_layer),
     same("--weight-avg-strategy", "text", "none", choices=("mean", "exponential", "none")),
     same("--weight-avg-exp-decay", "number", "0.99"),
     same("--weight-avg-N", "whole", "-1"),

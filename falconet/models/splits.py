@@ -79,7 +79,7 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
 
 def legal_names(model: nn.Module) -> list[str]:
     """Every layer that a stage may begin with, in the order they run."""
-    return list(_beginnings(_traced(model)))
+    return list(beginnings(_traced(model)))
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:
@@ -92,7 +92,7 @@ def _traced(model: nn.Module) -> fx.GraphModule:
     return training
 
 
-def _beginnings(traced: fx.GraphModule) -> dict[str, int]:
+def beginnings(traced: fx.GraphModule) -> dict[str, int]:
     """For every layer, the place of its first node; blocks come before what they begin with."""
     found: dict[str, int] = {}
     for place, node in enumerate(computed(traced)):
@@ -104,24 +104,29 @@ def _beginnings(traced: fx.GraphModule) -> dict[str, int]:
     return found
 
 
+def place_of(given: str, known: Mapping[str, int], *, option: str) -> int:
+    """The place at which the layer that `option` names begins."""
+    name = given.replace(".", "/")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        raise ConfigError(f"{option}: '{given}' is no layer; the nearest are {_listed(near)}")
+    return known[name]
+
+
 def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:
-    beginnings = _beginnings(traced)
-    layers = [name for name in beginnings if any(owner(n).replace(".", "/") == name for n in computed(traced))]
+    known = beginnings(traced)
+    layers = [name for name in known if any(owner(n).replace(".", "/") == name for n in computed(traced))]
     places: list[int] = []
     for number, given in enumerate(names):
-        name = given.replace(".", "/")
-        if name not in beginnings:
-            near = difflib.get_close_matches(name, beginnings, n=3, cutoff=0.0)
-            raise ConfigError(f"{OPTION}: '{given}' is no layer; the nearest are {_listed(near)}")
-        place = beginnings[name]
+        place = place_of(given, known, option=OPTION)
         if place == 0:
-            later = [each for each in layers if beginnings[each] > 0]
+            later = [each for each in layers if known[each] > 0]
             raise ConfigError(
                 f"{OPTION}: '{given}' is the first layer of all, and a split names the first of a later stage; wanted "
                 f"one of {_some(later)}"
             )
         if places and place <= places[-1]:
-            later = [each for each in layers if beginnings[each] > places[-1]]
+            later = [each for each in layers if known[each] > places[-1]]
             verdict = "begins where" if place == places[-1] else "runs before"
             raise ConfigError(
                 f"{OPTION}: '{given}' {verdict} '{names[number - 1]}' does, which is given before it; wanted one of "
@@ -134,7 +139,7 @@ def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:
 def _candidates(traced: fx.GraphModule) -> dict[int, str]:
     """Places where one value passes and a layer begins, with the largest such layer's name."""
     names: dict[int, str] = {}
-    for name, place in _beginnings(traced).items():
+    for name, place in beginnings(traced).items():
         names.setdefault(place, name)
     nodes = computed(traced)
     order = {node: place for place, node in enumerate(nodes)}

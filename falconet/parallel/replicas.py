@@ -64,7 +64,7 @@ class AveragedReplicas:
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         groups = divided(trained, int(bucket_megabytes * MEGABYTE))
         self._buckets = [(bucket or Gradients)(group) for group in groups]
-        self._statistics = Bucket([b for name, b in model.named_buffers() if name.rpartition(".")[2] in RUNNING])
+        self._statistics = Bucket(running_statistics(model))
         self._armed, self._sent = False, 0
         self._missing: list[int] = []
         for number, group in enumerate(groups):
@@ -108,6 +108,12 @@ class AveragedReplicas:
     def _send(self, bucket: "Bucket") -> None:
         bucket.send(self._world)
         self._sent += 1
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Batch norm's running statistics, but for frozen layers, whose own a mean over replicas would round."""
+    moving = [m for m in model.modules() if not (weights := list(m.parameters())) or weights[0].requires_grad]
+    return [b for m in moving for name, b in m.named_buffers(recurse=False) if name in RUNNING]
 
 
 class Bucket:

@@ -29,6 +29,7 @@ class Point:
     """A log point, or the end of an epoch: the numbers since the one before."""
 
     update: int
+    epoch: float  # passes over the images so far
     updates_per_epoch: int
     epochs: int
     global_batch: int
@@ -38,10 +39,6 @@ class Point:
     scale: float | None  # the loss scale
     rate: Rate
     seconds: float  # of training since this process began
-
-    @property
-    def epoch(self) -> float:
-        return self.update / self.updates_per_epoch
 
     @property
     def update_seconds(self) -> float:

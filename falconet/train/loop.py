@@ -33,8 +33,8 @@ def train(
 ) -> None:
     """Train from `progress` to the end of the plan; `updates_of(epoch, skip)` gives an epoch's micro-batches."""
     meter = Meter(progress, world, replicas=plan.replicas)
-    first_epoch, done = divmod(progress.update, plan.updates_per_epoch)
-    for epoch in range(first_epoch, plan.epochs):
+    first_epoch, done = plan.place(progress.update)
+    for epoch in range(first_epoch, plan.last_epoch):
         world.at(f"reading the images of update {progress.update + 1}")
         for micro_batches in updates_of(epoch, done):
             world.at(f"update {progress.update + 1}")

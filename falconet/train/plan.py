@@ -12,7 +12,7 @@ from falconet.optim.schedules import Schedule
 class Plan:
     """How many updates, of how many images, at which learning rate; when to log, validate and save."""
 
-    epochs: int
+    epochs: int  # of this phase
     images: int  # training images in the source
     micro_batch: int
     accumulation: int
@@ -22,6 +22,9 @@ class Plan:
     validation_mode: Literal["none", "during", "after"]
     validation_frequency: int  # epochs
     epochs_per_save: float
+    phase: int = 1
+    epochs_before: int = 0  # of earlier phases; epochs and updates are counted through
+    updates_before: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -32,33 +35,57 @@ class Plan:
         return self.schedule.updates_per_epoch
 
     @property
+    def last_epoch(self) -> int:
+        """How many epochs are done at the end."""
+        return self.epochs_before + self.epochs
+
+    @property
     def updates(self) -> int:
-        return self.updates_per_epoch * self.epochs
+        """How many updates are done at the end."""
+        return self.updates_before + self.updates_per_epoch * self.epochs
+
+    def place(self, update: int) -> tuple[int, int]:
+        """Whole epochs after `update` updates, and the updates beyond them."""
+        epochs, within = divmod(update - self.updates_before, self.updates_per_epoch)
+        return self.epochs_before + epochs, within
+
+    def update_at(self, epoch: int, within: int) -> int:
+        """The inverse of `place`."""
+        return self.updates_before + (epoch - self.epochs_before) * self.updates_per_epoch + within
+
+    def epoch_at(self, update: int) -> float:
+        """The same as `place` as one number."""
+        return self.epochs_before + (update - self.updates_before) / self.updates_per_epoch
 
     def lr(self, update: int) -> float:
         """The learning rate of the update after `update` updates."""
-        return self.schedule.lr(update)
+        return self.schedule.lr(update - self.updates_before)
 
     def ends_epoch(self, update: int) -> bool:
-        return update % self.updates_per_epoch == 0
+        return self.place(update)[1] == 0
 
     def logs_at(self, update: int) -> bool:
         """Log points are spread evenly over an epoch, the last one at its end."""
-        done = (update - 1) % self.updates_per_epoch + 1
+        done = self.place(update - 1)[1] + 1
         points = min(self.logs_per_epoch, self.updates_per_epoch)
         return done * points // self.updates_per_epoch > (done - 1) * points // self.updates_per_epoch
 
     def validates_at(self, update: int) -> bool:
         if self.validation_mode == "none" or not self.ends_epoch(update):
             return False
-        epoch = update // self.updates_per_epoch
+        epoch = self.place(update)[0]
         in_turn = self.validation_mode == "during" and epoch % self.validation_frequency == 0
-        return in_turn or epoch == self.epochs
+        return in_turn or epoch == self.last_epoch
 
     def saves_at(self, update: int) -> bool:
         """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end."""
         interval = Fraction(str(self.epochs_per_save)) * self.updates_per_epoch  # updates, maybe not a whole number
-        return update // interval > (update - 1) // interval or update == self.updates
+        done = update - self.updates_before
+        return done // interval > (done - 1) // interval or update == self.updates
+
+    def saved_in_turn(self, epoch: int, images: int) -> bool:
+        """Whether a checkpoint of this phase was due there; another one was saved because the run was interrupted."""
+        return self.saves_at(self.update_at(epoch, images // self.global_batch))
 
     def lines(self) -> list[str]:
         """The plan in words."""
@@ -67,8 +94,8 @@ class Plan:
         return [
             f"global batch {self.global_batch} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
-            f"{self.updates:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,} updates of {self.images:,}"
-            f" images{left}",
+            f"{self.updates - self.updates_before:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,}"
+            f" updates of {self.images:,} images{left}",
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {_every(self.epochs_per_save)} and at the end",
         ]

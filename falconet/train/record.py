@@ -79,7 +79,7 @@ class Record:
         update = self.state.progress.update
         self._write(
             {
-                "epoch": update / self.plan.updates_per_epoch,
+                "epoch": self.plan.epoch_at(update),
                 "train/loss": totals.mean_loss,
                 "train/accuracy": totals.accuracy,
                 "train/lr": self.plan.lr(update - 1),
@@ -139,11 +139,15 @@ class Record:
         """Hand the state to the writer; a failed periodic save is said and the run goes on."""
         with self.stopwatch.standing():
             self._wait_for_writer()
-            epoch, updates = divmod(self.state.progress.update, self.plan.updates_per_epoch)
+            epoch, updates = self.plan.place(self.state.progress.update)
             folder = self.checkpoints / self._checkpoint_name()
             self.writer.save_state(folder, self.state, self._content(epoch, updates), after=self._prune)
             self.last_saved = self._saved[self.state.progress.update] = folder
             self._style.saved(folder)
+
+    def in_turn(self, progress: files.Progress) -> bool:
+        """Whether a run without interruptions has this checkpoint as well; those of other phases are taken to be."""
+        return progress.phase != self.plan.phase or self.plan.saved_in_turn(progress.epoch, progress.images)
 
     def finish(self) -> Path:
         """Wait for the last checkpoint; here a failed save is an error."""
@@ -165,8 +169,9 @@ class Record:
         update = self.state.progress.update
         return Point(
             update=update,
+            epoch=self.plan.epoch_at(update),
             updates_per_epoch=self.plan.updates_per_epoch,
-            epochs=self.plan.epochs,
+            epochs=self.plan.last_epoch,
             global_batch=self.plan.global_batch,
             loss=totals.mean_loss,
             accuracy=totals.accuracy,
@@ -181,7 +186,7 @@ class Record:
         return Validated(
             name=self._checkpoint_name(),
             update=update,
-            epoch=update / self.plan.updates_per_epoch,
+            epoch=self.plan.epoch_at(update),
             accuracy=found.accuracy,
             loss=found.loss,
             images=found.images,
@@ -191,7 +196,7 @@ class Record:
 
     def _checkpoint_name(self) -> str:
         update = self.state.progress.update
-        ours = self.identity.checkpoint_name(*divmod(update, self.plan.updates_per_epoch))
+        ours = self.identity.checkpoint_name(*self.plan.place(update))
         return self._style.checkpoint_name(update) or ours
 
     def _write(self, metrics: Mapping[str, float]) -> None:
@@ -209,14 +214,15 @@ class Record:
             self.screen.line(f"warning: {error}; the run goes on and will save again")
 
     def _prune(self) -> None:
-        files.prune(self.checkpoints, keep=self.kept, best="score")
+        files.prune(self.checkpoints, keep=self.kept, best="score", in_turn=self.in_turn)
 
     def _content(self, epoch: int, updates: int) -> dict[str, Any]:
         update = self.state.progress.update
+        progress = {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update}
         return {
             "model": self.identity.model,
             "classes": self.identity.classes,
-            "progress": {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update},
+            "progress": progress | {"phase": self.plan.phase},
             "meter": self.state.progress.to_json(),
             "metrics": self._newest[1] if self._newest[0] == update else {},
             "best": self.best,

@@ -47,15 +47,19 @@ class LocalStep:
         seed: int,
         averages: Sequence[Ema] = (),
         replicas: Replicas | None = None,
+        frozen: Sequence[nn.Module] = (),
     ) -> None:
+        """`frozen`: layers of the model that stay in evaluation mode."""
         self.model, self.move, self.averages = model, move, averages
         self.normalise, self.loss, self.regime, self.seed = normalise, loss, regime, seed
-        self.replicas = replicas or OneReplica()
+        self.replicas, self.frozen = replicas or OneReplica(), frozen
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
+        for layer in self.frozen:
+            layer.eval()
         self.move.begin(update)
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.replicas.announced(micro_batches)]

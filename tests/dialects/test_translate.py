@@ -319,10 +319,23 @@ def test_an_executable_cache_becomes_the_cache_of_compiled_kernels():
     assert translation.line().startswith("TRITON_CACHE_DIR='my cache' falconet train ")
 
 
+def test_half_resolution_has_the_originals_defaults_and_our_layers():
+    found = meaning(
+        "pytorch:train.py",
+        "--model resnet50 --half-res-training --fine-tune-epoch 2 --weight-avg-strategy mean"
+        " --fine-tune-first-trainable-layer layer4/block1/conv",
+    )
+    assert found["half-res-training"] == ""
+    tuned = [found[f"fine-tune-{name}"] for name in ("epoch", "lr", "micro-batch-size", "gradient-accumulation")]
+    assert tuned == ["2", "0.25", "1", "1"]
+    assert found["fine-tune-first-trainable-layer"] == "layer4/1/conv1"
+    assert meaning("pytorch:train.py", "--half-res-training --fine-tune-epoch 0")["fine-tune-epoch"] == "None"
+
+
 NOTED = [
     ("pytorch:train.py", "--exchange-memory-target memory", "--exchange-memory-target: only tuned the IPU"),
-    ("pytorch:train.py", "--half-res-training", "--half-res-training: half-resolution training"),
     ("tf1:train.py", f"{CIFAR} --dataset-percentage-to-use 10", "--dataset-percentage-to-use: has no effect but on"),
+    ("pytorch:train.py", "--fine-tune-lr 0.1", "--fine-tune-lr: has no effect without --half-res-training"),
     ("pytorch:train.py", "--device-iterations 4", "--device-iterations: the host starts every update itself"),
     ("tf1:train.py", f"{IMAGENET} --epochs 1", "warm-up of 5 epochs is longer than the training: it ends at"),
     ("tf1:train.py", f"{IMAGENET} --epochs 2.5 --warmup-epochs 0", "epochs are whole here: 3 instead of 2.5"),

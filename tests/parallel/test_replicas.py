@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 from replica_scenarios import PREPROCESSING, alone, images, messages, model_of, several, train
+from torch import nn
 
 from falconet.data.preprocessing import Normalise
-from falconet.parallel.replicas import MEGABYTE, divided
+from falconet.parallel.replicas import MEGABYTE, divided, running_statistics
 
 RULES = ("sgd", "sgd_combined", "adamw", "rmsprop_tf", "lars")
 CALLS = [
@@ -68,3 +69,10 @@ def test_buckets_hold_one_type_in_order_and_no_more_than_their_size():
     groups = divided(parameters, 200)
     assert [[p.numel() for p in group] for group in groups] == [[10], [20, 7], [300], [5, 40]]
     assert divided(parameters[:1], MEGABYTE) == [[parameters[0]]]
+
+
+def test_the_statistics_of_frozen_layers_are_not_averaged():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3))
+    model[0].requires_grad_(False)
+    moving = [model[1].running_mean, model[1].running_var, model[2].running_mean, model[2].running_var]
+    assert [id(each) for each in running_statistics(model)] == [id(each) for each in moving]

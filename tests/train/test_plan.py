@@ -134,3 +134,18 @@ def test_when_it_validates_in_words(how, words):
     made = plan(validation_mode=how[0], validation_frequency=how[1], images=80)
     assert made.lines()[-1].startswith(words)
     assert "sit out" not in made.lines()[1]
+
+
+def test_a_later_phase_counts_on_from_the_one_before():
+    # 5 epochs of 7 updates are done; 2 epochs of 4 updates follow, at a rate from 0.1 to 0.
+    made = plan(epochs=2, updates_per_epoch=4, epochs_before=5, updates_before=35, logs_per_epoch=2)
+    assert (made.last_epoch, made.updates) == (7, 43)
+    assert [made.place(update) for update in (35, 38, 39, 42, 43)] == [(5, 0), (5, 3), (6, 0), (6, 3), (7, 0)]
+    assert [made.update_at(*made.place(update)) for update in range(35, 44)] == list(range(35, 44))
+    assert [made.epoch_at(update) for update in (35, 36, 39, 43)] == [5.0, 5.25, 6.0, 7.0]
+    assert [update for update in range(36, 44) if made.logs_at(update)] == [37, 39, 41, 43]
+    for asks in (made.ends_epoch, made.validates_at, made.saves_at):
+        assert [update for update in range(36, 44) if asks(update)] == [39, 43]
+    halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
+    assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
+    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates of 32 images")

@@ -1,0 +1,68 @@
+"""The plan of a run in words, phase by phase."""
+
+from typing import TYPE_CHECKING
+
+from falconet.commands import feeding, numbers, parts, sharding
+from falconet.commands.placing import freezing_lines
+from falconet.config import rules
+
+if TYPE_CHECKING:
+    from falconet.commands.running import Run
+
+
+def plan_lines(run: "Run") -> list[str]:
+    """Everything that was decided for a phase; of a later one, what it does differently."""
+    if run.phase.count == 1:
+        return _lines(run)
+    return [_heading(run), *(_lines(run) if run.phase.number == 1 else _changed_lines(run))]
+
+
+def _heading(run: "Run") -> str:
+    phase, side = run.phase, run.images.training.image_size
+    first, last = run.plan.epochs_before + 1, run.plan.last_epoch
+    begins = "" if phase.number == 1 else ", from the average of the checkpoints before"
+    return f"phase {phase.number} of {phase.count}: epochs {first} to {last} at {side} x {side}{begins}"
+
+
+def _changed_lines(run: "Run") -> list[str]:
+    options = run.options
+    return [
+        *freezing_lines(run.setup),
+        *run.plan.lines(),
+        f"optimizer {options.optimizer.optimizer} with momentum {options.optimizer.momentum:g}, augment"
+        f" {run.images.augment(options.augmentation.augment)}, nothing mixed",
+    ]
+
+
+def _lines(run: "Run") -> list[str]:
+    options, world = run.options, run.world
+    augment = run.images.augment(options.augmentation.augment)
+    placed = sharding.describe(options.parallel, world)
+    loaders = parts.workers(options.data, run.division.processes)
+    each = " in each process" if run.division.processes > 1 else ""
+    lines = [
+        f"model {options.model.model}, {run.placement.parameters:,} parameters",
+        f"data {options.data.data}: {run.images.describe()}, augment {augment}{_decoding(run)}",
+        f"device {world.device}, {run.threads} CPU threads, {loaders} loader threads{each}",
+        *feeding.lines(
+            options.data,
+            train=parts.training_reading(run.images, options),
+            validation=parts.validation_reading(run.images),
+            device=world.device,
+        ),
+        *numbers.lines(options, regime=run.regime, device=world.device),
+        *run.placement.lines(),
+        *run.plan.lines(),
+        f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",
+    ]
+    if options.data.data == "synthetic" and options.validation.validation_mode != "none":
+        lines.append("note: synthetic data lives on the device only, so there is nothing to validate on")
+    return lines
+
+
+def _decoding(run: "Run") -> str:
+    data = run.options.data
+    if data.data not in rules.PHOTOS:
+        return ""
+    on_device = feeding.decode_device(data, run.images.splits.train, run.world.device) == "cuda"
+    return f", decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"

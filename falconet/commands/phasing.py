@@ -1,0 +1,66 @@
+"""A run from its options to its end, phase by phase: shared by train and restore."""
+
+import contextlib
+import gc
+from collections import deque
+from pathlib import Path
+
+from falconet.checkpoint import disk
+from falconet.commands import launching, run_folder
+from falconet.commands.launching import Launch
+from falconet.commands.running import Run
+from falconet.config import rules
+from falconet.config.phases import phases_of
+from falconet.report.sinks import Several
+
+
+def go(launch: Launch) -> int:
+    """Print the plan, and carry it out unless only the plan was asked for."""
+    runs = deque([Run(launch)])
+    with runs[0].world as world:
+        launching.check_alike(world, launch.loaded, launch.restored)
+        phases = phases_of(launch.loaded.options)
+        begins = launching.standing(phases, launch.loaded, launch.restored)
+        for _ in phases[1:]:
+            runs.append(Run(launch, before=runs[-1]))
+        return _carry_out(runs, launch, skip=begins - 1)
+
+
+def _carry_out(runs: deque[Run], launch: Launch, *, skip: int) -> int:
+    """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory."""
+    world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
+    plan = [line for run in runs for line in run.plan_lines()]
+    notes = [*rules.notes(options, launch.loaded.sources), *launch.division.notes]
+    for line in [*plan, *(f"note: {note}" for note in notes)]:
+        screen.line(line)
+    if options.run.plan:
+        screen.line("")
+        screen.line(launch.loaded.to_yaml().rstrip())
+        return 0
+    for _ in range(skip):
+        runs.popleft()
+    state = runs[0].begin()
+    if runs[0].phase.is_last and state.progress.update >= runs[0].plan.updates:
+        done, option = runs[0].plan.last_epoch, runs[0].phase.length
+        screen.line(f"nothing left to train: all {done} epochs are done; a larger {option} goes on")
+        return 0
+    folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
+    sinks = contextlib.closing(run_folder.open_sinks(folder, launch.loaded) if world.is_first else Several([]))
+    with sinks as sink:
+        handed = runs.popleft().train(state, folder, sink=sink)
+        while runs:
+            assert handed is not None, "a phase that another one follows is averaged"
+            del state
+            gc.collect()  # hooks on gradients hold the model in a circle
+            state = runs[0].begin(handed)
+            handed = runs.popleft().train(state, folder, sink=sink, handed=handed)
+    return 0
+
+
+def _open_folder(launch: Launch, plan: list[str]) -> Path:
+    options = launch.loaded.options
+    folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
+    if launch.again:  # all of its workers are gone, and nobody else saves there
+        disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))
+    run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    return folder
