@@ -117,7 +117,7 @@ class Run:
 
     @property
     def _initial(self) -> Path | None:
-        """Of a run's beginning alone: a later phase has the average of the one before, a restored run its checkpoint."""
+        """Of a run's beginning alone: a later phase has what the one before left, a restored run its checkpoint."""
         return None if self.launch.restored or self.phase.number > 1 else self.options.training.init_path
 
     @property

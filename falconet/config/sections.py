@@ -15,8 +15,7 @@ MODELS = (
     *(f"efficientnet-b{size}" for size in range(8)),
     "efficientnet-cifar",
     *("mobilenet", "mobilenet-v3-small", "mobilenet-v3-large"),
-    *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110)),
-    *(f"resnet{depth}-cifar" for depth in (11, 29, 38, 47, "56b", 65)),
+    *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110, 11, 29, 38, 47, "56b", 65)),
     *(f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)),
 )
 
