@@ -1,6 +1,7 @@
 """The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,10 @@ from falconet.dialects.explain import help_of
 from falconet.dialects.table import Place
 from falconet.dialects.translate import Translation, program_named, translate
 from falconet.errors import UserError
-from falconet.parallel.environment import find_place
+from falconet.parallel.environment import REPLICAS, find_place
+from falconet.report.folders import RUNS
 
 SHOW = "--show-translation"
-REPLICAS = "FALCONET_REPLICAS"  # what poprun was asked for
 
 
 def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
@@ -35,6 +36,26 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
         return cli.DONE
     return _run(translation, ours, name)
+
+
+def gc_info() -> int:
+    """`gc-info -l`, whatever its flags: what this machine has."""
+    return cli.main(["doctor"])
+
+
+def gc_profile(argv: Sequence[str] | None = None) -> int:
+    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) < 4 or words[0] != "-d" or words[2] != "--":
+        print("usage: gc-profile -d FOLDER -- PROGRAM [arguments]", file=sys.stderr)  # noqa: T201
+        return cli.MISTAKE
+    try:
+        return subprocess.run(
+            words[3:], env={**os.environ, RUNS: str(Path(words[1]).absolute())}, check=False
+        ).returncode
+    except OSError as error:
+        print(f"gc-profile: {words[3]}: {error.strerror}", file=sys.stderr)  # noqa: T201
+        return cli.MISTAKE
 
 
 def _run(translation: Translation, ours: list[str], name: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.originals import main
+from falconet.originals import gc_profile, main
 
 COMPAT = Path(__file__).parents[1] / "compat"
 PROGRAMS = {
@@ -198,6 +198,16 @@ def test_a_script_runs_from_its_own_folder_and_finds_its_configs():
     run = subprocess.run(line, cwd=COMPAT / "pytorch/train", capture_output=True, text=True, check=True)
     assert "--gradient-accumulation 14" in run.stdout
     assert "--replicas 64" in run.stdout
+
+
+def test_the_profilers_wrapper_says_where_the_run_folder_goes(capfd, tmp_path):
+    program = [sys.executable, "-c", "import os; print(os.environ['FALCONET_RUNS'])"]
+    assert gc_profile(["-d", str(tmp_path / "profile_dir"), "--", *program]) == 0
+    assert capfd.readouterr().out == f"{tmp_path / 'profile_dir'}\n"
+    assert gc_profile(["-d", "profile_dir"]) == 2
+    assert capfd.readouterr().err == "usage: gc-profile -d FOLDER -- PROGRAM [arguments]\n"
+    assert gc_profile(["-d", "profile_dir", "--", "no-such-program"]) == 2
+    assert capfd.readouterr().err == "gc-profile: no-such-program: No such file or directory\n"
 
 
 def test_the_benchmark_runner_has_its_old_name():

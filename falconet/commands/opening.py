@@ -68,6 +68,16 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     return Opened(path.name, "", model, options, images, images.splits.class_names)
 
 
+def load_initial(model: nn.Module, path: Path, *, name: str, note: parts.Note) -> None:
+    """Give a new model the weights of a checkpoint, of the newest one in a folder, or of a file; all of them fit."""
+    if path.is_file():
+        weights = read_weights(path)
+    else:
+        path = files.newest_whole(path, note)
+        weights = files.read_tensors(path, "model", verified=files.read_manifest(path))
+    load_weights(model, weights, where=f"--init-path: {path}", name=name)
+
+
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     """The model on its device, its weights in the format that they were trained in."""
     model = parts.build_model(options.model, classes=classes, seed=0)

@@ -12,7 +12,7 @@ from falconet.commands import feeding
 from falconet.commands.feeding import Reading
 from falconet.config import rules, schema, sections
 from falconet.config.fine_tuning import reduced
-from falconet.data import native
+from falconet.data import native, share
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
 from falconet.data.feed import singly
@@ -113,8 +113,16 @@ class Images:
         return f", from {self.splits.layout}{boxes}" if self.splits.layout else ""
 
 
-def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int, use_objects: bool = False) -> Images:
-    """The data that the options name, at the model's size."""
+def open_images(
+    data: sections.Data,
+    *,
+    model: str,
+    global_batch: int,
+    seed: int,
+    use_objects: bool = False,
+    percentage: float = 100.0,
+) -> Images:
+    """The data that the options name, at the model's size; `percentage`: of the training images, if not made up."""
     size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
     splits = open_source(
         data.data,
@@ -127,6 +135,8 @@ def open_images(data: sections.Data, *, model: str, global_batch: int, seed: int
         ),
         use_objects=use_objects,
     )
+    if data.data not in ("generated", "synthetic"):
+        splits = share.reduced(splits, percentage=percentage)
     preprocessing = splits.preprocessing(size)
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
@@ -174,9 +184,12 @@ def shape_of(model: sections.Model) -> zoo.Shape | None:
             width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
             depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
         )
-    if rules.is_residual(model.model):
+    if rules.is_residual(model.model) or model.model.startswith("resnext"):
         return ResidualShape(
-            groups=model.resnext_groups, group_dim=model.resnext_group_dim, stride=model.bottleneck_stride
+            groups=model.resnext_groups,
+            group_dim=model.resnext_group_dim,
+            stride=model.bottleneck_stride,
+            wide=model.resnext_wide,
         )
     return None
 

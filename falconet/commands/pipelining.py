@@ -120,8 +120,9 @@ class StagedModel:
         options, shape = self._setup.options, self._setup.shape
         kind = options.parallel.pipeline_schedule
         lines = [
+            *self._setup.beginning(),
             f"pipeline of {self._count} stages, {kind}: {shape.accumulation} micro-batches an update; each stage"
-            f" recomputes {_RECOMPUTED[self._mode]}"
+            f" recomputes {_RECOMPUTED[self._mode]}",
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)

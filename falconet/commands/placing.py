@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import numbers, parts, sharding
+from falconet.commands import numbers, opening, parts, sharding
 from falconet.config import schema
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
@@ -37,11 +38,19 @@ class Setup:
     grid: Grid
     regime: Regime
     note: parts.Note
+    initial: Path | None = None  # whose weights it begins with
     first_trained: str | None = None  # layers that run before it stay as they are
 
     def built(self) -> nn.Module:
         """The whole model in fp32, on the host."""
-        return parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+        model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+        if self.initial is not None:
+            opening.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
+        return model
+
+    def beginning(self) -> list[str]:
+        """Whose weights it begins with, for the plan, where it is not the seed that decides."""
+        return [f"begins with the weights of {self.initial}"] if self.initial else []
 
     @property
     def normalise(self) -> Normalise:
@@ -127,7 +136,7 @@ class WholeModel:
         return [name for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def lines(self) -> list[str]:
-        return self._recomputed
+        return [*self._setup.beginning(), *self._recomputed]
 
     @cached_property
     def _recomputed(self) -> list[str]:

@@ -7,10 +7,13 @@ from falconet.commands import launching, phasing
 from falconet.commands.reading import input_path, load_options
 from falconet.config.schema import RestoreOptions
 from falconet.config.settings import Setting
+from falconet.errors import ConfigError
 
 
 def run(line: Sequence[Setting]) -> int:
     folder = files.newest_whole(input_path(line), note=launching.spoken())
     manifest = files.read_manifest(folder)
+    if any(setting.option == "init-path" for setting in line):
+        raise ConfigError(f"--init-path: {folder} has the weights to go on with; wanted `falconet train` to begin anew")
     launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), (folder, manifest))
     return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)

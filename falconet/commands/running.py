@@ -112,12 +112,19 @@ class Run:
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
             use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
+            percentage=self.options.training.dataset_percentage,
         )
+
+    @property
+    def _initial(self) -> Path | None:
+        """Of a run's beginning alone: a later phase has what the one before left, a restored run its checkpoint."""
+        return None if self.launch.restored or self.phase.number > 1 else self.options.training.init_path
 
     @property
     def setup(self) -> Setup:
         return Setup(
             options=self.options,
+            initial=self._initial,
             images=self.images,
             shape=self.shape,
             grid=self.grid,

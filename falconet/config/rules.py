@@ -63,7 +63,8 @@ def _shape_is_of_the_family(options: Any) -> str | None:
     name = model.model
     families = {
         "efficientnet_": (name.startswith("efficientnet"), "an EfficientNet"),
-        "resnext_": (name.startswith("resnext") and is_residual(name), "a ResNeXt"),
+        "resnext_": (name.startswith("resnext"), "a ResNeXt"),
+        "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "bottleneck_": (is_residual(name), "a ResNet"),
     }
     for field in fields(model):
@@ -345,6 +346,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
+    ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
     ("classes", "--data generated or synthetic", _random_data),
     ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),

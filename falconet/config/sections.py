@@ -15,7 +15,8 @@ MODELS = (
     *(f"efficientnet-b{size}" for size in range(8)),
     "efficientnet-cifar",
     *("mobilenet", "mobilenet-v3-small", "mobilenet-v3-large"),
-    *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110)),
+    *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110, 11, 29, 38, 47, "56b", 65)),
+    *(f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)),
 )
 
 
@@ -79,6 +80,8 @@ class Model:
     """ResNeXt: groups of the middle convolutions."""
     resnext_group_dim: Annotated[int, AtLeast(1)] = 4
     """ResNeXt: channels per group in the first stage."""
+    resnext_wide: bool = False
+    """ResNeXt for CIFAR: stages of 256, 512 and 1024 channels instead of 64, 128 and 256."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
     """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
     input_image_padding: bool = False
@@ -125,6 +128,10 @@ class Training:
     """Passes over the training images."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches in one update."""
+    init_path: Path | None = None
+    """Begin with the weights of a checkpoint, of a run's newest one, or of a file (safetensors, torch) that fits."""
+    dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
+    """Percent of the training images that are used, spread evenly over all of them; validation uses all of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

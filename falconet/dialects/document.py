@@ -34,8 +34,7 @@ What is not the same, whatever the options:
   projection shortcuts where ours append zero channels.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
   cosine had the length of the main training, so that the rate hardly moved.
-- Not there: SqueezeNet, ResNeXt and bottleneck ResNets for CIFAR, proxy norm, initial weights of another run, a share
-  of the data, `upload_run.py`.
+- Not there: SqueezeNet, proxy norm, a filter of trained variables, `upload_run.py`.
 """
 
 

@@ -11,10 +11,11 @@ RESNET = {
     **{"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)},
 }
 BASIC = ("10", "18", "34")  # two convolutions a block; the others have three
+CIFAR_BASIC = ("8", "14", "20", "32", "44", "110")
 _EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
     **{"0": (1, 2, 2, 3, 3, 4, 1), "1": (2, 3, 3, 4, 4, 5, 2), "2": (2, 3, 3, 4, 4, 5, 2), "3": (2, 3, 3, 5, 5, 6, 2)},
     **{"4": (2, 4, 4, 6, 6, 8, 2), "5": (3, 5, 5, 7, 7, 9, 3), "6": (3, 6, 6, 8, 8, 11, 3)},
-    **{"7": (4, 7, 7, 10, 10, 13, 4)},
+    **{"7": (4, 7, 7, 10, 10, 13, 4), "CIFAR": (1, 2, 2, 3, 3, 4, 1)},
 }
 _MOBILENET = {"mobilenet-v3-large": (1, 2, 3, 4, 2, 3), "mobilenet-v3-small": (1, 2, 3, 2, 3)}
 
@@ -78,7 +79,8 @@ def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, st
 def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
     repeats: tuple[int, ...]
     if cifar:
-        repeats, last, pool = ((int(size) - 2) // 6,) * 3, "relu2", "avgpool"
+        basic = size in CIFAR_BASIC
+        repeats, last, pool = ((int(size) - 2) // (6 if basic else 9),) * 3, "relu2" if basic else "relu3", "avgpool"
     else:
         repeats, last, pool = RESNET[size], "act2" if size in BASIC else "act3", "global_pool"
     splits = {}

@@ -31,7 +31,10 @@ OUTSIDE: dict[str, dict[str, tuple[str, str]]] = {
         ("mpirun", _MPI),
     ),
     "tool:gc-profile/gc-info": {
-        "gc-profile -d": ("--profile", "the program's own --gc-profile traces updates, without a wrapper around it"),
+        "gc-profile -d": (
+            "FALCONET_RUNS",
+            "runs a program whose run folder goes there; its --gc-profile traces updates",
+        ),
         "gc-info -l": ("falconet doctor", "lists what this machine has"),
     },
 }

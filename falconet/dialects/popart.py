@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from falconet.dialects.pytorch import FP_EXCEPTIONS
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
-from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.table import Effect, Old, Program, Say, To, Variable
 from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
@@ -132,8 +132,11 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    if old.given("--log-dir", "--log_dir_string"):
+    """Where folders named by time and size go; a name of one's own is the folder's."""
+    if old.given("--log_dir_string"):
         yield To("run-dir", (f"{old.text('--log-dir').rstrip('/')}/{old.text('--log_dir_string')}",))
+    elif old.given("--log-dir"):
+        yield Variable("FALCONET_RUNS", old.text("--log-dir"))
 
 
 def recompute(old: Values) -> Iterable[Effect]:
@@ -236,8 +239,8 @@ MAIN: tuple[Old, ...] = (
     nothing("--ckpt", "text", "checkpoints are folders in the run folder; `falconet export` is to write ONNX"),
     nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
     nothing("--max-bytes-per-tile", "whole", COLLECTIVES),
-    becomes("--log-dir", "text", "logs", "run-dir", run_folder, "the run folder, if given; else runs/"),
-    part_of("--log_dir_string", "text", "net", "run-dir", "the run folder's name"),
+    becomes("--log-dir", "text", "logs", "FALCONET_RUNS run-dir", run_folder, "where run folders go"),
+    part_of("--log_dir_string", "text", "net", "run-dir", "the run folder is --log-dir/<this>"),
     nothing("--get-reports", "flag", "had no effect; --profile traces a few updates"),
     _HELP,
 )

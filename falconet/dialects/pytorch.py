@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from falconet.dialects.layers import pytorch_layer
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
-from falconet.dialects.values import Values
+from falconet.dialects.values import Values, short
 
 MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
@@ -123,6 +123,16 @@ def _recompute_mode(old: Values) -> str:
 def recompute_mode(old: Values) -> Iterable[Effect]:
     if _recompute_mode(old) != "none":
         yield To("recompute-mode", (_recompute_mode(old),))
+
+
+def warmup(old: Values) -> Iterable[Effect]:
+    """A warm-up longer than training is cut where training ends, at the rate it has; their benchmarks had such."""
+    warm, epochs = old.number("--warmup-epoch"), old.whole("--epoch")
+    if warm > epochs:
+        reached = short(old.number("--lr") * epochs / warm)
+        yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
+        yield To("lr", (reached,))
+    yield To("warmup-epoch", (short(min(warm, epochs)),))
 
 
 def loss_scaling(old: Values) -> Iterable[Effect]:
@@ -281,7 +291,7 @@ TRAINING: tuple[Old, ...] = (
     same("--lr-schedule", "text", "step", choices=("step", "cosine", "exponential")),
     same("--lr-decay", "number", "0.5"),
     same("--lr-epoch-decay", "number", count="some"),
-    same("--warmup-epoch", "number", "0"),
+    becomes("--warmup-epoch", "number", "0", "warmup-epoch", warmup, "the same; cut where training ends before it"),
     same("--lr-scheduler-freq", "number", "0"),
     becomes("--loss-scaling", "number", "1.0", "loss-scaling", loss_scaling, "the same; 1 with --auto-loss-scaling"),
     becomes(

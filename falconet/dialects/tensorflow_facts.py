@@ -16,7 +16,12 @@ IMAGENET_SIZES = {
     "resnext": ("14", "26", "50", "101", "152"),
     "efficientnet": tuple(f"B{size}" for size in range(8)),
 }
-CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
+CIFAR_BOTTLENECKS = ("11", "29", "38", "47", "56", "65")  # of the two of 56 layers, this one counted
+CIFAR_SIZES = {
+    "resnet": ("8", "14", "20", "32", "44", "110", *CIFAR_BOTTLENECKS),
+    "resnext": CIFAR_BOTTLENECKS,
+    "efficientnet": ("CIFAR", *IMAGENET_SIZES["efficientnet"]),
+}
 
 
 def family(old: Values) -> str:
@@ -63,15 +68,14 @@ def size(old: Values) -> str:
 def model(old: Values) -> str:
     """Our name of the model; a size that we do not have is refused with those we have."""
     kind, number = family(old), size(old)
-    if is_imagenet(old) and number in IMAGENET_SIZES[kind]:
-        return f"efficientnet-{number.lower()}" if kind == "efficientnet" else f"{kind}{number}"
-    if kind == "efficientnet" and number == "CIFAR" and not is_imagenet(old):
-        return "efficientnet-cifar"
-    if kind == "resnet" and number in CIFAR_SIZES and not is_imagenet(old):
-        return f"resnet{number}-cifar"
-    cifar = {"resnet": ", ".join(CIFAR_SIZES), "resnext": "none; --model resnet has some", "efficientnet": "cifar"}
-    here = ", ".join(IMAGENET_SIZES[kind]) if is_imagenet(old) else cifar[kind]
-    raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {here}")
+    sizes = (IMAGENET_SIZES if is_imagenet(old) else CIFAR_SIZES)[kind]
+    if number not in sizes:
+        raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {', '.join(sizes)}")
+    if kind == "efficientnet":
+        return f"efficientnet-{number.lower()}"
+    if is_imagenet(old):
+        return f"{kind}{number}"
+    return "resnet56b-cifar" if (kind, number) == ("resnet", "56") else f"{kind}{number}-cifar"
 
 
 def micro_batch(old: Values) -> int:
@@ -103,11 +107,17 @@ def total_batch(old: Values) -> int:
     return micro_batch(old) * old.whole("--gradient-accumulation-count") * replicas(old)
 
 
+def images(old: Values) -> int:
+    """Training images; of ImageNet's, the share that was asked for."""
+    share = old.whole("--dataset-percentage-to-use") if is_imagenet(old) else 100
+    return IMAGES[dataset(old)] * share // 100
+
+
 def epochs(old: Values) -> float:
     if old.has("--epochs"):
         return old.number("--epochs")
     if old.has("--iterations"):
-        return old.whole("--iterations") * total_batch(old) / IMAGES[dataset(old)]
+        return old.whole("--iterations") * total_batch(old) / images(old)
     return {"resnet": (100, 160), "resnext": (100, 160), "efficientnet": (350, 300)}[family(old)][
         0 if is_imagenet(old) else 1
     ]
@@ -123,7 +133,7 @@ def whole_epochs(old: Values) -> int:
 def updates_per_epoch(old: Values) -> int:
     if is_random(old) and old.has("--iterations") and not old.given("--epochs"):
         return old.whole("--iterations")
-    return max(1, IMAGES[dataset(old)] // total_batch(old))
+    return max(1, images(old) // total_batch(old))
 
 
 def base_exponent(old: Values) -> float:

@@ -44,7 +44,7 @@ def pipeline(old: Values) -> Iterable[Effect]:
 def _layers(old: Values, names: tuple[str, ...], shards: int) -> tuple[str, ...]:
     facts.model(old)  # says what is wrong with the size
     kind = {"family": facts.family(old), "size": facts.size(old)}
-    cifar = not facts.is_imagenet(old) and facts.family(old) == "resnet"
+    cifar = not facts.is_imagenet(old) and facts.family(old) != "efficientnet"
     if not names or (shards > 1 and len(names) != shards - 1):
         legal = [name for name in legal_splits(**kind, cifar=cifar) if not name.startswith("stage")]
         relus = [name for name in legal if name.endswith("/relu")] or legal

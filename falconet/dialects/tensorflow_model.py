@@ -42,8 +42,8 @@ def group_dim(old: Values) -> Iterable[Effect]:
 def image_size(old: Values) -> Iterable[Effect]:
     if old.has("--image-size"):
         yield To("image-size", (old.text("--image-size"),))
-    elif facts.is_random(old) and not facts.is_imagenet(old):
-        yield To("image-size", ("32",))
+    elif not facts.is_imagenet(old) and (facts.is_random(old) or not facts.model(old).endswith("-cifar")):
+        yield To("image-size", ("32",))  # else the data's and the model's own
 
 
 def data(old: Values) -> Iterable[Effect]:
@@ -110,7 +110,14 @@ def cache(old: Values) -> Iterable[Effect]:
         yield To("no-dataset-cache" if old.flag("--no-dataset-cache") else "dataset-cache")
 
 
-def boxes(old: Values) -> Iterable[Effect]:
+def percentage(old: Values) -> Iterable[Effect]:
+    if facts.is_imagenet(old) and not facts.is_random(old):
+        yield To("dataset-percentage", (old.text("--dataset-percentage-to-use"),))
+    elif old.given("--dataset-percentage-to-use"):
+        yield Say("--dataset-percentage-to-use: has no effect but on ImageNet")
+
+
+def valid_preprocessing(old: Values) -> Iterable[Effect]:
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
 
@@ -134,7 +141,7 @@ MODEL: tuple[Old, ...] = (
     same("--BN-span", "whole", "1", new="batchnorm-span"),
     same("--convolution-groups", "whole", new="resnext-groups"),
     becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),
-    nothing("--widenet", "flag", "the wide ResNeXt for CIFAR is not there"),
+    same("--widenet", "flag", new="resnext-wide"),
     same("--dropout-rate", "number", new="efficientnet-dropout"),
     becomes(
         "--block-survival-prob",
@@ -195,7 +202,7 @@ DATA: tuple[Old, ...] = (
     becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
     becomes("--normalise-input", "flag", None, "normalization-location", normalise, "always so here; else a note"),
     becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
-    becomes("--train-with-valid-preprocessing", "flag", None, "augment", boxes, "--augment none"),
+    becomes("--train-with-valid-preprocessing", "flag", None, "augment", valid_preprocessing, "--augment none"),
     becomes("--hostside-norm", "flag", None, "normalization-location", normalisation_place, "host, else device"),
     nothing("--no-hostside-norm", "flag", "always so unless --hostside-norm is given"),
     nothing("--standard-imagenet", "flag", LOADER),
@@ -213,7 +220,14 @@ DATA: tuple[Old, ...] = (
     ),
     nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),
     becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
-    nothing("--dataset-percentage-to-use", "whole", "all images are used; a smaller folder does the same", "100"),
+    becomes(
+        "--dataset-percentage-to-use",
+        "whole",
+        "100",
+        "dataset-percentage",
+        percentage,
+        "the same, of images instead of files; ImageNet only",
+    ),
     becomes(
         "--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"
     ),

@@ -5,7 +5,7 @@ from math import isclose
 
 from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.rows import becomes, nothing, part_of, same
-from falconet.dialects.table import Effect, Old, Say, To
+from falconet.dialects.table import Effect, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
@@ -36,7 +36,7 @@ def learning_rate(old: Values) -> Iterable[Effect]:
     if warm > whole:
         reached = short(rate * whole / warm)
         yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
-        yield To("lr", (short(rate * whole / warm),))
+        yield To("lr", (reached,))
         yield To("warmup-epoch", (short(whole),))
     else:
         yield To("lr", (short(rate),))
@@ -130,8 +130,8 @@ def averaging(old: Values) -> Iterable[Effect]:
         yield To("weight-avg-exp-decay", (exponential[0],))
     elif last:
         yield To("weight-avg-strategy", ("mean",))
-        per_epoch = max(1, old.whole("--ckpts-per-epoch"))
-        yield To("weight-avg-N", (str(int(last[0]) * per_epoch + 1),))  # theirs counts epochs, the first one too
+        apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
+        yield To("weight-avg-N", (str(int(int(last[0]) / apart) + 1),))  # theirs counts epochs, the first one too
     rest = [*exponential[1:], *(last if exponential else last[1:])]
     if rest:
         yield Say(f"one average a run: `falconet average` makes those of {', '.join(rest)} afterwards")
@@ -150,11 +150,14 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
+    """The folder itself, or where folders of the program's own names go; a suffix makes a name that is ours."""
+    home = old.text("--log-dir")
     if old.has("--logs-path"):
         yield To("run-dir", (old.text("--logs-path"),))
+    elif old.has("--name-suffix"):
+        yield To("run-dir", (f"{home.rstrip('/')}/{facts.model(old)}_{old.text('--name-suffix')}",))
     elif old.given("--log-dir"):
-        suffix = f"_{old.text('--name-suffix')}" if old.has("--name-suffix") else ""
-        yield To("run-dir", (f"{old.text('--log-dir').rstrip('/')}/{facts.model(old)}{suffix}",))
+        yield Variable("FALCONET_RUNS", home)
 
 
 def restore(old: Values) -> Iterable[Effect]:
@@ -256,9 +259,7 @@ UPDATE: tuple[Old, ...] = (
     ),
     same("--rts", "flag", new="enable-optimizer-rts"),
     nothing("--variable-filter", "text", "every weight is trained; there is no filter yet", count="some"),
-    nothing(
-        "--init-path", "text", "weights of another run are not taken over yet; `falconet restore` goes on with one"
-    ),
+    same("--init-path", "text", effect="the same: a checkpoint of Falconet, or weights by safetensors or torch"),
 )
 KEEPING: tuple[Old, ...] = (
     becomes(
@@ -282,9 +283,9 @@ KEEPING: tuple[Old, ...] = (
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
-    becomes("--log-dir", "text", None, "run-dir", run_folder, "the run folder below it, if given; else runs/"),
+    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir", run_folder, "where run folders go"),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
-    part_of("--name-suffix", "text", None, "run-dir", "added to the run folder's name"),
+    part_of("--name-suffix", "text", None, "run-dir", "the run folder is --log-dir/<model>_<suffix>"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
     part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
     nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),

@@ -1,10 +1,21 @@
 """The residual networks of He et al. for 32 x 32 images, which timm does not have."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from falconet.models.residual import ResidualShape
+
 DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # 6n + 2
+BOTTLENECK_DEPTHS = (11, 29, 38, 47, 56, 65)  # 9n + 2
+EXPANSION = 4  # of a bottleneck
+BASIC = {f"resnet{depth}-cifar": depth for depth in DEPTHS}
+# Of the two with 56 layers, this is the one with bottlenecks.
+BOTTLENECKS = {f"resnet{depth}{'b' if depth in DEPTHS else ''}-cifar": depth for depth in BOTTLENECK_DEPTHS}
+GROUPED = {f"resnext{depth}-cifar": depth for depth in BOTTLENECK_DEPTHS}
+NAMES = (*BASIC, *BOTTLENECKS, *GROUPED)
 
 
 class ZeroPadShortcut(nn.Module):
@@ -41,21 +52,47 @@ class BasicBlock(nn.Module):
         return out
 
 
-class CifarResNet(nn.Module):
-    """Three stages of n basic blocks, 16, 32 and 64 channels wide; any image of 8 x 8 or more."""
+class Bottleneck(nn.Module):
+    """A 3 x 3 convolution between two of 1 x 1, around a shortcut that is projected where the width changes."""
 
-    def __init__(self, depth: int, *, classes: int) -> None:
+    def __init__(self, channels: int, *, inner: int, out_channels: int, stride: int, groups: int) -> None:
         super().__init__()
-        assert depth in DEPTHS
-        blocks = (depth - 2) // 6
-        self.conv1 = _conv3x3(3, out_channels=16, stride=1)
-        self.bn1 = nn.BatchNorm2d(16)
+        self.conv1 = nn.Conv2d(channels, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride=stride, padding=1, groups=groups, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.relu2 = nn.ReLU(inplace=True)
+        self.conv3 = nn.Conv2d(inner, out_channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or channels != out_channels:
+            projection = nn.Conv2d(channels, out_channels, 1, stride=stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
+        self.relu3 = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = self.relu2(self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x))))))
+        out: Tensor = self.relu3(self.bn3(self.conv3(residual)) + self.downsample(x))
+        return out
+
+
+class _ThreeStages(nn.Module):
+    """A 3 x 3 convolution, then three stages, each of twice the width of the one before; any image of 8 x 8 or more."""
+
+    def __init__(
+        self, width: int, layer: Callable[[int, int, int], nn.Sequential], *, expansion: int, classes: int
+    ) -> None:
+        """`layer` makes a stage of (channels in, width, stride), whose outputs are `expansion` times as wide."""
+        super().__init__()
+        self.conv1 = _conv3x3(3, out_channels=width, stride=1)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _layer(16, out_channels=16, blocks=blocks, stride=1)
-        self.layer2 = _layer(16, out_channels=32, blocks=blocks, stride=2)
-        self.layer3 = _layer(32, out_channels=64, blocks=blocks, stride=2)
+        self.layer1 = layer(width, width, 1)
+        self.layer2 = layer(width * expansion, 2 * width, 2)
+        self.layer3 = layer(2 * width * expansion, 4 * width, 2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(64, classes)
+        self.fc = nn.Linear(4 * width * expansion, classes)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -66,14 +103,54 @@ class CifarResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, BasicBlock) and isinstance(module.downsample, nn.Identity):
-                nn.init.zeros_(module.bn2.weight)
+            elif isinstance(module, BasicBlock | Bottleneck) and isinstance(module.downsample, nn.Identity):
+                last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
+                nn.init.zeros_(last.weight)
 
     def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W -> N x classes
         x = self.relu(self.bn1(self.conv1(images)))
         x = self.layer3(self.layer2(self.layer1(x)))
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
         return logits
+
+
+class CifarResNet(_ThreeStages):
+    """Three stages of n basic blocks, 16, 32 and 64 channels wide."""
+
+    def __init__(self, depth: int, *, classes: int) -> None:
+        assert depth in DEPTHS
+        blocks = (depth - 2) // 6
+
+        def layer(channels: int, width: int, stride: int) -> nn.Sequential:
+            return _layer(channels, out_channels=width, blocks=blocks, stride=stride)
+
+        super().__init__(16, layer, expansion=1, classes=classes)
+
+
+class CifarBottleneckNet(_ThreeStages):
+    """Three stages of n bottlenecks, 64, 128 and 256 channels wide, or four times that; with groups, a ResNeXt."""
+
+    def __init__(self, depth: int, *, classes: int, shape: ResidualShape | None = None) -> None:
+        """`shape`: of a ResNeXt, whose first stage has as many inner channels as its groups have in all."""
+        assert depth in BOTTLENECK_DEPTHS
+        first = 64 if shape and shape.wide else 16
+        groups, times = (shape.groups, shape.groups * shape.group_dim / first) if shape else (1, 1.0)
+
+        def layer(channels: int, width: int, stride: int) -> nn.Sequential:
+            own = {"inner": int(width * times), "out_channels": EXPANSION * width, "groups": groups}
+            rest = [Bottleneck(EXPANSION * width, stride=1, **own) for _ in range((depth - 2) // 9 - 1)]
+            return nn.Sequential(Bottleneck(channels, stride=stride, **own), *rest)
+
+        super().__init__(first, layer, expansion=EXPANSION, classes=classes)
+
+
+def create(name: str, *, classes: int, shape: ResidualShape | None) -> nn.Module:
+    """A new network of that name; its weights come from torch's generator."""
+    if name in BASIC:
+        return CifarResNet(BASIC[name], classes=classes)
+    if name in GROUPED:
+        return CifarBottleneckNet(GROUPED[name], classes=classes, shape=shape or ResidualShape())
+    return CifarBottleneckNet(BOTTLENECKS[name], classes=classes)
 
 
 def _conv3x3(channels: int, *, out_channels: int, stride: int) -> nn.Conv2d:

@@ -36,6 +36,7 @@ class ResidualShape:
     groups: int = 32  # ResNeXt: of the middle convolutions
     group_dim: int = 4  # ResNeXt: channels per group in the first stage
     stride: Literal["1x1", "3x3"] = "3x3"  # which convolution of a bottleneck strides
+    wide: bool = False  # ResNeXt for CIFAR: 256, 512 and 1024 channels instead of 64, 128 and 256
 
 
 _USUAL = ResidualShape()

@@ -27,8 +27,6 @@ _MOBILE = {
 _BEFORE_CLASSIFIER = {"mobilenet": "global_pool", "mobilenet-v3-small": "flatten", "mobilenet-v3-large": "flatten"}
 _MOBILENET_DROPOUT = 0.2
 
-_CIFAR_DEPTHS = {f"resnet{depth}-cifar": depth for depth in cifar.DEPTHS}
-
 
 @dataclass(frozen=True)
 class _Size:
@@ -99,7 +97,7 @@ def build(
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *_CIFAR_DEPTHS)
+    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES)
 
 
 def image_size(name: str) -> int:
@@ -107,7 +105,7 @@ def image_size(name: str) -> int:
     _check_name(name)
     if name in _EFFICIENTNETS:
         return _EFFICIENTNETS[name].side
-    if name in _CIFAR_DEPTHS:
+    if name in cifar.NAMES:
         return 32
     if name in residual.NAMES or name in _MOBILE:
         return 224
@@ -132,8 +130,8 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
         return residual.create(
             name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else ResidualShape()
         )
-    if name in _CIFAR_DEPTHS:
-        return cifar.CifarResNet(_CIFAR_DEPTHS[name], classes=classes)
+    if name in cifar.NAMES:
+        return cifar.create(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
     timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
     model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
     if name in _BEFORE_CLASSIFIER:
@@ -215,5 +213,5 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
     """A model must not seem to have a shape that it cannot have."""
     if isinstance(shape, EfficientNetShape) and name not in _EFFICIENTNETS:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
-    if isinstance(shape, ResidualShape) and name not in residual.NAMES:
+    if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.GROUPED):
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")

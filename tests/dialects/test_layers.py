@@ -88,6 +88,10 @@ def test_every_legal_split_is_a_layer_of_ours_and_every_block_can_be_split(model
 def test_the_splits_of_a_cifar_network_are_its_own():
     assert tensorflow_layer("b2/0/relu", family="resnet", size="20", cifar=True) == "layer2/0/relu2"
     assert set(legal_splits(family="resnet", size="20", cifar=True).values()) <= layers("resnet20-cifar")
+    assert tensorflow_layer("b2/2/relu", family="resnet", size="29", cifar=True) == "layer2/2/relu3"
+    assert set(legal_splits(family="resnext", size="29", cifar=True).values()) <= layers("resnext29-cifar")
+    assert set(legal_splits(family="resnet", size="56", cifar=True).values()) <= layers("resnet56b-cifar")
+    assert set(legal_splits(family="efficientnet", size="CIFAR").values()) <= layers("efficientnet-cifar")
 
 
 @pytest.mark.parametrize(

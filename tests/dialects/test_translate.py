@@ -49,6 +49,13 @@ TENSORFLOW = [
     (f"{IMAGENET} --model efficientnet --model-size 4", {"model": "efficientnet-b4"}),
     (f"{IMAGENET} --model efficientnet --model-size b7", {"model": "efficientnet-b7"}),
     (f"{CIFAR} --model efficientnet --model-size cifar", {"model": "efficientnet-cifar", "lr": "0.125"}),  # 2**-6 x 8
+    (f"{CIFAR} --model efficientnet", {"model": "efficientnet-b0", "image-size": "32"}),
+    (f"{CIFAR} --model resnext --widenet", {"model": "resnext11-cifar", "micro-batch-size": "8", "resnext-wide": ""}),
+    (f"{CIFAR} --model-size 56", {"model": "resnet56b-cifar"}),  # of two, the one with bottlenecks counted
+    (
+        f"{CIFAR} --model-size 29 --shards 2 --pipeline --pipeline-splits b2/1/relu",
+        {"model": "resnet29-cifar", "pipeline-splits": "layer2/1/relu3"},
+    ),
     (f"{IMAGENET} --model resnext --model-size 101 --convolution-groups 16", {"resnext-groups": "16"}),
     # 2**x times the whole batch; an absolute rate counts more.
     (
@@ -89,7 +96,7 @@ TENSORFLOW = [
     (f"{IMAGENET} --weight-avg-exp 0.97", {"weight-avg-strategy": "exponential", "weight-avg-exp-decay": "0.97"}),
     (f"{IMAGENET} --weight-avg-N 3", {"weight-avg-strategy": "mean", "weight-avg-N": "4"}),
     (f"{IMAGENET} --weight-avg-N 3 --ckpts-per-epoch 2", {"weight-avg-N": "7", "checkpoint-save-freq": "0.5"}),
-    (f"{IMAGENET} --epochs-per-ckpt 4", {"checkpoint-save-freq": "4"}),
+    (f"{IMAGENET} --weight-avg-N 8 --epochs-per-ckpt 4", {"weight-avg-N": "3", "checkpoint-save-freq": "4"}),
     # Norms.
     (
         f"{IMAGENET} --batch-norm --BN-decay 0.9 --BN-span 2 --replicas 4",
@@ -126,7 +133,17 @@ TENSORFLOW = [
         f"{IMAGENET} --pipeline --enable-recomputation --pipeline-splits b2/0/relu --model-size 50",
         {"recompute-mode": "manual", "recompute-checkpoints": "layer2/0/act3"},
     ),
+    # Where run folders go, and what one is called.
+    (f"{IMAGENET} --logs-path a/b --log-dir c", {"run-dir": "a/b"}),
+    (f"{IMAGENET} --name-suffix x", {"run-dir": "./logs/resnet18_x"}),
+    (f"{IMAGENET} --log-dir c --name-suffix x", {"run-dir": "c/resnet18_x"}),
     # Data.
+    (f"{IMAGENET} --init-path runs/a --dataset-percentage-to-use 10", {"init-path": "runs/a"}),
+    # 1,281 updates of 1,000 are an epoch of 1,281,167 images, and 10 epochs of a tenth of them.
+    (
+        f"{IMAGENET} --dataset-percentage-to-use 10 --batch-size 1000 --iterations 1281",
+        {"dataset-percentage": "10", "epoch": "10"},
+    ),
     ("--generated-data --dataset imagenet --iterations 10", {"data": "generated", "iterations": "10", "epoch": "1"}),
     ("--generated-data --dataset imagenet --iterations 10", {"warmup-epoch": "0"}),
     ("--synthetic-data --dataset imagenet --batch-size 1000 --epochs 1 --warmup-epochs 0", {"iterations": "1281"}),
@@ -189,6 +206,9 @@ PYTORCH = [
     ),
     ("--validation-mode during", {"validation-frequency": "4"}),
     ("--weight-avg-strategy exponential --weight-avg-exp-decay 0.97", {"weight-avg-exp-decay": "0.97"}),
+    ("--lr 2 --warmup-epoch 5", {"lr": "2", "warmup-epoch": "5"}),
+    # The originals' own benchmarks: 2 epochs, of a warm-up of 5: the rate gets to 2 / 5 of 2.
+    ("--lr 2 --warmup-epoch 5 --epoch 2", {"lr": "0.8", "warmup-epoch": "2"}),
 ]
 
 
@@ -288,6 +308,14 @@ def test_a_launchers_replicas_count_more_than_the_options():
     assert meaning("pytorch:train.py", "--replicas 2", replicas=4)["replicas"] == "4"
 
 
+@pytest.mark.parametrize(("program", "line"), [("tf1:train.py", IMAGENET), ("popart:resnet_main.py", "--data-dir d")])
+def test_a_log_folder_is_where_run_folders_go(program, line):
+    """Not a run folder itself, which a second run of the same line would find taken."""
+    translation = translate(program, [*line.split(), "--log-dir", "my logs"])
+    assert translation.environment == {"FALCONET_RUNS": "my logs"}
+    assert "run-dir" not in [setting.option for setting in translation.settings]
+
+
 def test_an_executable_cache_becomes_the_cache_of_compiled_kernels():
     translation = translate("pytorch:train.py", ["--model-cache-path", "my cache"])
     assert translation.environment == {"TRITON_CACHE_DIR": "my cache"}
@@ -309,6 +337,7 @@ def test_half_resolution_has_the_originals_defaults_and_our_layers():
 
 NOTED = [
     ("pytorch:train.py", "--exchange-memory-target memory", "--exchange-memory-target: only tuned the IPU"),
+    ("tf1:train.py", f"{CIFAR} --dataset-percentage-to-use 10", "--dataset-percentage-to-use: has no effect but on"),
     ("pytorch:train.py", "--fine-tune-lr 0.1", "--fine-tune-lr: has no effect without --half-res-training"),
     ("pytorch:train.py", "--device-iterations 4", "--device-iterations: the host starts every update itself"),
     ("tf1:train.py", f"{IMAGENET} --epochs 1", "warm-up of 5 epochs is longer than the training: it ends at"),
@@ -343,7 +372,7 @@ REFUSED = [
         "--model: got 'squeezenet', wanted resnet, resnext, efficientnet",
     ),
     ("tf1:train.py", f"{IMAGENET} --model-size 51", "--model-size: resnet 51 for imagenet is not there; wanted 10, 14"),
-    ("tf1:train.py", f"{CIFAR} --model resnext", "--model-size: resnext 11 for cifar-10 is not there; wanted none;"),
+    ("tf1:train.py", f"{CIFAR} --model-size 18", "--model-size: resnet 18 for cifar-10 is not there; wanted 8, 14"),
     (
         "tf1:train.py",
         f"{IMAGENET} --shards 4 --pipeline",

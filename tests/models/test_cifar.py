@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock as TorchvisionBlock
+from torchvision.models.resnet import Bottleneck as TorchvisionBottleneck
 
 from falconet.models import zoo
-from falconet.models.cifar import BasicBlock, CifarResNet, ZeroPadShortcut
+from falconet.models.cifar import BasicBlock, Bottleneck, CifarResNet, ZeroPadShortcut
+from falconet.models.residual import ResidualShape
 
 PUBLISHED = {8: 75_290, 14: 172_506, 20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}
 
@@ -19,6 +21,37 @@ def test_the_parameters_are_the_published_ones(depth, parameters):
     assert zoo.count_parameters(model) == parameters
     weighted = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert len(weighted) == depth
+
+
+BOTTLENECKS = {11: 127_642, 29: 313_114, 38: 405_850, 47: 498_586, 56: 591_322, 65: 684_058}
+
+
+@pytest.mark.parametrize(("depth", "parameters"), BOTTLENECKS.items())
+def test_those_of_bottlenecks_have_the_originals_parameters(depth, parameters):
+    with torch.device("meta"):
+        model = zoo.build("resnet56b-cifar" if depth == 56 else f"resnet{depth}-cifar", classes=10, seed=0)
+    assert zoo.count_parameters(model) == parameters
+    projections = sum("downsample" in name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    weighted = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    assert (len(weighted), projections) == (depth + 3, 3)
+
+
+@pytest.mark.parametrize(("wide", "parameters"), [(False, 1_293_786), (True, 4_775_754)])
+def test_the_grouped_ones_have_the_originals_parameters(wide, parameters):
+    with torch.device("meta"):
+        model = zoo.build("resnext29-cifar", classes=10, seed=0, shape=ResidualShape(wide=wide))
+    assert zoo.count_parameters(model) == parameters
+    assert {layer.groups for name, layer in model.named_modules() if name.endswith("conv2")} == {32}
+
+
+@pytest.mark.parametrize(("channels", "stride"), [(64, 1), (32, 2)])
+def test_a_bottleneck_is_torchvisions(channels, stride):
+    block = Bottleneck(channels, inner=16, out_channels=64, stride=stride, groups=1).eval()
+    projected = block.downsample if stride == 2 else None
+    expected = TorchvisionBottleneck(channels, 16, stride=stride, downsample=projected).eval()
+    expected.load_state_dict(block.state_dict())
+    x = torch.randn(2, channels, 9, 9)
+    torch.testing.assert_close(block(x), expected(x))
 
 
 def test_a_block_without_a_change_of_width_is_torchvisions():

@@ -231,7 +231,9 @@ def test_the_image_size_is_the_one_the_model_was_designed_for(name, side):
 def test_the_names_are_the_originals_and_the_cifar_residual_networks():
     cifar = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110))
     ours = {"resnet10", "resnet14", "resnet26", "resnext14", "resnext26", "resnext152", "efficientnet-cifar"}
-    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar}
+    bottlenecks = {f"resnet{depth}-cifar" for depth in (11, 29, 38, 47, "56b", 65)}
+    grouped = {f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)}
+    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar, *bottlenecks, *grouped}
 
 
 def test_parameters_are_counted_without_running_statistics():

@@ -1,0 +1,71 @@
+"""`falconet train` that begins with the weights of another run, and with a share of the data."""
+
+import re
+import shutil
+
+import torch
+from safetensors.torch import load_file
+from tiny import TINY
+
+from falconet.checkpoint import files
+
+STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights stay where they begin
+
+
+def weights(run):
+    folder = files.checkpoints_in(run)[-1]
+    return files.read_tensors(folder, "model", verified=files.verify(folder))
+
+
+def assert_same_parameters(left, right):
+    """Running statistics move in any case."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(tensor, right[name]), name
+
+
+def test_a_run_begins_with_the_newest_weights_of_another_or_of_a_file(falconet, tmp_path):
+    first = falconet(f"train {TINY} --run-dir a --epoch 2")
+    assert first.code == 0, first.err
+    answer = falconet(f"train {TINY} {STILL} --run-dir b --init-path a")
+    assert answer.code == 0, answer.err
+    assert "begins with the weights of a\n" in answer.out
+    assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    file = files.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
+    assert falconet(f"train {TINY} {STILL} --run-dir c --init-path {file}").code == 0
+    assert_same_parameters(load_file(file), weights(tmp_path / "c"))
+
+
+def test_a_restored_run_does_not_ask_for_them_again(falconet, tmp_path):
+    assert falconet(f"train {TINY} --run-dir a --epoch 1").code == 0
+    assert falconet(f"train {TINY} --run-dir b --epoch 1 --init-path a").code == 0
+    refused = falconet("restore --checkpoint-input-path b --init-path a")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--init-path: " in refused.err
+    shutil.rmtree(tmp_path / "a")
+    answer = falconet("restore --checkpoint-input-path b --epoch 2")
+    assert answer.code == 0, answer.err
+    assert "begins with" not in answer.out
+
+
+def test_weights_that_do_not_fit_or_are_not_there_are_refused_in_one_line(falconet):
+    assert falconet(f"train {TINY} --run-dir a --epoch 1").code == 0
+    for line, message in {
+        "--init-path a --model resnet14-cifar": "does not fit resnet14-cifar: ",
+        "--init-path b": "b: no such file or folder",
+    }.items():
+        answer = falconet(f"train {TINY} --run-dir c {line}")
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+        assert message in answer.err
+
+
+def test_a_share_of_the_training_images_is_trained_on(falconet):
+    found = []
+    for percentage in (100, 10):
+        plan = falconet(f"train --plan --dataset-percentage {percentage}").out
+        found.append([int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:training|validation)", plan)])
+    (whole, validation), part = found
+    assert part == [whole // 10, validation]
+    generated = falconet(f"train {TINY} --plan --dataset-percentage 10")
+    assert "note: --dataset-percentage has no effect without --data other than generated" in generated.out
