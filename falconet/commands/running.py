@@ -63,7 +63,6 @@ class Run:
         self.screen = launching.screen_of(self.world)
         self.note = launching.spoken(self.world)
         self.regime = REGIMES[machine.precision]
-        self.regime.require(self.world.device)
         self.offender = Offender(self.world.device)
         # A plan is printed by one process, whatever the processes it speaks of.
         self.grid = divide(self.world, stages=self.division.stages if self.world.size > 1 else 1)
@@ -152,6 +151,7 @@ class Run:
 
     def _go(self) -> int:
         launching.check_alike(self.world, self.loaded, self.restored)
+        self.regime.require(self.world.device)
         notes = [*rules.notes(self.options, self.loaded.sources), *self.division.notes]
         for line in [*self.plan_lines(), *(f"note: {note}" for note in notes)]:
             self.screen.line(line)
@@ -338,7 +338,7 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaging.after_training(record, options, world=world, say=self.screen.line)
-        held = memory.measure(state, self.replicas, self.grid.replicas)
+        held = memory.measure(state, self.replicas, self.grid)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
 
