@@ -13,7 +13,7 @@ from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.load import parse, print_help
 from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
-from falconet.parallel.environment import speaks
+from falconet.parallel.environment import said_here
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
@@ -99,8 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     except UserError as error:
         prefix = f"falconet {name}" if name in COMMANDS else "falconet"
-        if speaks(os.environ, str(error)):
-            print(f"{prefix}: {error}", file=sys.stderr)  # noqa: T201
+        said = said_here(os.environ, str(error))
+        if said is not None:
+            print(f"{prefix}: {said}", file=sys.stderr)  # noqa: T201
         return MISTAKE
     except WorldError as error:
         print(f"falconet {name}: {error}", file=sys.stderr)  # noqa: T201

@@ -120,6 +120,17 @@ def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
     raise CheckpointError(f"{path}: none of the {len(errors)} checkpoints in it is whole; {errors[0]}")
 
 
+def whole_after(path: Path, progress: Progress) -> Path | None:
+    """The newest verified checkpoint of training in `path` that has come further than `progress`."""
+    for folder in _newest_first(checkpoints_in(path)):
+        manifest = _readable(folder)
+        if manifest and not manifest.averaged and _order(manifest.progress) > _order(progress):
+            with contextlib.suppress(CheckpointError):
+                verify(folder)
+                return folder
+    return None
+
+
 def refuse(folder: Path, error: CheckpointError) -> CheckpointError:
     """`error` about `folder`, with the newest whole checkpoint beside it offered if there is one."""
     siblings = checkpoints_in(folder.parent) if folder.parent.is_dir() else []
@@ -214,7 +225,11 @@ def _age(folder: Path) -> tuple[bool, int, int, int, str]:
     """Sorts by progress; what cannot be read comes last, by name."""
     manifest = _readable(folder)
     progress = manifest.progress if manifest else Progress(0, 0, 0)
-    return manifest is None, progress.epoch, progress.images, progress.update, folder.name
+    return manifest is None, *_order(progress), folder.name
+
+
+def _order(progress: Progress) -> tuple[int, int, int]:
+    return progress.epoch, progress.images, progress.update
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:

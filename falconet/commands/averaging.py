@@ -27,11 +27,11 @@ def rule_of(options: sections.Averaging | sections.Average) -> Averaging:
 
 
 def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str, Tensor], to: Path) -> None:
-    """Save averaged weights with the newest checkpoint's optimizer state, so that the result restores too."""
+    """Save averaged weights with the rest of the newest checkpoint's state, so that the result restores too."""
     newest = folders[-1]
     manifest = files.verify(newest)
-    kept = [stem for stem in ("optimizer", "ema", "scale") if stem in manifest.stems]
-    tensors = {"model": weights} | {stem: files.read_tensors(newest, stem, verified=manifest) for stem in kept}
+    others = [stem for stem in manifest.stems if stem != "model"]
+    tensors = {"model": weights} | {stem: files.read_tensors(newest, stem, verified=manifest) for stem in others}
     averaged = {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
     content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
     files.write(to, tensors, content | {"averaged": averaged, "metrics": {}})

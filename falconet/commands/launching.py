@@ -42,11 +42,12 @@ class Launch:
 def prepare(loaded: Options, restored: Restored = None) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
-    _check_stages(place, rules.stages_of(loaded.options.parallel))
+    _check_stages(rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
     rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _whole(loaded.options, _divided(loaded, place))
     _check_span(loaded.options.parallel, division)
+    _check_interleaving(loaded.options.parallel, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
         restored = newest(loaded.options, restored) or restored
@@ -161,10 +162,10 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
 
 
-def _check_stages(place: Place | None, stages: int) -> None:
+def _check_stages(stages: int) -> None:
     """poprun's processes of one replica are the stages of its pipeline."""
     asked = environment.asked_of_poprun(os.environ)
-    if place and asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
+    if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
             f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {stages}"
             f" {'stage' if stages == 1 else 'stages'}; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
@@ -230,6 +231,15 @@ def standing(phases: Sequence[Phase], loaded: Options, restored: Restored) -> in
             " follows them, which a larger --fine-tune-epoch makes longer"
         )
     return number
+
+
+def _check_interleaving(parallel: sections.Parallel, division: Division) -> None:
+    """More replicas than the checkpoint had leave fewer micro-batches to each."""
+    if parallel.pipeline_schedule == "interleaved" and division.accumulation < division.stages:
+        raise ConfigError(
+            f"--pipeline-schedule interleaved: {division.stages} stages need as many micro-batches an update, and"
+            f" {division.replicas} replicas have {division.accumulation} each; wanted fewer processes, or grouped"
+        )
 
 
 def newest(options: schema.TrainOptions, restored: Restored) -> Restored:

@@ -19,6 +19,7 @@ def go(launch: Launch) -> int:
     runs = deque([Run(launch)])
     with runs[0].world as world:
         launching.check_alike(world, launch.loaded, launch.restored)
+        runs[0].regime.require(world.device)
         phases = phases_of(launch.loaded.options)
         begins = launching.standing(phases, launch.loaded, launch.restored)
         for _ in phases[1:]:

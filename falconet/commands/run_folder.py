@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import falconet
-from falconet.checkpoint.files import checkpoints_in
+from falconet.checkpoint.files import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Manifest
 from falconet.config import schema
 from falconet.config.load import Loaded
@@ -39,6 +39,13 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
         )
     _require_writable(folder, "--run-dir")
     _require_writable(saved, "--checkpoint-output-path")
+    newer = whole_after(saved, restored[1].progress) if restored else None
+    if restored and newer:  # among which those of this run would be the first to be removed, and the last to be found
+        option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
+        raise ConfigError(
+            f"--{option}: {saved} holds newer checkpoints than {restored[0].name}, such as {newer.name}; wanted another"
+            " folder for a run that goes on from an older one"
+        )
     if not restored and checkpoints_in(saved):
         raise ConfigError(
             f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"

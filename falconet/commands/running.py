@@ -68,7 +68,6 @@ class Run:
         self.screen = launching.screen_of(self.world)
         self.note = launching.spoken(self.world)
         self.regime = REGIMES[self.options.machine.precision]
-        self.regime.require(self.world.device)
         self.offender = Offender(self.world.device)
         # A plan is printed by one process, whatever the processes it speaks of.
         stages = self.division.stages if self.world.size > 1 else 1
@@ -334,7 +333,7 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaged = averaging.after_training(record, options, world=world, say=self.screen.line)
-        held = memory.measure(state, self.replicas, self.grid.replicas)
+        held = memory.measure(state, self.replicas, self.grid)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
         return Handover(averaged=averaged, best=record.best) if averaged else None

@@ -110,9 +110,9 @@ def _checkpoint(world: World) -> tuple[bool, str]:
         try:
             again.load(folder, name="doctor")
         except CheckpointError as error:
-            world.barrier("loading")
-            return False, str(error)
-        world.barrier("loading")
+            problem = str(error)
+        if world.max(torch.tensor(int(bool(problem)))):  # all go on together, or none
+            return False, problem or "another process could not load"
         # One more update of both: a momentum that came back wrong would show in the weights.
         _update(state, _images(world, everyone=False), exchange)
         _update(again, _images(world, everyone=False), other)

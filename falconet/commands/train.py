@@ -1,16 +1,20 @@
 """`falconet train`: train from scratch."""
 
+import os
 from collections.abc import Sequence
 
 from falconet.commands import launching, phasing, resuming
 from falconet.commands.reading import load_options
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import Setting
+from falconet.parallel import environment
 
 
 def run(line: Sequence[Setting]) -> int:
     loaded = load_options(TrainOptions, line)
-    restored = resuming.earlier(loaded) if loaded.options.run.resume else None
+    # Workers that are started again take up their run in the same way, maybe in fewer processes than before.
+    goes_on = loaded.options.run.resume or environment.attempt(os.environ) > 0
+    restored = resuming.earlier(loaded) if goes_on else None
     if restored:
         loaded = load_options(TrainOptions, line, restored[1].config)
     launch = launching.prepare(loaded, restored)

@@ -148,7 +148,7 @@ def _mpi(asked: Poprun, name: str, value: str) -> None:
         elif flag == "--mca" and values[0] in NETWORKS:
             asked.network = values[1]
         elif flag == "--mca" and values[0] == "plm_rsh_agent":
-            asked.remote_shell = tuple(shlex.split(values[1]))
+            asked.remote_shell = tuple(shlex.split(values[1])) or ("ssh",)
         elif flag == "--mca" or flag in OF_MPIRUN:
             idle.append(" ".join([spelled, *values]))
         else:

@@ -35,7 +35,7 @@ class Traffic(Protocol):
         """What is computed next waits for `mark`; the host does not."""
 
     def settle(self) -> None:
-        """The host waits until every copy is done."""
+        """The host waits until every copy, and what has been computed so far, is done."""
 
     def room(self, like: Tensor, count: int) -> Tensor:
         """Host memory for `count` values."""
@@ -88,8 +88,8 @@ class Streams:
         torch.cuda.current_stream().wait_event(mark)
 
     def settle(self) -> None:
-        self._in.synchronize()
-        self._out.synchronize()
+        for stream in (self._in, self._out, torch.cuda.current_stream()):
+            stream.synchronize()
 
     def room(self, like: Tensor, count: int) -> Tensor:
         return torch.empty(count, dtype=like.dtype, pin_memory=True)
@@ -214,6 +214,7 @@ class HostedState:
         if self._places[number % PLACES].numel() < needed:
             largest = max(each.home.numel() * each.home.element_size() for each in self._buckets)
             self._places[number % PLACES] = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            self._traffic.settle()  # kernels that had this memory may not have run yet, and copies do not wait for them
         return self._places[number % PLACES][:needed].view(home.dtype)
 
     def _guests(self, number: int) -> list[Tensor]:

@@ -1,7 +1,10 @@
 """What a launcher says in the environment: torchrun, mpirun, MPICH, SLURM, TF_CONFIG, or nobody. No torch in here."""
 
+import contextlib
 import json
 import re
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +13,7 @@ from falconet.errors import ConfigError
 
 PORT = 29500  # torch's own default
 SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two of them
+WAITING = 3.0  # seconds in which the first process opens its port, or has said what is wrong and is gone
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
 OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
 BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
@@ -40,13 +44,27 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def speaks(environment: Mapping[str, str], message: str) -> bool:
-    """Whether this process prints a mistake: the first one, and any other what concerns itself alone."""
+def said_here(environment: Mapping[str, str], message: str) -> str | None:
+    """What this process prints of a mistake: the first one all of it, any other what concerns itself alone."""
     try:
         place = find_place(environment)
     except ConfigError:
-        return True  # who we are is the very mistake
-    return place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: ")
+        return message  # who we are is the very mistake
+    if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
+        return message
+    # Before there is a world: the first process has not made the same mistake if it waits for us.
+    of_the_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # who is there in any case
+    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place.address, place.port) else None
+
+
+def _is_waiting(address: str, port: int) -> bool:
+    """Whether somebody listens there, or begins to within a while."""
+    deadline = time.monotonic() + WAITING
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=WAITING):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def is_first(environment: Mapping[str, str]) -> bool:

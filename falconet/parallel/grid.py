@@ -46,6 +46,8 @@ def divide(world: World, *, stages: int) -> Grid:
 def _part(world: Processes, ranks: list[int]) -> Processes:
     """A world of some of the processes."""
     wait = timedelta(seconds=world.timeout)
-    host, group = dist.new_group(ranks, backend="gloo", timeout=wait), dist.new_group(ranks, timeout=wait)
+    # Made by its members alone: in torch 2.11 the others would split NCCL's communicator for it, and wait for ever.
+    host = dist.new_group(ranks, backend="gloo", timeout=wait, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=wait)
     own = ranks.index(world.rank) if world.rank in ranks else -1
     return replace(world, rank=own, size=len(ranks), host=host, group=group)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Hosts that run one job together: started, watched, and ended together. No torch in here."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,9 @@ FAILED, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes; whom we end calls that a
 
 def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
     """Every other host answers, or one line names the first that does not."""
+    remote = [start.host for start in starts if start.remote]
+    if remote and not shutil.which(remote_shell[0]):
+        raise ConfigError(f"--host: cannot reach {remote[0]}: {remote_shell[0]} is not installed here")
     over = [*remote_shell, *_patient(remote_shell)]
     asked = [
         (start.host, subprocess.Popen([*over, start.host, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
+from falconet.parallel.grid import Grid
 from falconet.parallel.replicas import Replicas
-from falconet.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Memory:
         return lines
 
 
-def measure(state: TrainState, replicas: Replicas, world: World) -> Memory:
+def measure(state: TrainState, replicas: Replicas, grid: Grid) -> Memory:
     """What this process holds after an update, when gradients and state are there; every process calls it."""
     kept = optimizer_tensors(state)
-    everywhere = int(world.sum(torch.tensor(bytes_of(kept)))) if state.shards else bytes_of(kept)
+    dividing = grid.world if state.shards else grid.stages  # those of whom no two hold the same state
+    everywhere = int(dividing.sum(torch.tensor(bytes_of(kept))))
     trained = [*state.model.parameters(), *(state.shards.trained.parameters() if state.shards else ())]
     own = [] if state.hosted is None else state.hosted.tensors()
     return Memory(

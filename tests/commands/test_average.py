@@ -129,6 +129,13 @@ def test_the_result_restores_and_trains_on(falconet, run):
     assert not files.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
 
 
+def test_the_average_of_a_scaled_run_restores_with_its_scale(falconet):
+    falconet(f"train {TINY} --precision 16.16 --auto-loss-scaling --epoch 1 --run-dir r --weight-avg-strategy mean")
+    line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1_averaged --epoch 2"
+    answer = falconet(f"{line} --weight-avg-strategy none")
+    assert answer.code == 0, answer.err
+
+
 def test_no_state_is_counted_twice(falconet, run):
     falconet("average --checkpoint-input-path r")
     first = weights(AVERAGED)

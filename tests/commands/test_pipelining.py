@@ -1,5 +1,6 @@
 """Options about stages: planned, folded, refused, restored onto another number."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_a_mistake_is_one_line(falconet, extra, message):
     assert answer.err.count("\n") == 1
 
 
+def test_more_replicas_than_micro_batches_for_interleaving_are_refused_in_one_line(falconet, monkeypatch):
+    line = f"train {TINY} --pipeline-splits layer2/0 layer3/0 --pipeline-schedule interleaved --gradient-accumulation 4"
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 1)  # all in one process
+    assert falconet(f"{line} --epoch 1 --run-dir r").code == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    answer = falconet("restore --checkpoint-input-path r --epoch 2")
+    assert answer.code == 2
+    assert "3 stages need as many micro-batches an update, and 4 replicas have 1 each; wanted fewer" in answer.err
+    assert answer.err.count("\n") == 1
+
+
 def test_a_schedule_without_stages_says_that_it_has_no_effect(falconet):
     answer = falconet(f"train {TINY} --pipeline-schedule sequential --plan")
     assert "note: --pipeline-schedule has no effect without --pipeline-splits" in answer.out
@@ -115,6 +128,8 @@ def test_a_run_in_stages_is_saved_whole_and_restored_where_one_likes(falconet):
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.count("\nstage 1: ") == 1
     assert "averaged 1 checkpoints" in answer.out
+    held = json.loads(Path("two/summary.json").read_text())["memory_bytes"]
+    assert held["optimizer_state"]["host"] < held["whole_state"], "that of both stages"
     manifest = files.verify(files.checkpoints_in(Path("two"))[-1])
     assert len(manifest.runtime["splits"]) == 1
     assert manifest.files.keys() == files.verify(files.checkpoints_in(Path("one"))[-1]).files.keys()

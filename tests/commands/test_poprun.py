@@ -87,6 +87,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, flags, program, message
     assert err.count("\n") == 1
 
 
+def test_stages_that_the_program_does_not_have_are_refused_also_where_they_would_share_a_process(tmp_path):
+    code, _, err = run("--ipus-per-replica 4096", [*FALCONET, "train", *TINY.split()], tmp_path)
+    assert code == 2
+    note, mistake = err.splitlines()
+    assert note.endswith(": 1 are started")
+    assert mistake.startswith("falconet train: --ipus-per-replica: poprun was given 4096, but the model is in 1 stage;")
+
+
 def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     shell = tmp_path / "shell"
     shell.write_text('#!/bin/sh\n[ "$1" = there ] && exit 0\necho "no route to $1" >&2; exit 255\n')
@@ -96,6 +104,12 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     found = subprocess.run([*line, "true"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert found.returncode == 2
     assert found.stderr == f"poprun: --host: cannot reach elsewhere by {shell}: no route to elsewhere\n"
+
+
+def test_a_missing_remote_shell_is_named(capfd):
+    flags = ["--num-replicas", "2", "--host", "there,elsewhere", "--mpi-global-args=--mca plm_rsh_agent no-such-shell"]
+    assert poprun.main([*flags, "true"]) == 2
+    assert capfd.readouterr().err == "poprun: --host: cannot reach there: no-such-shell is not installed here\n"
 
 
 def test_another_exit_code_is_told_with_its_rank(tmp_path):

@@ -5,13 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import gloo
 import pytest
 from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.commands import parts
+from falconet.parallel import environment
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +69,30 @@ def test_a_world_that_contradicts_the_plan_is_refused(falconet, monkeypatch, var
 def test_only_the_first_process_says_it(falconet, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_PORT", str(gloo.free_port()))
+    monkeypatch.setattr(environment, "WAITING", 0.2)
     answer = falconet(f"train {TINY} --replicas 4")
     assert (answer.code, answer.err) == (2, "")
+
+
+def test_another_one_says_what_the_first_has_not_seen(falconet, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(first.getsockname()[1])}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        answer = falconet("restore --checkpoint-input-path nowhere")
+    assert (answer.code, answer.err) == (2, "falconet restore: rank 1: nowhere: no such file or folder\n")
+
+
+def test_a_run_started_again_in_fewer_processes_keeps_its_global_batch(falconet, monkeypatch):
+    line = f"train {TINY} --run-dir r --epoch 3"
+    falconet(f"train {TINY} --run-dir r --epoch 1")
+    manifest = files.read_manifest(files.checkpoints_in(Path("r"))[-1])
+    stored = manifest.config | {"replicas": {"value": "4", "source": "default"}, "epoch": {"value": "3", "source": "x"}}
+    monkeypatch.setattr(files, "read_manifest", lambda folder: replace(manifest, config=stored))
+    assert "micro-batch 8 x accumulation 1 x replicas 1" in falconet(f"{line} --plan").out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "global batch 32 = micro-batch 8 x" in falconet(f"{line} --plan").out
 
 
 def test_restoring_onto_another_number_of_replicas_keeps_the_global_batch(falconet):

@@ -129,6 +129,20 @@ def test_a_complete_run_says_so_and_more_epochs_go_on(falconet):
     assert "Epoch 3/3" in answer.out
 
 
+def test_an_older_checkpoint_goes_on_in_a_folder_of_its_own(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 3")
+    before = {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")}
+    line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1 --lr 0.01"
+    answer = falconet(line)
+    assert answer.code == 2
+    assert "--run-dir: r/checkpoints holds newer checkpoints than resnet8-cifar_generated_1, such as" in answer.err
+    assert "such as resnet8-cifar_generated_3; wanted another folder" in answer.err
+    assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
+    again = falconet(f"{line} --run-dir other")
+    assert again.code == 0, again.err
+    assert [folder.name[-1] for folder in files.checkpoints_in(Path("other"))] == ["2", "3"]
+
+
 def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1 --checkpoint-save-freq 0.25 --checkpoints-kept all")
     within = "r/checkpoints/resnet8-cifar_generated_0+00001"

@@ -137,8 +137,8 @@ def test_mixed_versions_are_refused_by_the_first_process_and_nobody_stays(hosts,
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
     assert re.fullmatch(
-        r"falconet train: the version of falconet and torch: is '0\.0\.1 and .*' in process 3 and '.*' in the first;"
-        r" wanted the same in all\n",
+        r"falconet train: the version of falconet and torch: is '0\.0\.1 and .*' in process 3 and '.*' in process 0;"
+        r" wanted the same in both\n",
         err,
     )
     gone(hosts)
