@@ -14,6 +14,8 @@ from falconet.errors import ConfigError, DataError, Interrupted
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
 
+MOST_TOLD = 20  # files that are named
+
 
 def run(line: Sequence[Setting]) -> int:
     options = load_options(PackOptions, line).options.pack
@@ -43,6 +45,8 @@ def run(line: Sequence[Setting]) -> int:
     except KeyboardInterrupt:
         say(f"stopped; {whole} of {len(shards)} shards are whole, and the same command goes on from there")
         raise Interrupted from None
+    for trouble in packer.troubles[:MOST_TOLD]:
+        say(f"{trouble}; packed as it is")
     say(_summary(packer, len(shards), target))
     return 0
 
@@ -70,8 +74,9 @@ def _check_target(target: Path, shards: list[packing.Shard]) -> None:
 def _summary(packer: packing.Packer, shards: int, target: Path) -> str:
     if packer.images == 0:
         return f"{target}: all {shards} shards were there already"
+    bad = f"; {len(packer.troubles):,} cannot be decoded" if packer.troubles else ""
     share = packer.bytes_written / max(1, packer.bytes_read) - 1
     return (
         f"{target}: {shards} shards; {packer.images:,} images packed now, {packer.marked:,} of them with restart"
-        f" markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%})"
+        f" markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%}){bad}"
     )

@@ -41,6 +41,7 @@ class Outcome(NamedTuple):
     data: bytes
     read: int  # bytes of the file
     marked: bool
+    trouble: str | None = None  # why it cannot be decoded, if so; it is packed as it is, and training will name it
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Packer:
         self._target, self._recipe, self._workers = target, recipe, workers
         self._library = native.library() if recipe.marked else None
         self.images = self.marked = self.bytes_read = self.bytes_written = 0
+        self.troubles: list[str] = []  # files that cannot be decoded, each with its reason
 
     def pack(self, shard: Shard, *, done: Callable[[], None]) -> None:
         """Make one shard; `done` is called for each image. DataError: a file that cannot be read, or a full disk."""
@@ -100,6 +102,8 @@ class Packer:
                     label = int(shard.source.labels[index])
                     writer.add(outcome.data, label=label, name=shard.source.name(index))
                     self._count(outcome)
+                    if outcome.trouble is not None:
+                        self.troubles.append(f"{shard.source.path(index)}: cannot be decoded ({outcome.trouble})")
                     done()
                 writer.finish(_facts(shard, self._recipe))
                 file.flush()
@@ -149,7 +153,16 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
     marked = library.restart_marked(data, interval=INTERVAL) if library is not None and data else None
     if isinstance(marked, bytes):
         return Outcome(marked, len(original), True)
-    return Outcome(data, len(original), False)
+    return Outcome(data, len(original), False, _trouble(data))
+
+
+def _trouble(data: bytes) -> str | None:
+    """Why these bytes are no image; asked only of those that get no restart markers, because it takes a decoding."""
+    try:
+        open_rgb(io.BytesIO(data))
+    except UnreadableImageError as error:
+        return str(error)
+    return None
 
 
 def shrunk(data: bytes, short_side: int) -> bytes:

@@ -33,6 +33,15 @@ def test_packing_says_what_it_did_and_verify_that_it_is_whole(falconet, root):
     assert falconet("data verify packed").out == "packed: 6 shards, 24 images: every one has its checksum\n"
 
 
+def test_a_file_that_is_no_image_is_named_and_counted(falconet, root):
+    path = next((root / "train").rglob("*.JPEG"))
+    path.write_text("hello")
+    answer = falconet(f"data pack {root} packed")
+    assert answer.code == 0, answer.err
+    assert f"{path}: cannot be decoded (not an image); packed as it is" in answer.out
+    assert "; 1 cannot be decoded" in answer.out
+
+
 def test_a_flipped_bit_is_named_by_verify(falconet, root):
     falconet(f"data pack {root} packed --shard-size 5")
     path = Path("packed/train-00001.falconet")
