@@ -42,7 +42,8 @@ def children(pid):
 
 def updates(run):
     log = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""  # the last line may be half written
+    lines = [json.loads(line) for line in whole.splitlines()]
     return [line["update"] for line in lines if "train/loss" in line]
 
 

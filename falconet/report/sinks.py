@@ -22,6 +22,8 @@ class JsonLines:
     """metrics.jsonl: one JSON object a line. A restored run appends; of two lines for one update the later counts."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            _drop_torn_end(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, update: int, metrics: Metrics) -> None:
@@ -30,6 +32,12 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _drop_torn_end(path: Path) -> None:
+    """A line that a killed process left half written: its update comes again, because it was not saved yet."""
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class TensorBoard:

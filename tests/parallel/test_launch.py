@@ -75,6 +75,7 @@ def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, 
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_stage_killed_with_9_starts_again_and_all_end_with_the_same_bits(tmp_path):
     assert finish(begin(f"train {LINE} {STAGES} --epoch 6 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=24, kills=1, extra=STAGES)

@@ -13,7 +13,7 @@ import torch
 
 from falconet.checkpoint import files
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 DIGITS = "train --epoch 1 --micro-batch-size 32 --threads 1 --dataloader-workers 1 --device cpu --run-dir"
 FALCONET = [sys.executable, "-m", "falconet"]
 LIMIT = 400  # seconds; 10 on a quiet machine

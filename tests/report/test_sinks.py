@@ -33,6 +33,15 @@ def test_a_restored_run_appends(tmp_path):
     assert written(path) == [{"update": 1, "train/loss": 0.5}, {"update": 2, "train/loss": 0.25}]
 
 
+def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1, "a": 1.0}\n{"update": 2, "a"')
+    sink = JsonLines(path)
+    sink.write(2, {"a": 2.0})
+    sink.close()
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2]
+
+
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path)
