@@ -26,7 +26,7 @@ def main() -> None:
         axes[0].plot([place] * len(finals), finals, "o", color=style(name)["color"])
         axes[0].plot(place, sum(finals) / len(finals), "_", color=style(name)["color"], markersize=22)
     axes[0].set_xticks(range(len(evidence["full"])), [name.replace(" ", "\n") for name in evidence["full"]], fontsize=8)
-    axes[0].set(title="40 epochs, peak learning rate 0.4", ylabel="validation accuracy, %", ylim=(87, 90))
+    axes[0].set(title="40 epochs, peak learning rate 0.4", ylabel="validation accuracy, %", ylim=(89, 91.5))
     for name, points in evidence["low"].items():
         axes[1].plot(*zip(*points, strict=True), **style(name))
     axes[1].set(title="10 epochs, peak learning rate 0.01", xlabel="epoch", ylabel="validation accuracy, %")
