@@ -4,6 +4,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Shared cores: OpenMP threads that spin while idle slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Processes that share the tests; each holds torch, about 1 GB.
+WORKERS ?= 2
 
 .PHONY: install train test lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
@@ -13,7 +15,7 @@ train: .venv/installed
 	$(BIN)/falconet train
 
 test: .venv/installed-for-tests lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .

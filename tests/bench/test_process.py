@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from falconet.bench.command import Command
 
 @pytest.fixture
 def ended(tmp_path):
-    def run(script, *, timeout=None, argv=None):
+    def run(script, *, timeout=None, argv=None, echo=lambda line: None):
         command = Command(argv=argv or (sys.executable, "-c", script), environment={}, folder=tmp_path)
         log = tmp_path / "logs/output.log"
-        return process.run(command, runs=tmp_path / "runs", log=log, timeout=timeout, echo=lambda _: None)
+        return process.run(command, runs=tmp_path / "runs", log=log, timeout=timeout, echo=echo)
 
     return run
 
@@ -57,12 +56,12 @@ def test_a_run_that_takes_too_long_is_stopped_with_its_children(ended, tmp_path)
 def test_an_interruption_reaches_the_process_and_keeps_what_it_printed(ended, number):
     script = (
         "import time\n"
-        "print('measured', flush=True)\n"
-        "try:\n    time.sleep(60)\n"
+        "try:\n"
+        "    print('measured', flush=True)\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    print('saved')\n"
     )
-    threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
-    found = ended(script)
+    found = ended(script, echo=lambda line: line == "measured" and os.kill(os.getpid(), number))
     assert found.stopped == "interrupted"
     assert list(found.lines) == ["measured", "saved"]
 

@@ -13,6 +13,8 @@ from tiny import TINY
 
 from falconet.commands import poprun
 
+pytestmark = pytest.mark.dist
+
 FALCONET = [sys.executable, "-m", "falconet"]
 TELL = "import os, sys; print(*(os.environ[name] for name in sys.argv[1:]))"
 LIMIT = 60

@@ -16,6 +16,8 @@ from falconet.checkpoint import files
 from falconet.commands import parts
 from falconet.parallel import environment
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):

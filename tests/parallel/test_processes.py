@@ -4,6 +4,8 @@ import gloo
 import pytest
 import replica_scenarios
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_process_has_the_same_answer(size):
