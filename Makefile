@@ -1,9 +1,12 @@
 # Everything a stranger needs: `make train`, `make test`. The environment is made once, in .venv, from pinned versions.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without --no-compile, pip compiles thousands of modules that are never imported; Python compiles the others as it goes.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Shared cores: OpenMP threads that spin while idle slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Processes that share the tests; each holds torch, about 1 GB.
+WORKERS ?= 2
 
 .PHONY: install train test lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
@@ -13,7 +16,7 @@ train: .venv/installed
 	$(BIN)/falconet train
 
 test: .venv/installed-for-tests lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .
@@ -48,6 +51,7 @@ clean:
 	$(INSTALL) -e .
 	touch $@
 
-.venv/installed-for-tests: .venv/installed
+.venv/installed-for-tests: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
 	$(INSTALL) -e '.[test,lint]'
-	touch $@
+	touch .venv/installed $@

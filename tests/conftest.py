@@ -1,5 +1,6 @@
-"""Shared by all tests: the command line called in this process, and small things to train on."""
+"""Shared by all tests: the command line called in this process, small things to train on, and who runs which."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,27 @@ from PIL import Image
 
 from falconet.cli import main
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's `&` hands on an ignored Ctrl-C, to every process that a test starts too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Answer(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With workers (`-n 2 --dist loadgroup`), a file's tests stay together, and so do all that start processes.
+
+    Two worlds side by side would wait for each other on a small machine. They come first, because they take longest.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+    for item in items:
+        group = "processes" if item.get_closest_marker("dist") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

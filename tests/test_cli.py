@@ -1,5 +1,8 @@
 """Commands of two words: found, listed, and a typo answered with the nearest."""
 
+import subprocess
+import sys
+
 import pytest
 
 from falconet.cli import COMMANDS, GROUPS
@@ -38,3 +41,13 @@ def test_a_groups_overview_names_its_own(falconet):
     assert "data" in GROUPS
     assert "data verify" in shown
     assert "restore" not in shown
+
+
+def test_a_run_imports_no_library_that_it_does_not_need():
+    """timm takes two seconds and torch's pipelines one: of every launcher, of every worker, of every mistake."""
+    code = (
+        "import sys, falconet.commands.train, falconet.commands.restore\n"
+        "falconet.commands.train.phasing.launching.parts.zoo.build('resnet8-cifar', classes=2, seed=0)\n"
+        "print(sorted({'timm', 'torchvision', 'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

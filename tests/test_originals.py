@@ -95,6 +95,7 @@ PIPELINED = {
 }
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize(
     ("program", "line"),
     [PIPELINED["tensorflow"], pytest.param(*PIPELINED["pytorch"], marks=pytest.mark.slow)],

@@ -12,7 +12,6 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.commands import averaging, describing, launching, numbers, parts, run_folder, sharding, telling
 from falconet.commands.launching import Launch
-from falconet.commands.pipelining import StagedModel
 from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config import rules
 from falconet.config.phases import Phase, phases_of
@@ -137,6 +136,8 @@ class Run:
         """How the model lies on the devices, decided here once."""
         if self.division.stages == 1:
             return WholeModel(self.setup)
+        from falconet.commands.pipelining import StagedModel  # torch's pipelines take a second to import
+
         stored = self.restored[1].runtime.get("splits") if self.restored else None
         return StagedModel(self.setup, stages=self.division.stages, stored=stored)
 

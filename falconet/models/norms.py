@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
-from timm.layers.norm_act import BatchNormAct2d, GroupNormAct
 from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
 from falconet.models.onepass import OnePassBatchNorm2d
+
+if TYPE_CHECKING:
+    from timm.layers.norm_act import BatchNormAct2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,11 @@ def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
     if norm.fast or norm.strided:
         kind = StridedGroupNorm if norm.strided else FastGroupNorm  # the kernel knows neighbours alone
         group = kind(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
-        if isinstance(layer, BatchNormAct2d):
+        if _acts(layer):
             group.drop, group.act = layer.drop, layer.act
-    elif isinstance(layer, BatchNormAct2d):
+    elif _acts(layer):
+        from timm.layers.norm_act import GroupNormAct
+
         group = GroupNormAct(layer.num_features, norm.groups, eps, affine=layer.affine, device="meta")
         group.drop, group.act = layer.drop, layer.act
     else:
@@ -65,18 +69,23 @@ def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
     return group
 
 
+def _acts(layer: nn.BatchNorm2d) -> "TypeGuard[BatchNormAct2d]":
+    """Whether an activation belongs to it, as to a norm of timm, which takes two seconds to import for its class."""
+    return hasattr(layer, "act")
+
+
 def _one_pass(layer: nn.BatchNorm2d) -> OnePassBatchNorm2d:
     """One-pass batch norm in the place of `layer`, with its very parameters and statistics."""
     norm = OnePassBatchNorm2d(layer.num_features, layer.eps, layer.momentum, affine=layer.affine, device="meta")
     norm.weight, norm.bias = layer.weight, layer.bias
     norm._buffers.update(layer._buffers)
-    if isinstance(layer, BatchNormAct2d):
+    if _acts(layer):
         norm.drop, norm.act = layer.drop, layer.act
     return norm
 
 
 def _without_norm(layer: nn.BatchNorm2d) -> nn.Module:
-    return nn.Sequential(layer.drop, layer.act) if isinstance(layer, BatchNormAct2d) else nn.Identity()
+    return nn.Sequential(layer.drop, layer.act) if _acts(layer) else nn.Identity()
 
 
 def _check_groups(layers: dict[str, nn.BatchNorm2d], *, groups: int) -> None:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import timm
-from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
 # Those that timm has a name for; the others are built from its blocks.
@@ -13,15 +11,15 @@ NAMED = {
     "resnext50": "resnext50_32x4d",
     "resnext101": "resnext101_32x4d",
 }
-_BLOCKS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "resnet10": (BasicBlock, (1, 1, 1, 1)),
-    "resnet14": (Bottleneck, (1, 1, 1, 1)),
-    "resnet26": (Bottleneck, (2, 2, 2, 2)),
-    "resnext14": (Bottleneck, (1, 1, 1, 1)),
-    "resnext26": (Bottleneck, (2, 2, 2, 2)),
-    "resnext50": (Bottleneck, (3, 4, 6, 3)),
-    "resnext101": (Bottleneck, (3, 4, 23, 3)),
-    "resnext152": (Bottleneck, (3, 8, 36, 3)),
+_BLOCKS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "resnet10": ("BasicBlock", (1, 1, 1, 1)),
+    "resnet14": ("Bottleneck", (1, 1, 1, 1)),
+    "resnet26": ("Bottleneck", (2, 2, 2, 2)),
+    "resnext14": ("Bottleneck", (1, 1, 1, 1)),
+    "resnext26": ("Bottleneck", (2, 2, 2, 2)),
+    "resnext50": ("Bottleneck", (3, 4, 6, 3)),
+    "resnext101": ("Bottleneck", (3, 4, 23, 3)),
+    "resnext152": ("Bottleneck", (3, 8, 36, 3)),
 }
 NAMES = (
     *(f"resnet{depth}" for depth in (10, 14, 18, 26, 34, 50, 101, 152)),
@@ -44,6 +42,9 @@ _USUAL = ResidualShape()
 
 def create(name: str, *, classes: int, shape: ResidualShape = _USUAL) -> nn.Module:
     """A new model; its weights come from torch's generator."""
+    import timm  # takes two seconds, and the networks for CIFAR need none of it
+    from timm.models import resnet
+
     assert name in NAMES, name
     grouped = name.startswith("resnext")
     plain = not grouped or (shape.groups, shape.group_dim) == (_USUAL.groups, _USUAL.group_dim)
@@ -53,7 +54,7 @@ def create(name: str, *, classes: int, shape: ResidualShape = _USUAL) -> nn.Modu
     else:
         block, layers = _BLOCKS[name]
         widths: dict[str, Any] = {"cardinality": shape.groups, "base_width": shape.group_dim} if grouped else {}
-        model = ResNet(block, layers, num_classes=classes, **widths)
+        model = resnet.ResNet(getattr(resnet, block), layers, num_classes=classes, **widths)
     if shape.stride == "1x1":
         _stride_first(model)
     return model
@@ -61,6 +62,8 @@ def create(name: str, *, classes: int, shape: ResidualShape = _USUAL) -> nn.Modu
 
 def _stride_first(model: nn.Module) -> None:
     """He's original: the first, 1 x 1, convolution of a bottleneck strides; the same parameters, another function."""
+    from timm.models.resnet import Bottleneck
+
     for module in model.modules():
         if isinstance(module, Bottleneck):
             module.conv1.stride, module.conv2.stride = module.conv2.stride, module.conv1.stride

@@ -4,10 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import timm
 import torch
-from timm.models._efficientnet_builder import decode_arch_def, round_channels
-from timm.models.efficientnet import EfficientNet
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
@@ -15,6 +12,7 @@ from falconet.models import cifar, norms, residual, surgery
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
 
+# timm is imported where it is used: it takes two seconds, and the networks for CIFAR need none of it.
 TIMM_PREFIX = "timm:"
 
 _MOBILE = {
@@ -109,6 +107,8 @@ def image_size(name: str) -> int:
         return 32
     if name in residual.NAMES or name in _MOBILE:
         return 224
+    import timm
+
     timm_config = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     assert timm_config is not None  # only a model missing from timm's list may have none
     _, height, width = timm_config.input_size
@@ -132,6 +132,8 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
         )
     if name in cifar.NAMES:
         return cifar.create(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
+    import timm
+
     timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
     model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
     if name in _BEFORE_CLASSIFIER:
@@ -141,6 +143,9 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
 
 def _create_efficientnet(size: _Size, *, shape: EfficientNetShape, classes: int) -> nn.Module:
     """timm's EfficientNet from an architecture of our own, because timm's builders fix the expand ratio."""
+    from timm.models._efficientnet_builder import decode_arch_def, round_channels
+    from timm.models.efficientnet import EfficientNet
+
     assert shape.expand_ratio >= 1
     assert shape.group_dim >= 1
     expand, se = shape.expand_ratio, "_se0.25" if shape.se else ""
@@ -196,6 +201,8 @@ def _append_dropout(model: nn.Module, *, after: str, rate: float) -> None:
 def _check_name(name: str) -> None:
     if name in names():
         return
+    import timm
+
     known = {*timm.list_models(), *timm.list_pretrained()}  # the latter with their tags, as resnet50.a1_in1k
     if not name.startswith(TIMM_PREFIX):
         # resnet20 means resnet20-cifar, though resnet50 is nearer by spelling.

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterable, Sequence
 
-from timm.layers.drop import DropPath
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -12,7 +11,7 @@ from falconet.errors import ConfigError
 # What gives its argument, or a view of it, back: through them a change in place reaches the argument.
 _VIEWS = {"view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split"}
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, DropPath)
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 class _Tracer(fx.Tracer):
@@ -101,10 +100,15 @@ def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
 def is_random(piece: fx.GraphModule) -> bool:
     """Whether it draws random numbers, which running it again must repeat."""
     return any(
-        (node.op == "call_module" and isinstance(piece.get_submodule(str(node.target)), _RANDOM))
+        (node.op == "call_module" and _draws(piece.get_submodule(str(node.target))))
         or (node.op in ("call_function", "call_method") and any(word in node.name for word in ("drop", "rand", "bern")))
         for node in piece.graph.nodes
     )
+
+
+def _draws(layer: nn.Module) -> bool:
+    """timm's DropPath goes by its name: importing timm takes two seconds, and our own networks need none of it."""
+    return isinstance(layer, _RANDOM) or type(layer).__name__ == "DropPath"
 
 
 def _piece(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
 import torch
-from timm.optim.rmsprop_tf import RMSpropTF
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -43,6 +42,8 @@ def build(model: nn.Module, rule: UpdateRule) -> torch.optim.Optimizer:
         case "rmsprop":
             return torch.optim.RMSprop(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
         case "rmsprop_tf":
+            from timm.optim.rmsprop_tf import RMSpropTF  # timm takes two seconds to import
+
             return RMSpropTF(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
         case "lars":
             return Lars(groups, lr=0.0, momentum=rule.momentum, trust=rule.lars_trust, eps=rule.eps)

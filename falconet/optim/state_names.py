@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from timm.optim.rmsprop_tf import RMSpropTF
 from torch import Tensor, nn
 
 from falconet.errors import CheckpointError
@@ -62,20 +61,22 @@ def load_state_tensors(
 
 def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
     """What the optimizer keeps for a parameter after its first update."""
-    momentum = bool(optimizer.defaults.get("momentum"))
+    momentum = {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
     match optimizer:
         case torch.optim.AdamW():
             return {"step", "exp_avg", "exp_avg_sq"}
         case HalfAdamW():
             return {"step", "exp_avg", "root_exp_avg_sq"}
-        case torch.optim.RMSprop() | RMSpropTF() | HalfRMSpropTF():
-            return {"step", "square_avg", "momentum_buffer"} if momentum else {"step", "square_avg"}
+        case torch.optim.RMSprop() | HalfRMSpropTF():
+            return {"step", "square_avg"} | momentum
+        case _ if type(optimizer).__name__ == "RMSpropTF":  # by its name: importing timm takes two seconds
+            return {"step", "square_avg"} | momentum
         case Lars() | HalfLars():
             return {"velocity"}
         case CombinedSGD():
             return {"velocity"} if momentum else set()
         case torch.optim.SGD() | HalfSGD():
-            return {"momentum_buffer"} if momentum else set()
+            return momentum
         case _:
             raise AssertionError(f"{type(optimizer).__name__} is not an optimizer of ours")
 

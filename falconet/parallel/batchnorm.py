@@ -1,12 +1,12 @@
 """Batch norm whose batch is that of several replicas; one code for CPU and CUDA (torch's own refuses CPU tensors)."""
 
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -46,7 +46,7 @@ def span_batchnorm(model: nn.Module, world: World, *, span: int) -> nn.Module:
         raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of the {world.size} replicas that run")
     assert isinstance(world, Processes)
     own = Span(world, _own_group(world, span))
-    kinds = {nn.BatchNorm2d: SpanBatchNorm2d, BatchNormAct2d: SpanBatchNormAct2d}
+    kinds = _kinds()
     for name, layer in model.named_modules():
         if type(layer) in kinds:
             layer.__class__ = kinds[type(layer)]  # the parameters and buffers stay the very same
@@ -54,6 +54,15 @@ def span_batchnorm(model: nn.Module, world: World, *, span: int) -> nn.Module:
         elif isinstance(layer, _BatchNorm):
             raise ConfigError(f"--batchnorm-span {span}: layer '{name}' is a {type(layer).__name__}, which cannot span")
     return model
+
+
+def _kinds() -> dict[type[nn.Module], Any]:
+    """The layers that can span, and what each becomes; where timm was not imported, no model has layers of its."""
+    if "timm.layers.norm_act" not in sys.modules:
+        return {nn.BatchNorm2d: SpanBatchNorm2d}
+    from falconet.parallel.batchnorm_act import BatchNormAct2d, SpanBatchNormAct2d
+
+    return {nn.BatchNorm2d: SpanBatchNorm2d, BatchNormAct2d: SpanBatchNormAct2d}
 
 
 def _own_group(world: Processes, span: int) -> dist.ProcessGroup:
@@ -71,21 +80,11 @@ class SpanBatchNorm2d(nn.BatchNorm2d):
     span: Span
 
     def forward(self, input: Tensor) -> Tensor:
-        return _normalised(self, input) if self.training else super().forward(input)
+        return normalised(self, input) if self.training else super().forward(input)
 
 
-class SpanBatchNormAct2d(BatchNormAct2d):
-    """The same for timm's batch norm with an activation."""
-
-    span: Span
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            return self.act(self.drop(_normalised(self, x)))  # type: ignore[no-any-return]
-        return super().forward(x)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _normalised(layer: SpanBatchNorm2d | SpanBatchNormAct2d, x: Tensor) -> Tensor:
+def normalised(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """`x` by the statistics of the layer's span, which its running ones follow."""
     out, mean, variance, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, layer.span)
     if layer.track_running_stats:
         _track(layer, mean, variance * (count / (count - 1)))

@@ -84,6 +84,7 @@ def test_half_precision_says_what_it_computes_in(falconet):
     assert "data_type: torch.bfloat16" in falconet(f"{SMALL} --precision bf16.bf16").out
 
 
+@pytest.mark.dist
 def test_processes_side_by_side_are_counted_together(falconet):
     answer = falconet(f"{SMALL} --replicas 2 --output o.json")
     assert answer.code == 0, answer.err

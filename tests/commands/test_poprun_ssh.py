@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() == 0 and not Path("/run/sshd").exists(), reason="sshd wants the folder /run/sshd"),
 ]
 HOSTS = ["127.0.0.2", "127.0.0.3"]  # not 127.0.0.1, which would be this host
-LIMIT = 120
+LIMIT = 300
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from falconet.checkpoint import files
 from falconet.commands import parts
 from falconet.parallel import environment
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
@@ -134,7 +136,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path):
         variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
         line = [sys.executable, "-m", "falconet", "train", *TINY.split()]
         found = subprocess.run(
-            line, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=60
+            line, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=300
         )
     assert found.returncode == 2
     assert (

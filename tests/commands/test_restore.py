@@ -83,10 +83,10 @@ def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_
     line += ["--checkpoint-save-freq", "0.25", "--checkpoints-kept", "all", "--ema-half-life", "1"]
     assert falconet(" ".join([*line, "--run-dir", "straight"])).code == 0
     command = [sys.executable, "-m", "falconet", *line, "--run-dir", "killed"]
-    kill_after = random.randrange(3, 40)
+    kill_after = random.randrange(3, 30)  # of 48: a busy machine may see it late
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "killed/metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     saved = tmp_path / "killed/checkpoints/resnet8-cifar_generated_0+00002"
     while not (saved.exists() and log.read_text().count("train/loss") >= kill_after) and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -65,7 +65,7 @@ def test_leaving_early_ends_the_threads():
     for result in in_order(map(Square, range(1000)), workers=3, ahead=12):
         if result == 4:
             break
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while data_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert data_threads() == []
@@ -87,13 +87,13 @@ class Rows:
         return [part for number, part in list(self.all) if number == self.number]
 
 
-def settled(done):
+def settled(done, expected):
     """How many parts were done when nothing moves any more."""
-    seen = -1
-    while len(done) != seen:
-        seen = len(done)
-        time.sleep(0.05)
-    return seen
+    deadline = time.monotonic() + 60  # the threads may wait for a core
+    while len(done) < expected and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    return len(done)
 
 
 @pytest.mark.parametrize(("ahead", "parts"), [(0, 0), (1, 0), (2, 1), (5, 2), (8, 4), (13, 6)])
@@ -102,7 +102,8 @@ def test_rows_beyond_the_job_handed_over_are_bounded_within_a_job_too(ahead, par
     results = in_order((Rows(number, done) for number in range(50)), workers=2, ahead=ahead)
     for number in range(3):
         assert sorted(next(results)) == [(0, 2), (2, 4), (4, 6), (6, 8)]
-        assert settled(done) == 4 * (number + 1) + parts
+        expected = 4 * (number + 1) + parts
+        assert settled(done, expected) == expected
     results.close()
 
 

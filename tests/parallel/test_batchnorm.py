@@ -10,6 +10,8 @@ from falconet.errors import ConfigError
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.world import ALONE
 
+pytestmark = pytest.mark.dist
+
 NAMES = ("output", "gradient of the input", "gradient of the weight", "of the bias", "running mean", "running variance")
 
 

@@ -4,6 +4,8 @@ import gloo
 import pytest
 from replica_scenarios import alone, measure
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_figure_is_the_same_to_the_last_image(size):

@@ -15,6 +15,8 @@ from tiny import TINY
 
 from falconet.checkpoint import files
 
+pytestmark = pytest.mark.dist
+
 LINE = f"{TINY} --micro-batch-size 4 --replicas 2 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --ema-half-life 1"
 STAGES = "--replicas 1 --gradient-accumulation 2 --pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"
 
@@ -74,7 +76,6 @@ def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, 
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_a_stage_killed_with_9_starts_again_and_all_end_with_the_same_bits(tmp_path):
     assert finish(begin(f"train {LINE} {STAGES} --epoch 6 --run-dir straight", tmp_path))[0] == 0

@@ -58,7 +58,7 @@ def test_a_subnet_or_a_name_becomes_an_interface():
 def run(*words):
     line = [sys.executable, "-m", "falconet.parallel.prepared", *words]
     env = {name: value for name, value in os.environ.items() if name not in prepared.INTERFACES}
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env)
 
 
 def test_the_program_takes_the_place_of_the_process():

@@ -8,6 +8,8 @@ import gloo
 import pytest
 from replica_scenarios import Case, alone, furthest, run_cases, tensors
 
+pytestmark = pytest.mark.dist
+
 CASES = [
     Case("sgd", "16.32", scale=None),
     Case("adamw", "16.32", scale=128.0, spoiled=1),

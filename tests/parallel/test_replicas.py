@@ -10,6 +10,8 @@ from torch import nn
 from falconet.data.preprocessing import Normalise
 from falconet.parallel.replicas import MEGABYTE, divided, running_statistics
 
+pytestmark = pytest.mark.dist
+
 RULES = ("sgd", "sgd_combined", "adamw", "rmsprop_tf", "lars")
 CALLS = [
     *(("group", rule, 1, 0.05) for rule in RULES),

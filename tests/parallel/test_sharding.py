@@ -5,6 +5,8 @@ import pytest
 import torch
 from replica_scenarios import Case, alone, furthest, run_cases, tensors
 
+pytestmark = pytest.mark.dist
+
 RULES = ("sgd", "sgd_combined", "adamw", "rmsprop_tf", "lars")
 # The noise, the scale and the skipping of a run with a loss scale must not depend on who has which piece.
 SCALED = [

@@ -91,6 +91,7 @@ def corpus(tmp_path_factory, photo, jpeg, odd_jpeg):
     return folder
 
 
+@pytest.mark.dist
 def test_a_minute_of_hostile_bytes_does_no_harm(hostile_minute):
     env = os.environ | {"ASAN_OPTIONS": "quarantine_size_mb=32"}
     done = subprocess.run(hostile_minute, capture_output=True, text=True, check=False, timeout=4 * SECONDS, env=env)
