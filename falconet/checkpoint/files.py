@@ -152,13 +152,13 @@ def prune(
     """Remove the oldest checkpoints in `folder` beyond `keep`, sparing the one with the highest metric `best`.
 
     One that was not saved in turn (when the run was interrupted) takes the place of none: it goes as soon as there is a
-    newer one. Torn, foreign, averaged and linked ones are neither counted nor removed. Returns what was removed.
+    newer one. Torn, foreign, averaged, linked and initial ones are neither counted nor removed. Returns the removed.
     """
     if keep is None:
         return []
     linked = {p.resolve() for p in folder.iterdir() if p.is_symlink()}
     plain = [p for p in _children(folder) if not p.is_symlink() and "averaged" not in p.name]
-    ours = [(p, m) for p, m in _well_sized(plain) if not m.averaged]
+    ours = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
     marks = [m.metrics.get(best) for _, m in ours]
     known = [mark for mark in marks if isinstance(mark, int | float) and mark == mark]
     spared = marks.index(max(known)) if known else None

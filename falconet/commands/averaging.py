@@ -8,21 +8,21 @@ from torch import Tensor, nn
 from falconet.checkpoint import files
 from falconet.checkpoint.average import Averaging, average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.config import schema, sections
+from falconet.config import keeping, schema
 from falconet.parallel.world import World
 from falconet.train.record import Record
 
 Say = Callable[[str], None]
 
 
-def rule_of(options: sections.Averaging | sections.Average) -> Averaging:
+def rule_of(options: keeping.Averaging | keeping.Average) -> Averaging:
     assert options.weight_avg_strategy != "none"
     last = options.weight_avg_N
     return Averaging(
         strategy=options.weight_avg_strategy,
         decay=options.weight_avg_exp_decay,
         last=None if last in ("all", -1) else int(last),
-        discarded=options.weight_avg_discard if isinstance(options, sections.Average) else 0,
+        discarded=options.weight_avg_discard if isinstance(options, keeping.Average) else 0,
     )
 
 

@@ -70,10 +70,15 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     argv = [command, *(word for setting in line if setting.source == LINE for word in setting.argv())]
     home = run_folder.choose(options, restored=launch.restored)
     if options.run.run_dir == "auto" and launch.restored is None:
-        argv += ["--run-dir", str(home)]  # chosen here, so that another attempt finds it again
-    saved = run_folder.checkpoints(home, options)
+        argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it again
+    say, saved = Screen().line, run_folder.checkpoints(home, options)
+    if options.run.temporary:
+        say(run_folder.temporary_line(home))
     workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
-    return run_workers(workers, progress=lambda: _names(saved), say=Screen().line)
+    code = run_workers(workers, progress=lambda: _names(saved), say=say)
+    if options.run.temporary and code == 0:
+        run_folder.throw_away(home, say)
+    return code
 
 
 def screen_of(world: World) -> Screen:

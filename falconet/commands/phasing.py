@@ -46,6 +46,8 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int) -> int:
         screen.line(f"nothing left to train: all {done} epochs are done; a larger {option} goes on")
         return 0
     folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
+    if options.run.temporary:
+        screen.line(run_folder.temporary_line(folder))
     sinks = contextlib.closing(run_folder.open_sinks(folder, launch.loaded) if world.is_first else Several([]))
     with sinks as sink:
         handed = runs.popleft().train(state, folder, sink=sink)
@@ -55,6 +57,10 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int) -> int:
             gc.collect()  # hooks on gradients hold the model in a circle
             state = runs[0].begin(handed)
             handed = runs.popleft().train(state, folder, sink=sink, handed=handed)
+    if options.run.temporary:
+        world.barrier("ending")  # nobody writes there any more
+        if world.is_first:
+            run_folder.throw_away(folder, screen.line)
     return 0
 
 

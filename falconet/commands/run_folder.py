@@ -1,6 +1,8 @@
 """The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, checkpoints/ and summary.json."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +22,10 @@ KEPT = 3  # newest checkpoints, when nobody says otherwise
 
 
 def choose(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None) -> Path:
-    """The folder of this run; nothing is made yet."""
+    """The folder of this run; nothing is made yet, but for a temporary one, whose name nobody else can have."""
     asked = options.run.run_dir
+    if options.run.temporary:
+        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
     if asked == "auto":
         return _home(*restored) if restored else _fresh(options)
     return asked
@@ -116,6 +120,20 @@ def write_summary(
     for line in memory.lines():
         say(line)
     say(f"run folder           {folder}")
+
+
+def temporary_line(folder: Path) -> str:
+    return f"the run folder is temporary, removed at a clean end: {folder}"
+
+
+def throw_away(folder: Path, say: Callable[[str], None]) -> None:
+    """Remove a temporary run folder; what cannot be removed is said."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        say(f"warning: the temporary run folder {folder} cannot be removed: {error.strerror or error}")
+    else:
+        say(f"removed the temporary run folder {folder}")
 
 
 def _home(folder: Path, manifest: Manifest) -> Path:

@@ -181,6 +181,7 @@ class Run:
             validation_mode="none" if synthetic else options.validation.validation_mode,
             validation_frequency=options.validation.validation_frequency,
             epochs_per_save=options.checkpoints.checkpoint_save_freq,
+            first_saved=options.checkpoints.checkpoint_first_epoch,
             phase=self.phase.number,
             epochs_before=self.phase.epochs_before,
             updates_before=self.updates_before,
@@ -318,6 +319,8 @@ class Run:
                 ),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
+            if options.checkpoints.initial_checkpoint and state.progress.update == 0 and not self.restored:
+                record.save()
             try:
                 train(self.plan, state.progress, step, updates_of=updates_of, watch=record, world=world)
             except NotFiniteError as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from falconet.config import fine_tuning
+from falconet.config import fine_tuning, keeping
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
@@ -272,6 +272,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),
     (("run",), _resuming_needs_a_folder),
+    (("run", "checkpoints"), keeping.temporary_elsewhere),
     (("doctor",), _processes_are_for_the_self_test),
 )
 
@@ -330,7 +331,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
-    ("lars-eeta", "--optimizer lars", _optimizer_in("lars")),
+    *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),

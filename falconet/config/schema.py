@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 
 from falconet.config.fine_tuning import FineTuning
+from falconet.config.keeping import Average, Averaging, Checkpoints
 from falconet.config.measuring import Bench, Inference, LogStyle
 from falconet.config.sections import (
     Augmentation,
-    Average,
-    Averaging,
-    Checkpoints,
     Data,
     DataBench,
     Doctor,

@@ -30,6 +30,8 @@ class Run:
     """Print the plan and every option with its source, and exit."""
     run_dir: Path | Auto = "auto"
     """The run folder; auto: runs/<model>_<data>_<time>."""
+    temporary: bool = False
+    """Put the run folder into a temporary place and remove it at a clean end; it stays after a failure or Ctrl-C."""
     resume: bool = False
     """Go on with the run that --run-dir holds if its options are the same, else refuse; begin it if there is none."""
     seed: Annotated[int, Between(0, 2**32 - 1)] = 0
@@ -130,6 +132,8 @@ class Training:
     """Micro-batches in one update."""
     init_path: Path | None = None
     """Begin with the weights of a checkpoint, of a run's newest one, or of a file (safetensors, torch) that fits."""
+    trainable: tuple[str, ...] = ()
+    """Train only weights that match one of these regular expressions, such as fc or layer4/.*/bias; all without it."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
     """Percent of the training images that are used, spread evenly over all of them; validation uses all of its own."""
 
@@ -152,6 +156,8 @@ class Optimizer:
     """Smoothing constant of rmsprop's squared gradients."""
     lars_eeta: Annotated[float, MoreThan(0)] = 0.001
     """Trust coefficient of lars."""
+    lars_skip: tuple[str, ...] = ()
+    """Regular expressions of weights that lars neither scales nor decays; without it, --weight-decay-exclude says."""
     ema_half_life: Annotated[float, MoreThan(0)] | None = None
     """Keep an exponential moving average of the weights with this half-life in epochs; validated beside them."""
 
@@ -235,30 +241,6 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
-    """What is saved."""
-
-    checkpoint_output_path: Path | None = None
-    """Folder of the checkpoints; without it, checkpoints/ in the run folder."""
-    checkpoint_save_freq: Annotated[float, MoreThan(0)] = 1.0
-    """Epochs between checkpoints; 0.25 saves four times an epoch. The end of training is always saved."""
-    checkpoints_kept: Annotated[int, AtLeast(1)] | Literal["auto", "all"] = "auto"
-    """Newest checkpoints to keep, beside the best validated one; auto: 3, or what the averaging needs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaging:
-    """The average of the checkpoints, made after training."""
-
-    weight_avg_strategy: Literal["none", "mean", "exponential"] = "none"
-    """Average the saved checkpoints, all alike or the newer ones more."""
-    weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
-    """Decay of the exponential average."""
-    weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Logging:
     """What is reported."""
 
@@ -328,26 +310,6 @@ class Table:
 
     output: Path | None = None
     """The CSV file; without it, validation.csv beside the checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Average:
-    """How the average is made."""
-
-    checkpoint_output_path: Path | None = None
-    """The averaged checkpoint; without it, <model>_<data>_<epoch>_averaged beside the others."""
-    weight_avg_strategy: Literal["mean", "exponential"] = "mean"
-    """All alike, or the newer ones more."""
-    weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
-    """Decay of the exponential average."""
-    weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
-    weight_avg_discard: Annotated[int, AtLeast(0)] = 0
-    """Leave out this many of the newest checkpoints first."""
-    batchnorm_images: Annotated[int, AtLeast(0)] = 0
-    """Re-estimate batch norm's statistics on this many training images; 0: average the statistics too."""
-    validate: bool = False
-    """Measure the accuracy of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)

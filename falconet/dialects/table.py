@@ -53,6 +53,7 @@ class Old:
     choices: tuple[str, ...] = ()
     bare: str | None = None  # the value of a `maybe` option that is given without one
     required: bool = False
+    lower: bool = False  # its value is read in small letters
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def family(old: Values) -> str:
 def dataset(old: Values) -> str:
     """Named, or read off the folder's name."""
     if old.has("--dataset"):
-        return old.text("--dataset").lower()
+        return old.text("--dataset")
     folder = data_dir(old) or ""
     found = re.search(r"imagenet|cifar-?100|cifar-?10", folder.lower())
     if not found:

@@ -190,8 +190,9 @@ DATA: tuple[Old, ...] = (
         None,
         "data classes data-dir",
         data,
-        "imagenet, cifar10 or cifar100; read off --data-dir if not given",
-        choices=("imagenet", "cifar-10", "cifar-100", "IMAGENET", "CIFAR-10", "CIFAR-100"),
+        "imagenet, cifar10 or cifar100, in letters of any size; read off --data-dir if not given",
+        choices=("imagenet", "cifar-10", "cifar-100"),
+        lower=True,
     ),
     part_of("--data-dir", "text", None, "data-dir", "the same; else DATA_DIR"),
     same(

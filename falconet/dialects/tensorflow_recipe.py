@@ -108,6 +108,11 @@ def label_smoothing(old: Values) -> Iterable[Effect]:
 
 
 def checkpoints(old: Values) -> Iterable[Effect]:
+    saves = old.whole("--epochs-per-ckpt") or old.whole("--ckpts-per-epoch")
+    if saves:
+        yield To("initial-checkpoint")
+    if saves and old.whole("--ckpt-epochs-offset"):
+        yield To("checkpoint-first-epoch", (old.text("--ckpt-epochs-offset"),))
     if old.whole("--epochs-per-ckpt"):
         yield To("checkpoint-save-freq", (old.text("--epochs-per-ckpt"),))
     elif old.whole("--ckpts-per-epoch"):
@@ -152,7 +157,9 @@ def logs(old: Values) -> Iterable[Effect]:
 def run_folder(old: Values) -> Iterable[Effect]:
     """The folder itself, or where folders of the program's own names go; a suffix makes a name that is ours."""
     home = old.text("--log-dir")
-    if old.has("--logs-path"):
+    if old.flag("--no-logs"):
+        yield To("temporary")
+    elif old.has("--logs-path"):
         yield To("run-dir", (old.text("--logs-path"),))
     elif old.has("--name-suffix"):
         yield To("run-dir", (f"{home.rstrip('/')}/{facts.model(old)}_{old.text('--name-suffix')}",))
@@ -263,10 +270,21 @@ UPDATE: tuple[Old, ...] = (
 )
 KEEPING: tuple[Old, ...] = (
     becomes(
-        "--ckpts-per-epoch", "whole", "1", "checkpoint-save-freq", checkpoints, "1 / n; 0: only the end of training"
+        "--ckpts-per-epoch",
+        "whole",
+        "1",
+        "checkpoint-save-freq initial-checkpoint",
+        checkpoints,
+        "1 / n, and the weights before the first update as ckpt-0; 0: only the end of training",
     ),
     part_of("--epochs-per-ckpt", "whole", "0", "checkpoint-save-freq", "the same"),
-    nothing("--ckpt-epochs-offset", "whole", "saves from the first epoch on", "0"),
+    part_of(
+        "--ckpt-epochs-offset",
+        "whole",
+        "0",
+        "checkpoint-first-epoch",
+        "the same: the end of that epoch is saved first, others are counted from there; the last is always saved",
+    ),
     nothing("--ckpt-all-instances", "text", LOGGED_ONCE),
     becomes("--no-validation", "flag", None, "validation-mode", validation, "validation-mode none, else during"),
     becomes(
@@ -283,12 +301,18 @@ KEEPING: tuple[Old, ...] = (
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
-    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir", run_folder, "where run folders go"),
+    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir temporary", run_folder, "where run folders go"),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
     part_of("--name-suffix", "text", None, "run-dir", "the run folder is --log-dir/<model>_<suffix>"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
     part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
-    nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),
+    part_of(
+        "--no-logs",
+        "flag",
+        None,
+        "temporary",
+        "a temporary run folder, removed at a clean end, kept after a failure; counts more than --logs-path",
+    ),
     nothing("--log-all-instances", "text", LOGGED_ONCE),
     nothing("--mlperf-logging", "flag", "metrics.jsonl in the run folder holds every figure instead"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "the same"),

@@ -62,6 +62,7 @@ def check(option: "Old", values: tuple[str, ...], *, spelled: str) -> tuple[str,
         raise ConfigError(f"{spelled}: needs a value, {wanted(option)}")
     if len(values) > 1 and option.count != "some":
         raise ConfigError(f"{spelled}: takes one value, got '{' '.join(values)}'")
+    values = tuple(value.lower() for value in values) if option.lower else values
     for value in values:
         if option.choices and value not in option.choices:
             meant = did_you_mean(value, option.choices)

@@ -154,7 +154,8 @@ class TensorFlow:
         self.to.row("validation.csv", row)
 
     def saved(self, folder: Path) -> None:
-        self.to.kept_line(f"Saved checkpoint to {folder}")
+        initial = "initial " if folder.name == self.checkpoint_name(0) else ""
+        self.to.kept_line(f"Saved {initial}checkpoint to {folder}")
 
     def checkpoint_name(self, update: int) -> str | None:
         return f"ckpt-{update}"

@@ -22,6 +22,7 @@ class Plan:
     validation_mode: Literal["none", "during", "after"]
     validation_frequency: int  # epochs
     epochs_per_save: float
+    first_saved: int = 0  # epochs done at the first save; 0: after the first interval
     phase: int = 1
     epochs_before: int = 0  # of earlier phases; epochs and updates are counted through
     updates_before: int = 0
@@ -78,10 +79,19 @@ class Plan:
         return in_turn or epoch == self.last_epoch
 
     def saves_at(self, update: int) -> bool:
-        """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end."""
+        """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end.
+
+        They are counted from the first one, where that is given: 1, 5, 9, ... for every 4 epochs from epoch 1 on.
+        """
         interval = Fraction(str(self.epochs_per_save)) * self.updates_per_epoch  # updates, maybe not a whole number
-        done = update - self.updates_before
-        return done // interval > (done - 1) // interval or update == self.updates
+        done, first = update - self.updates_before, self._first_saved
+        in_turn = (done - first) // interval > (done - first - 1) // interval
+        return update == self.updates or (in_turn and done >= max(1, first))
+
+    @property
+    def _first_saved(self) -> int:
+        """Updates of this phase done at its first save, if that does not come by the interval."""
+        return max(0, self.first_saved - self.epochs_before) * self.updates_per_epoch
 
     def saved_in_turn(self, epoch: int, images: int) -> bool:
         """Whether a checkpoint of this phase was due there; another one was saved because the run was interrupted."""
@@ -97,8 +107,14 @@ class Plan:
             f"{self.updates - self.updates_before:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,}"
             f" updates of {self.images:,} images{left}",
             f"learning rate {self.schedule.describe()}",
-            f"validates {self._validation()}; saves {_every(self.epochs_per_save)} and at the end",
+            f"validates {self._validation()}; saves {self._saving()}at the end",
         ]
+
+    def _saving(self) -> str:
+        if self.first_saved > self.last_epoch:
+            return ""
+        first = f", from epoch {self.first_saved} on," if self._first_saved else ""
+        return f"{_every(self.epochs_per_save)}{first} and "
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

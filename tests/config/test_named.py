@@ -42,7 +42,7 @@ def by_dialect(program, name, configs):
     if name == NO_SPLITS:
         entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
     settings = translate_mapping(program, entry, source="config").settings
-    return [setting for setting in settings if setting.option not in ("log-style", "data-dir")]
+    return [setting for setting in settings if setting.option not in ("log-style", "data-dir", "initial-checkpoint")]
 
 
 @pytest.mark.parametrize("name", [*PYTORCH, *TENSORFLOW])

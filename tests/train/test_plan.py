@@ -85,6 +85,30 @@ def test_a_saving_frequency_of_whole_epochs_saves_at_their_ends(epochs, updates,
     assert saved == [[updates] if ends else [] for ends in wanted]
 
 
+@given(some_epochs, some_updates, st.integers(1, 8), st.integers(1, 30))
+def test_from_a_first_epoch_on_saves_are_counted_from_there(epochs, updates, every, first):
+    made = plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every), first_saved=first)
+    saved = [update for update in range(made.updates + 1) if made.saves_at(update)]
+    assert saved == sorted({*range(first * updates, made.updates + 1, every * updates), made.updates})
+
+
+SAVING = {  # epochs between saves, the first one: of 30 epochs
+    (1, 0): "saves every epoch and at the end",
+    (4, 1): "saves every 4 epochs, from epoch 1 on, and at the end",
+    (4, 31): "saves at the end",
+}
+
+
+@pytest.mark.parametrize(("how", "words"), SAVING.items())
+def test_when_it_saves_in_words(how, words):
+    assert plan(epochs=30, epochs_per_save=how[0], first_saved=how[1]).lines()[-1].endswith(f"; {words}")
+
+
+def test_a_later_phase_has_the_first_epoch_behind_it():
+    made = plan(epochs=3, updates_per_epoch=4, epochs_before=5, updates_before=35, first_saved=2)
+    assert [update for update in range(35, 48) if made.saves_at(update)] == [39, 43, 47]
+
+
 def test_the_rate_is_the_schedules():
     made = plan(epochs=2, updates_per_epoch=3)
     assert [made.lr(update) for update in range(6)] == [

@@ -1,0 +1,130 @@
+"""What a run keeps: its weights before the first update, checkpoints from an epoch on, or nothing at all."""
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY
+
+from falconet.checkpoint import files
+from falconet.commands import parts
+from falconet.models import zoo
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Where temporary folders go."""
+    home = tmp_path / "temporary"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    return home
+
+
+def saved(run):
+    return [folder.name for folder in files.checkpoints_in(run)]
+
+
+def weights(folder):
+    return files.read_tensors(folder, "model", verified=files.verify(folder))
+
+
+def test_the_weights_before_the_first_update_are_saved_and_kept(falconet, tmp_path):
+    answer = falconet(f"train {TINY} --epoch 5 --initial-checkpoint --checkpoints-kept 1 --run-dir a --seed 3")
+    assert answer.code == 0, answer.err
+    ours = [f"resnet8-cifar_generated_{epoch}" for epoch in (0, 5)]
+    assert set(ours) <= set(saved(tmp_path / "a"))
+    built = zoo.build("resnet8-cifar", classes=10, seed=3).state_dict()
+    found = weights(tmp_path / "a/checkpoints" / ours[0])
+    assert found.keys() == built.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in built.items())
+
+
+def test_a_run_goes_on_from_it_as_a_straight_one(falconet, tmp_path):
+    assert falconet(f"train {TINY} --initial-checkpoint --checkpoints-kept all --run-dir a").code == 0
+    first = tmp_path / "a/checkpoints/resnet8-cifar_generated_0"
+    answer = falconet(f"restore --checkpoint-input-path {first} --run-dir b")
+    assert answer.code == 0, answer.err
+    assert saved(tmp_path / "b") == ["resnet8-cifar_generated_1", "resnet8-cifar_generated_2"]
+    one, other = (weights(files.checkpoints_in(tmp_path / run)[-1]) for run in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_tensorflow_style_says_it_and_averages_without_it_but_validates_it(falconet, tmp_path):
+    line = f"train {TINY} --log-style tensorflow --initial-checkpoint --checkpoints-kept all --run-dir a"
+    answer = falconet(f"{line} --weight-avg-strategy mean")
+    assert answer.code == 0, answer.err
+    assert [text for text in answer.out.splitlines() if text.startswith("Saved ")] == [
+        "Saved initial checkpoint to a/checkpoints/ckpt-0",
+        "Saved checkpoint to a/checkpoints/ckpt-4",
+        "Saved checkpoint to a/checkpoints/ckpt-8",
+    ]
+    assert "averaged 2 checkpoints (mean)" in answer.out
+    validated = falconet("validate --checkpoint-input-path a --log-style tensorflow").out
+    assert re.findall(r"accuracy \[(.*?)\]", validated) == ["ckpt-0", "ckpt-4", "ckpt-8", "ckpt-8_averaged"]
+    # The original's weight_avg.py took every ckpt-N of a folder.
+    assert "averaged 3 checkpoints (mean): ckpt-0, ckpt-4, ckpt-8" in falconet("average --checkpoint-input-path a").out
+
+
+FIRST = {  # epochs of 6: what is saved
+    "--checkpoint-first-epoch 4": [4, 5, 6],
+    "--checkpoint-first-epoch 1 --checkpoint-save-freq 4": [1, 5, 6],
+    "--checkpoint-first-epoch 9": [6],
+}
+
+
+@pytest.mark.parametrize(("line", "epochs"), FIRST.items())
+def test_checkpoints_begin_with_an_epoch_and_the_last_is_always_saved(falconet, tmp_path, line, epochs):
+    answer = falconet(f"train {TINY} --epoch 6 --checkpoints-kept all --run-dir a {line}")
+    assert answer.code == 0, answer.err
+    assert saved(tmp_path / "a") == [f"resnet8-cifar_generated_{epoch}" for epoch in epochs]
+
+
+def test_a_temporary_run_leaves_nothing(falconet, tmp_path, temporary):
+    answer = falconet(f"train {TINY} --temporary")
+    assert answer.code == 0, answer.err
+    said = re.search(r"the run folder is temporary, removed at a clean end: (\S+)", answer.out)
+    assert said
+    assert Path(said[1]).parent == temporary
+    assert f"removed the temporary run folder {said[1]}" in answer.out
+    assert list(temporary.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == [temporary]
+
+
+def test_after_a_failure_it_stays_and_can_be_restored_to_stay(falconet, temporary):
+    failed = falconet(f"train {TINY} --temporary --initial-checkpoint --lr 1e38")
+    assert failed.code != 0
+    assert "removed the temporary" not in failed.out
+    (kept,) = temporary.iterdir()
+    restored = falconet(f"restore --checkpoint-input-path {kept} --lr 0.1")
+    assert restored.code == 0, restored.err
+    assert "temporary" not in restored.out.replace(str(kept), "")
+    assert (kept / "summary.json").exists()
+
+
+def test_its_plan_makes_no_folder(falconet, temporary):
+    assert falconet(f"train {TINY} --temporary --plan").code == 0
+    assert list(temporary.iterdir()) == []
+
+
+CONTRADICTIONS = {
+    "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is to stay; wanted one of the two",
+    "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is to",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), CONTRADICTIONS.items())
+def test_what_is_to_stay_is_not_temporary(falconet, line, message):
+    answer = falconet(line)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert message in answer.err
+
+
+@pytest.mark.dist
+def test_a_temporary_run_of_two_processes_leaves_nothing_either(falconet, temporary, monkeypatch):
+    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
+    answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("the run folder is temporary") == 1
+    assert list(temporary.iterdir()) == []
