@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from falconet.config.fine_tuning import FineTuning
 from falconet.config.measuring import Bench, Inference, LogStyle
+from falconet.config.model import Model
 from falconet.config.sections import (
     Augmentation,
     Average,
@@ -16,7 +17,6 @@ from falconet.config.sections import (
     LearningRate,
     Logging,
     Machine,
-    Model,
     Numerics,
     Optimizer,
     Pack,

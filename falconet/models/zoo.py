@@ -1,4 +1,4 @@
-"""Every model by its name: timm's under the names of the originals, ours, and any other of timm."""
+"""Every model by its name: timm's and torchvision's under the names of the originals, ours, any other of timm."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,10 @@ from timm.models.efficientnet import EfficientNet
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, norms, residual, surgery
+from falconet.models import cifar, norms, residual, squeeze, surgery
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
+from falconet.models.squeeze import SqueezeNetShape
 
 TIMM_PREFIX = "timm:"
 
@@ -69,7 +70,7 @@ class EfficientNetShape:
     depth: float | None = None  # factor of the repeats; None: by the size
 
 
-Shape = EfficientNetShape | ResidualShape
+Shape = EfficientNetShape | ResidualShape | SqueezeNetShape
 _TAN_AND_LE = EfficientNetShape()
 _AS_BUILT = Norm()
 
@@ -97,7 +98,7 @@ def build(
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES)
+    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES, *squeeze.NAMES)
 
 
 def image_size(name: str) -> int:
@@ -105,16 +106,22 @@ def image_size(name: str) -> int:
     _check_name(name)
     if name in _EFFICIENTNETS:
         return _EFFICIENTNETS[name].side
-    if name in cifar.NAMES:
-        return 32
-    if name in residual.NAMES or name in _MOBILE:
-        return 224
+    if name in names():
+        return 32 if name.endswith("-cifar") else 224
     timm_config = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     assert timm_config is not None  # only a model missing from timm's list may have none
     _, height, width = timm_config.input_size
     if height != width:
         raise ConfigError(f"--model: '{name}' wants images of {height} x {width}; only square ones are read here")
     return int(height)
+
+
+def check_image_size(name: str, size: int) -> None:
+    """Refuse images of which the model's strides would leave nothing."""
+    least = squeeze.SMALLEST.get(name, 1)
+    if size < least:
+        smaller = "" if name.endswith("-cifar") else f"; {name}-cifar takes smaller ones"
+        raise ConfigError(f"--image-size: got {size}, wanted at least {least} for {name}{smaller}")
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -132,6 +139,8 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
         )
     if name in cifar.NAMES:
         return cifar.create(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
+    if name in squeeze.NAMES:
+        return squeeze.create(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
     timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
     model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
     if name in _BEFORE_CLASSIFIER:
@@ -215,3 +224,5 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
     if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.GROUPED):
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")
+    if isinstance(shape, SqueezeNetShape) and name not in squeeze.NAMES:
+        raise ConfigError(f"--model: '{name}' has no such shape; wanted a squeezenet")
