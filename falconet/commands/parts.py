@@ -10,8 +10,9 @@ from torch import nn
 
 from falconet.commands import feeding
 from falconet.commands.feeding import Reading
-from falconet.config import rules, schema, sections
+from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
+from falconet.config.model import Model, is_residual
 from falconet.data import native, share
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
@@ -25,7 +26,9 @@ from falconet.data.source import Splits
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
+from falconet.models.proxynorm import Proxy
 from falconet.models.residual import ResidualShape
+from falconet.models.squeeze import SqueezeNetShape
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
@@ -124,6 +127,7 @@ def open_images(
 ) -> Images:
     """The data that the options name, at the model's size; `percentage`: of the training images, if not made up."""
     size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
+    zoo.check_image_size(model, size)
     splits = open_source(
         data.data,
         data_dir=data.data_dir,
@@ -149,7 +153,7 @@ def open_images(
     )
 
 
-def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
+def build_model(model: Model, *, classes: int, seed: int) -> nn.Module:
     norm = Norm(
         kind=model.norm_type,
         eps=None if model.norm_eps == "auto" else model.norm_eps,
@@ -158,6 +162,7 @@ def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
         fast=model.enable_fast_groupnorm,
         stable=not model.disable_stable_batchnorm,
         strided=model.norm_grouping == "strided",
+        proxy=Proxy(eps=model.proxy_epsilon, recompute=model.proxy_recompute) if model.proxy_norm else None,
     )
     return zoo.build(
         model.model,
@@ -169,7 +174,7 @@ def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
     )
 
 
-def shape_of(model: sections.Model) -> zoo.Shape | None:
+def shape_of(model: Model) -> zoo.Shape | None:
     """What the options change about the model's family; the rules refuse those of another family."""
     if model.model.startswith("efficientnet"):
         return zoo.EfficientNetShape(
@@ -184,14 +189,14 @@ def shape_of(model: sections.Model) -> zoo.Shape | None:
             width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
             depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
         )
-    if rules.is_residual(model.model) or model.model.startswith("resnext"):
+    if is_residual(model.model) or model.model.startswith("resnext"):
         return ResidualShape(
             groups=model.resnext_groups,
             group_dim=model.resnext_group_dim,
             stride=model.bottleneck_stride,
             wide=model.resnext_wide,
         )
-    return None
+    return SqueezeNetShape(bypass=True) if model.squeezenet_bypass else None
 
 
 def training_loader(

@@ -28,7 +28,7 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Options"
     yield ""
-    yield "Generated from `falconet/config/sections.py` by `make docs`; a test fails when it is stale. A switch `--x`"
+    yield "Generated from `falconet/config/` by `make docs`; a test fails when it is stale. A switch `--x`"
     yield "has a counterpart `--no-x`. In a YAML config the same names are keys, with `-` or `_`."
     shown: set[type[object]] = set()
     for name, command in PAGES:

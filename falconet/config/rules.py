@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any, Literal
 
-from falconet.config import fine_tuning, keeping
+from falconet.config import fine_tuning, keeping, model
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import DataBenchOptions, TrainOptions
-from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
+from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.config.settings import is_asked_for
-from falconet.errors import ConfigError, did_you_mean
+from falconet.errors import ConfigError
 
 _AUTO = re.compile(r"auto:\d{1,4}")
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
@@ -42,36 +41,6 @@ def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
 
 def uses_cutmix(augmentation: Augmentation) -> bool:
     return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
-
-
-def _model_is_known(options: Any) -> str | None:
-    name = options.model.model
-    if name in MODELS or name.startswith("timm:"):
-        return None
-    meant = did_you_mean(name, MODELS) or "; `falconet models` lists them, timm:NAME takes any other"
-    return f"--model: '{name}' is not a model{meant}"
-
-
-def is_residual(name: str) -> bool:
-    """Whether a model's name is that of a ResNet or ResNeXt for photos."""
-    return name in MODELS and name.startswith(("resnet", "resnext")) and not name.endswith("-cifar")
-
-
-def _shape_is_of_the_family(options: Any) -> str | None:
-    """An option of a model's shape must not seem to be obeyed by another family."""
-    model = options.model
-    name = model.model
-    families = {
-        "efficientnet_": (name.startswith("efficientnet"), "an EfficientNet"),
-        "resnext_": (name.startswith("resnext"), "a ResNeXt"),
-        "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
-        "bottleneck_": (is_residual(name), "a ResNet"),
-    }
-    for field in fields(model):
-        for prefix, (is_one, kind) in families.items():
-            if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
-                return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
-    return None
 
 
 def _folder_needs_a_place(options: Any) -> str | None:
@@ -253,8 +222,10 @@ def is_scaled(options: TrainOptions) -> bool:
 
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
-    (("model",), _model_is_known),
-    (("model",), _shape_is_of_the_family),
+    (("model",), model.unknown),
+    (("model",), model.of_another_family),
+    (("model",), model.proxy_without_norm),
+    (("model", "optimizer"), model.proxy_with_lars),
     (("data",), _folder_needs_a_place),
     (("data",), _bytes_are_not_normalised_yet),
     (("data",), _decoded_there_is_not_copied),
@@ -346,6 +317,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
+    *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("iterations", "--data generated or synthetic", _random_data),
     ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
     ("classes", "--data generated or synthetic", _random_data),

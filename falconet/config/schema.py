@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from falconet.config.fine_tuning import FineTuning
 from falconet.config.keeping import Average, Averaging, Checkpoints
 from falconet.config.measuring import Bench, Inference, LogStyle
+from falconet.config.model import Model
 from falconet.config.sections import (
     Augmentation,
     Data,
@@ -14,7 +15,6 @@ from falconet.config.sections import (
     LearningRate,
     Logging,
     Machine,
-    Model,
     Numerics,
     Optimizer,
     Pack,

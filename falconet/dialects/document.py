@@ -34,7 +34,11 @@ What is not the same, whatever the options:
   projection shortcuts where ours append zero channels.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
   cosine had the length of the main training, so that the rate hardly moved.
-- Not there: SqueezeNet, proxy norm, a filter of trained variables, `upload_run.py`.
+- SqueezeNet is torchvision's, whose convolutions have biases; the TensorFlow program's had none. For CIFAR that one had
+  20 or 200 outputs, of which only the first half were classes.
+- Proxy norm divides by its deviation at once; the TensorFlow program did so behind squeeze and excitation, and left it
+  out before the classifier, where the weights that follow take its place.
+- Not there: a filter of trained variables, `upload_run.py`.
 """
 
 

@@ -10,24 +10,26 @@ from falconet.errors import ConfigError
 
 IMAGES = {"imagenet": 1_281_167, "cifar-10": 50_000, "cifar-100": 50_000}
 CLASSES = {"imagenet": 1000, "cifar-10": 10, "cifar-100": 100}
-FAMILIES = ("resnet", "resnext", "efficientnet")
+FAMILIES = ("resnet", "resnext", "efficientnet", "squeezenet")
 IMAGENET_SIZES = {
     "resnet": ("10", "14", "18", "26", "34", "50", "101", "152"),
     "resnext": ("14", "26", "50", "101", "152"),
     "efficientnet": tuple(f"B{size}" for size in range(8)),
+    "squeezenet": ("1.0",),
 }
 CIFAR_BOTTLENECKS = ("11", "29", "38", "47", "56", "65")  # of the two of 56 layers, this one counted
 CIFAR_SIZES = {
     "resnet": ("8", "14", "20", "32", "44", "110", *CIFAR_BOTTLENECKS),
     "resnext": CIFAR_BOTTLENECKS,
     "efficientnet": ("CIFAR", *IMAGENET_SIZES["efficientnet"]),
+    "squeezenet": ("1.0",),
 }
 
 
 def family(old: Values) -> str:
     name = old.text("--model").lower()
     if name not in FAMILIES:
-        raise ConfigError(f"--model: got '{name}', wanted {', '.join(FAMILIES)}; squeezenet is not there")
+        raise ConfigError(f"--model: got '{name}', wanted {', '.join(FAMILIES)}")
     return name
 
 
@@ -62,7 +64,7 @@ def size(old: Values) -> str:
         text = old.text("--model-size").upper()
         return f"B{text}" if kind == "efficientnet" and text.isdigit() else text
     defaults = {"resnet": ("18", "20"), "resnext": ("14", "11"), "efficientnet": ("B0", "B0")}
-    return defaults[kind][0 if is_imagenet(old) else 1]
+    return defaults.get(kind, ("1.0", "1.0"))[0 if is_imagenet(old) else 1]
 
 
 def model(old: Values) -> str:
@@ -73,6 +75,8 @@ def model(old: Values) -> str:
         raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {', '.join(sizes)}")
     if kind == "efficientnet":
         return f"efficientnet-{number.lower()}"
+    if kind == "squeezenet":
+        return kind  # for CIFAR too: the same layers at 32 pixels, as the original had it
     if is_imagenet(old):
         return f"{kind}{number}"
     return "resnet56b-cifar" if (kind, number) == ("resnet", "56") else f"{kind}{number}-cifar"
@@ -81,7 +85,8 @@ def model(old: Values) -> str:
 def micro_batch(old: Values) -> int:
     if old.has("--batch-size"):
         return old.whole("--batch-size")
-    return {"resnet": (4, 32), "resnext": (1, 8), "efficientnet": (4, 8)}[family(old)][0 if is_imagenet(old) else 1]
+    known = {"resnet": (4, 32), "resnext": (1, 8), "efficientnet": (4, 8), "squeezenet": (2, 128)}
+    return known[family(old)][0 if is_imagenet(old) else 1]
 
 
 def workers(old: Values) -> int:
@@ -118,9 +123,8 @@ def epochs(old: Values) -> float:
         return old.number("--epochs")
     if old.has("--iterations"):
         return old.whole("--iterations") * total_batch(old) / images(old)
-    return {"resnet": (100, 160), "resnext": (100, 160), "efficientnet": (350, 300)}[family(old)][
-        0 if is_imagenet(old) else 1
-    ]
+    known = (350, 300) if family(old) == "efficientnet" else (100, 160)
+    return known[0 if is_imagenet(old) else 1]
 
 
 def whole_epochs(old: Values) -> int:
@@ -142,7 +146,7 @@ def base_exponent(old: Values) -> float:
         return old.number("--base-learning-rate")
     kind, optimiser = family(old), old.text("--optimiser")
     if not is_imagenet(old):
-        return -6.0
+        return -10.0 if kind == "squeezenet" else -6.0
     known = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0} if kind == "efficientnet" else _RESNET_EXPONENTS
     if optimiser not in known:
         raise ConfigError(f"--base-learning-rate: is needed with --optimiser {optimiser}, or --abs-learning-rate")

@@ -16,7 +16,10 @@ def model(old: Values) -> Iterable[Effect]:
 
 
 def norm(old: Values) -> Iterable[Effect]:
-    """Batch norm for CIFAR, group norm of every G-th channel for ImageNet and EfficientNets."""
+    """Batch norm for CIFAR, group norm of every G-th channel for ImageNet and EfficientNets, none for SqueezeNet."""
+    if facts.family(old) == "squeezenet":
+        yield from (Say(f"{name}: SqueezeNet has no norms") for name in _NORM_OPTIONS if old.given(name))
+        return
     efficient = facts.family(old) == "efficientnet"
     if facts.uses_batch_norm(old):
         yield To("norm-type", ("batch",))
@@ -30,13 +33,16 @@ def norm(old: Values) -> Iterable[Effect]:
     yield To("norm-eps", (old.text("--norm-epsilon") if efficient else "1.53e-05",))
 
 
+_NORM_OPTIONS = ("--batch-norm", "--group-norm", "--groups", "--BN-decay", "--norm-epsilon")
+
+
 def group_dim(old: Values) -> Iterable[Effect]:
     if facts.family(old) == "efficientnet" and old.has("--group-dim"):
         yield To("efficientnet-group-dim", (old.text("--group-dim"),))
     elif facts.family(old) == "resnext" and old.has("--group-dim"):
         yield To("resnext-group-dim", (old.text("--group-dim"),))
     elif old.given("--group-dim"):
-        yield Say("--group-dim: has no effect on a resnet")
+        yield Say(f"--group-dim: has no effect on a {facts.family(old)}")
 
 
 def image_size(old: Values) -> Iterable[Effect]:
@@ -129,7 +135,7 @@ MODEL: tuple[Old, ...] = (
         "resnet",
         "model",
         model,
-        "with --model-size: resnet 50 is resnet50, resnext 101 is resnext101, efficientnet B0 is efficientnet-b0",
+        "with --model-size: resnet 50 is resnet50, efficientnet B0 is efficientnet-b0; squeezenet has one size",
     ),
     part_of("--model-size", "text", None, "model", "a part of the model's name"),
     becomes(
@@ -175,12 +181,19 @@ MODEL: tuple[Old, ...] = (
     ),
     same("--expand-ratio", "whole", new="efficientnet-expand-ratio"),
     part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, of EfficientNets"),
-    nothing("--proxy-norm", "flag", "proxy-normalised activations are not there"),
-    nothing("--proxy-epsilon", "number", "proxy-normalised activations are not there"),
-    nothing("--no-proxy-recompute", "flag", "proxy-normalised activations are not there"),
+    same("--proxy-norm", "flag", effect="the same; with --gradient-accumulation-count as well, and without a pipeline"),
+    same("--proxy-epsilon", "number", "0.03"),
+    becomes(
+        "--no-proxy-recompute",
+        "flag",
+        None,
+        "proxy-recompute",
+        lambda old: [To("no-proxy-recompute")] if old.flag("--no-proxy-recompute") else [],
+        "--no-proxy-recompute",
+    ),
     same("--width-coefficient", "number", new="efficientnet-width"),
     same("--depth-coefficient", "number", new="efficientnet-depth"),
-    nothing("--use-bypass", "flag", "SqueezeNet is not there"),
+    same("--use-bypass", "flag", new="squeezenet-bypass"),
     nothing("--stable-norm", "flag", "norms are computed around their mean, always"),
 )
 DATA: tuple[Old, ...] = (

@@ -49,7 +49,7 @@ class StridedGroupNorm(nn.GroupNorm):
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """Group norm of the groups c mod G; the same memory format comes out."""
-    with _uncast(x):
+    with uncast(x):
         count, channels, height, width = x.shape
         split = x.float().view(count, channels // groups, groups, height, width)  # a view in both memory formats
         variance, mean = torch.var_mean(split, dim=(1, 3, 4), correction=0, keepdim=True)
@@ -61,7 +61,7 @@ def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tens
         return y.to(x.dtype)
 
 
-def _uncast(x: Tensor) -> AbstractContextManager[object]:
+def uncast(x: Tensor) -> AbstractContextManager[object]:
     """Without autocast, which knows no meta tensors: they are how memory and the shapes of stages are worked out."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
@@ -69,7 +69,10 @@ def _uncast(x: Tensor) -> AbstractContextManager[object]:
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """The fused kernel where it can run, else the plain function it equals."""
     fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
-    if fits and weight is not None and bias is not None:
+    if fits:
+        # The kernel has both; a norm without one of them gets what changes nothing, a vector without a gradient.
+        weight = torch.ones(x.shape[1], device=x.device) if weight is None else weight
+        bias = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
         y: Tensor = FusedGroupNorm.apply(x, groups, weight, bias, eps)
         return y
     return plain_group_norm(x, groups, weight, bias, eps=eps)
@@ -77,7 +80,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
 
 def plain_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """Torch's group norm, computed in fp32 and rounded once."""
-    with _uncast(x):
+    with uncast(x):
         wide = [None if parameter is None else parameter.float() for parameter in (weight, bias)]
         return functional.group_norm(x.float(), groups, wide[0], wide[1], eps).to(x.dtype)
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Literal, TypeGuard
 from torch import nn
 
 from falconet.errors import ConfigError
+from falconet.models import proxynorm
 from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
 from falconet.models.onepass import OnePassBatchNorm2d
+from falconet.models.proxynorm import Proxy
 
 if TYPE_CHECKING:
     from timm.layers.norm_act import BatchNormAct2d
@@ -25,6 +27,7 @@ class Norm:
     fast: bool = False  # group norm only: the fused kernel
     strided: bool = False  # group norm only: every G-th channel in a group, instead of neighbours
     stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
+    proxy: Proxy | None = None  # activations after a norm are normalised too
 
 
 def apply(model: nn.Module, norm: Norm) -> nn.Module:
@@ -46,7 +49,7 @@ def apply(model: nn.Module, norm: Norm) -> nn.Module:
         case "none":
             for name, layer in layers.items():
                 model.set_submodule(name, _without_norm(layer).train(layer.training))
-    return model
+    return model if norm.proxy is None else proxynorm.apply(model, norm.proxy)
 
 
 def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:

@@ -1,4 +1,4 @@
-"""Every model by its name: timm's under the names of the originals, ours, and any other of timm."""
+"""Every model by its name: timm's and torchvision's under the names of the originals, ours, any other of timm."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, norms, residual, surgery
+from falconet.models import cifar, norms, residual, squeeze, surgery
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
+from falconet.models.squeeze import SqueezeNetShape
 
 # timm is imported where it is used: it takes two seconds, and the networks for CIFAR need none of it.
 TIMM_PREFIX = "timm:"
@@ -67,7 +68,7 @@ class EfficientNetShape:
     depth: float | None = None  # factor of the repeats; None: by the size
 
 
-Shape = EfficientNetShape | ResidualShape
+Shape = EfficientNetShape | ResidualShape | SqueezeNetShape
 _TAN_AND_LE = EfficientNetShape()
 _AS_BUILT = Norm()
 
@@ -95,7 +96,7 @@ def build(
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES)
+    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES, *squeeze.NAMES)
 
 
 def image_size(name: str) -> int:
@@ -103,10 +104,8 @@ def image_size(name: str) -> int:
     _check_name(name)
     if name in _EFFICIENTNETS:
         return _EFFICIENTNETS[name].side
-    if name in cifar.NAMES:
-        return 32
-    if name in residual.NAMES or name in _MOBILE:
-        return 224
+    if name in names():
+        return 32 if name.endswith("-cifar") else 224
     import timm
 
     timm_config = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
@@ -115,6 +114,14 @@ def image_size(name: str) -> int:
     if height != width:
         raise ConfigError(f"--model: '{name}' wants images of {height} x {width}; only square ones are read here")
     return int(height)
+
+
+def check_image_size(name: str, size: int) -> None:
+    """Refuse images of which the model's strides would leave nothing."""
+    least = squeeze.SMALLEST.get(name, 1)
+    if size < least:
+        smaller = "" if name.endswith("-cifar") else f"; {name}-cifar takes smaller ones"
+        raise ConfigError(f"--image-size: got {size}, wanted at least {least} for {name}{smaller}")
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -132,6 +139,8 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
         )
     if name in cifar.NAMES:
         return cifar.create(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
+    if name in squeeze.NAMES:
+        return squeeze.create(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
     import timm
 
     timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
@@ -222,3 +231,5 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
     if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.GROUPED):
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")
+    if isinstance(shape, SqueezeNetShape) and name not in squeeze.NAMES:
+        raise ConfigError(f"--model: '{name}' has no such shape; wanted a squeezenet")

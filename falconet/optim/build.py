@@ -98,7 +98,10 @@ def decay_groups(
 
 
 def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "nothing"]) -> frozenset[str] | None:
-    """Whom `--weight-decay-exclude` spares: every vector, the scales and shifts of norms alone, or nothing."""
+    """Whom `--weight-decay-exclude` spares: every vector, the scales and shifts of norms alone, or nothing.
+
+    Proxy norm's scale and shift of the Gaussian are none of a norm's: they are decayed towards 0, as in the original.
+    """
     if exclude == "vectors":
         return None
     norms = (_NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -107,6 +110,7 @@ def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "noth
         for path, module in model.named_modules()
         if exclude == "norms" and isinstance(module, norms)
         for name, _ in module.named_parameters(recurse=False)
+        if not name.startswith("proxy_")
     )
 
 

@@ -47,6 +47,15 @@ RUNS = {
     "recompute": "--model resnet20-cifar --enable-recompute",
     "stages that share the device": "--model resnet20-cifar --pipeline-splits layer2/0 layer3/0/conv2",
     "one pass": "--model resnet20-cifar --disable-stable-batchnorm",
+    "16.16 proxy norm fast group norm": (
+        "--model efficientnet-cifar --norm-type group --norm-num-groups 4 --enable-fast-groupnorm --proxy-norm"
+        " --precision 16.16 --loss-scaling 128 --optimizer rmsprop_tf --lr 0.001 --optimizer-eps 0.001"
+    ),
+    "kept proxy norm strided group norm": (
+        "--model efficientnet-cifar --norm-type group --norm-num-groups 4 --norm-grouping strided --proxy-norm"
+        " --no-proxy-recompute --precision 16.32 --loss-scaling 128"
+    ),
+    "squeezenet": "--model squeezenet --squeezenet-bypass --precision 16.16 --loss-scaling 128 --lr 0.01",
 }
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from falconet.config.sections import MODELS
+from falconet.config.model import MODELS
 
 # torchvision's figures; for CIFAR the networks of He et al. with parameterless shortcuts (0.27 and 1.7 million), whose
 # convolutions, norms and head add up to these.
@@ -16,6 +16,7 @@ PUBLISHED = {
     "efficientnet-b0": (5_288_548, 224),
     "efficientnet-b4": (19_341_616, 380),
     "mobilenet-v3-large": (5_483_032, 224),
+    "squeezenet": (1_248_424, 224),
     "resnet20-cifar": (269_722, 32),
     "resnet110-cifar": (1_727_962, 32),
 }

@@ -73,6 +73,7 @@ RECOMPUTED = [
         "mobilenet-v3-small --image-size 32 --micro-batch-size 4",
         "--recompute-mode manual --recompute-checkpoints blocks/[024]/0",
     ),
+    ("squeezenet-cifar --squeezenet-bypass --micro-batch-size 4", "--enable-recompute"),
 ]
 
 

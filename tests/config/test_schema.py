@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet.cli import COMMANDS
-from falconet.config import schema, sections
+from falconet.config import model, schema
 from falconet.config.options import options_of
 from falconet.config.rules import EFFECTIVE_WHEN
 from falconet.config.settings import from_line
@@ -15,7 +15,7 @@ ALL = sorted({option for command in COMMANDS.values() for option in options_of(c
 
 
 def test_the_names_of_the_models_are_those_of_the_zoo():
-    assert zoo.names() == sections.MODELS
+    assert zoo.names() == model.MODELS
 
 
 @pytest.mark.parametrize(("name", "option"), ALL, ids=[f"{o.path[0]}-{n}" for n, o in ALL])

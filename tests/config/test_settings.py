@@ -50,6 +50,11 @@ MISTAKES = {
     ),
     "--warmup-epoch 5 --epoch 3": "--warmup-epoch: got 5, wanted at most --epoch, which is 3",
     "--efficientnet-group-dim 16": "--efficientnet-group-dim: 'resnet8-cifar' is not an EfficientNet",
+    "--squeezenet-bypass": "--squeezenet-bypass: 'resnet8-cifar' is not a SqueezeNet",
+    "--proxy-norm": "--proxy-norm: 'resnet8-cifar' is not an EfficientNet",
+    "--model efficientnet-b0 --proxy-norm --optimizer lars": "--proxy-norm: not with --optimizer lars; wanted sgd",
+    "--model efficientnet-b0 --proxy-norm --norm-type none": "--proxy-norm: contradicts --norm-type none",
+    "--model efficientnet-b0 --proxy-norm --proxy-epsilon 0": "--proxy-epsilon: got '0', wanted a number, more than 0",
     "--weight-avg-strategy mean --checkpoints-kept 2": (
         "--checkpoints-kept: got 2, wanted all, because --weight-avg-N all averages every checkpoint"
     ),

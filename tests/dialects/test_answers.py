@@ -31,6 +31,8 @@ NOTED = [
         f"{IMAGENET} --weight-avg-exp 0.97 0.99",
         "one average a run: `falconet average` makes those of 0.99",
     ),
+    ("tf1:train.py", f"{IMAGENET} --model squeezenet --BN-decay 0.9", "--BN-decay: SqueezeNet has no norms"),
+    ("tf1:train.py", f"{IMAGENET} --model squeezenet --group-dim 4", "--group-dim: has no effect on a squeezenet"),
     ("popart:resnet_main.py", "--data-dir d --get-reports", "--get-reports: had no effect"),
     ("pytorch:validate.py", "--checkpoint-input-path p", None),
 ]
@@ -47,8 +49,13 @@ REFUSED = [
     ("tf1:train.py", "--data-dir photos", "--dataset: cannot be told from --data-dir photos"),
     (
         "tf1:train.py",
-        f"{IMAGENET} --model squeezenet",
-        "--model: got 'squeezenet', wanted resnet, resnext, efficientnet",
+        f"{IMAGENET} --model alexnet",
+        "--model: got 'alexnet', wanted resnet, resnext, efficientnet, squeezenet",
+    ),
+    (
+        "tf1:train.py",
+        f"{CIFAR} --model squeezenet --model-size 2",
+        "--model-size: squeezenet 2 for cifar-10 is not there",
     ),
     ("tf1:train.py", f"{IMAGENET} --model-size 51", "--model-size: resnet 51 for imagenet is not there; wanted 10, 14"),
     ("tf1:train.py", f"{CIFAR} --model-size 18", "--model-size: resnet 18 for cifar-10 is not there; wanted 8, 14"),

@@ -55,6 +55,9 @@ TENSORFLOW = [
     ("efficientnet", "B0", "block5c", "blocks/4/2"),
     ("efficientnet", "B4", "block6c", "blocks/5/2"),
     ("efficientnet", "B0", "Top", "conv_head"),
+    ("squeezenet", "1.0", "fire4", "features/5"),
+    ("squeezenet", "1.0", "fire5", "features/7"),
+    ("squeezenet", "1.0", "fire9", "features/12"),
 ]
 
 
@@ -71,6 +74,7 @@ FAMILIES = {
     "efficientnet-b0": ("efficientnet", "B0"),
     "efficientnet-b3": ("efficientnet", "B3"),
     "efficientnet-b4": ("efficientnet", "B4"),
+    "squeezenet": ("squeezenet", "1.0"),
 }
 
 
@@ -79,7 +83,7 @@ def test_every_legal_split_is_a_layer_of_ours_and_every_block_can_be_split(model
     splits = legal_splits(family=size[0], size=size[1])
     known = layers(model)
     assert set(splits.values()) <= known
-    pattern = r"layer\d/\d+" if "res" in model else r"blocks/\d/\d+"
+    pattern = {"res": r"layer\d/\d+", "squ": r"features/([3-5]|[7-9]|10|12)", "eff": r"blocks/\d/\d+"}[model[:3]]
     blocks = {name for name in known if re.fullmatch(pattern, name)}
     covered = {"/".join(name.split("/")[: pattern.count("/") + 1]) for name in splits.values()}
     assert blocks <= covered

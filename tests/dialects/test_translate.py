@@ -40,6 +40,20 @@ TENSORFLOW = [
     (f"{IMAGENET} --model resnext", {"model": "resnext14", "micro-batch-size": "1"}),
     (f"{IMAGENET} --model efficientnet", {"model": "efficientnet-b0", "norm-num-groups": "4", "norm-eps": "1e-3"}),
     (f"{IMAGENET} --model efficientnet", {"epoch": "350", "weight-decay": "1e-05", "lr": "0.03125"}),  # 2**-7 x 4
+    (
+        f"{IMAGENET} --model squeezenet",
+        {"model": "squeezenet", "micro-batch-size": "2", "lr": "0.0078125"},
+    ),  # 2**-8 x 2
+    (f"{IMAGENET} --model squeezenet", {"epoch": "100", "weight-decay": "0.0001", "lr-epoch-decay": "30 60 80 90"}),
+    (f"{IMAGENET} --model squeezenet --optimiser momentum", {"lr": "0.0009765625", "norm-type": "batch"}),  # 2**-11 x 2
+    (f"{CIFAR} --model squeezenet", {"model": "squeezenet", "image-size": "32", "lr": "0.125"}),  # 2**-10 x 128
+    (f"{CIFAR} --model squeezenet", {"micro-batch-size": "128", "epoch": "160", "weight-decay": "1e-06"}),
+    # As the original's own test: 400 epochs of a linear rate with bypass.
+    (
+        f"{CIFAR} --epochs 400 --model squeezenet --use-bypass --lr-schedule polynomial_decay_lr --label-smoothing 0.05"
+        " --abs-learning-rate 0.1 --abs-end-learning-rate 0.0001 --warmup-epochs 0 --precision 16.32",
+        {"squeezenet-bypass": "", "lr-schedule": "polynomial", "lr-end-ratio": "0.001", "epoch": "400"},
+    ),
     # Sizes.
     (f"{IMAGENET} --model efficientnet --model-size 4", {"model": "efficientnet-b4"}),
     (f"{IMAGENET} --model efficientnet --model-size b7", {"model": "efficientnet-b7"}),
@@ -106,6 +120,11 @@ TENSORFLOW = [
             "efficientnet-drop-path": "0.3",
         },
     ),
+    (
+        f"{IMAGENET} --model efficientnet --proxy-norm --proxy-epsilon 0.01 --no-proxy-recompute --groups 1",
+        {"proxy-norm": "", "proxy-epsilon": "0.01", "no-proxy-recompute": "", "norm-num-groups": "1"},
+    ),
+    (f"{IMAGENET} --model efficientnet --proxy-norm", {"proxy-epsilon": "0.03", "proxy-recompute": ""}),
     # Cutmix of version 1: skipped with 1.55 x 0.85 - 0.96, else evenly with the mean of 1 + ln(U) / 4.
     (f"{IMAGENET} --cutmix-lambda 0.85", {"cutmix-disable-prob": "0.3575", "cutmix-lambda-high": "1"}),
     (

@@ -1,0 +1,179 @@
+"""Proxy norm: activations without the mean and the deviation they would have if their input were Gaussian.
+
+After Labatie et al., "Proxy-Normalizing Activations to Match Batch Normalization while Removing Batch Dependence"
+(arXiv 2106.03743), for norms that do not look at other images. A norm without scale and shift comes before it.
+"""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+
+from falconet.errors import ConfigError
+from falconet.models.groupnorm import uncast
+
+SAMPLES = 200  # quantiles that stand for the Gaussian, as in the original
+Activation = Literal["silu", "relu"]
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.SiLU: "silu", nn.ReLU: "relu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proxy:
+    """How activations are normalised."""
+
+    eps: float = 0.03
+    recompute: bool = True  # keep the input alone for the backward pass, and compute the activation again
+
+
+class ProxyNorm(_NormBase):
+    """(f(weight x + bias) - mean) / deviation, of an `x` that is normalised already, f being the activation.
+
+    Mean and deviation of a channel are those of f(weight z + bias) for a Gaussian z with the deviation 1 + proxy_scale
+    around proxy_shift; both are learned, from 0 on. They are differentiated too. All of it is in fp32, as norms are;
+    the output has the input's type and memory format.
+    """
+
+    samples: Tensor
+
+    def __init__(self, channels: int, *, activation: Activation, proxy: Proxy) -> None:
+        super().__init__(channels, proxy.eps, affine=True, track_running_stats=False)
+        self.proxy_scale = nn.Parameter(torch.zeros(channels))
+        self.proxy_shift = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("samples", torch.tensor(quantiles()), persistent=False)
+        self.activation = activation
+        self.recompute = proxy.recompute
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
+        compute = recomputed_proxy_norm if self.recompute else plain_proxy_norm
+        factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
+        with uncast(x):
+            return compute(x, factors, self.samples, activation=self.activation, eps=self.eps)
+
+
+def apply(model: nn.Module, proxy: Proxy) -> nn.Module:
+    """`model` with the activation of every norm changed, in place, to a normalised one.
+
+    Scale and shift of these norms move behind them. A norm without an activation keeps its scale and loses its shift,
+    which would undo what the norm is for, as in the original.
+    """
+    norms = [layer for layer in model.modules() if isinstance(layer, _NormBase | nn.GroupNorm) and layer.affine]
+    active = [layer for layer in norms if type(getattr(layer, "act", None)) in _ACTIVATIONS]
+    if not active:
+        raise ConfigError("--proxy-norm: this model has no norm with an activation of its own; wanted an EfficientNet")
+    for layer in active:
+        layer.act = _proxy_norm(layer, proxy).train(layer.training)
+        layer.register_parameter("weight", None)
+        layer.affine = False
+    for layer in norms:
+        layer.register_parameter("bias", None)
+    return model
+
+
+def _proxy_norm(layer: Any, proxy: Proxy) -> ProxyNorm:
+    """In the place of the layer's activation, with the layer's very scale and shift."""
+    norm = ProxyNorm(layer.weight.numel(), activation=_ACTIVATIONS[type(layer.act)], proxy=proxy)
+    norm.weight, norm.bias = layer.weight, layer.bias
+    return norm
+
+
+def quantiles() -> list[float]:
+    """The middles of equally likely pieces of the standard normal distribution."""
+    return [NormalDist().inv_cdf((number + 0.5) / SAMPLES) for number in range(SAMPLES)]
+
+
+def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean, and 1 / the deviation, of each channel's activation; `factors`: 4 x C, as the norm stacks them."""
+    weight, bias, scale, shift = _wide(factors).unsqueeze(2)  # C x 1 each
+    inputs = weight * ((1 + scale) * _wide(samples) + shift) + bias  # C x samples
+    variance, mean = torch.var_mean(_activated(inputs, activation), dim=1, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
+    """By the formula; torch keeps what the backward pass needs, two more tensors of the input's size."""
+    mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
+    weight, bias = _wide(factors[:2])
+    y = (_activated(_wide(x) * _spread(weight) + _spread(bias), activation) - _spread(mean)) * _spread(rstd)
+    return y.to(x.dtype)
+
+
+def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
+    """The same numbers, with the input alone kept; one fused kernel for channels-last memory on CUDA."""
+    y: Tensor
+    fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+    if fits and not torch.compiler.is_compiling():  # the compiler fuses by itself
+        y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
+    else:
+        mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
+        y = Recomputed.apply(x, _wide(factors[:2]), torch.stack((mean, rstd)), activation)
+    return y
+
+
+class Recomputed(torch.autograd.Function):
+    """(f(weight x + bias) - mean) * rstd of x: N x C x H x W, the vectors as 2 x C and 2 x C."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, affine: Tensor, moments: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(x, affine, moments)
+        ctx.activation = activation
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*affine, *moments))
+        return ((_activated(_wide(x) * weight + bias, activation) - mean) * rstd).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, affine, moments = ctx.saved_tensors
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*affine, *moments))
+        wide, given = _wide(x), _wide(dy)
+        inputs = wide * weight + bias
+        centred = _activated(inputs, ctx.activation) - mean
+        slope = given * rstd * _derivative(inputs, ctx.activation)  # of the affine input
+        sums = [values.sum(_PIXELS) for values in (slope * wide, slope, -given * rstd, given * centred)]
+        return (slope * weight).to(x.dtype), torch.stack(sums[:2]), torch.stack(sums[2:]), None
+
+
+class FusedProxyNorm(torch.autograd.Function):
+    """Two kernels forward, three backward; the input is the only large tensor kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
+        from falconet.models import proxynorm_kernels  # Triton is there on CUDA alone
+
+        y, moments = proxynorm_kernels.forward(x, factors, samples, activation == "silu", eps)
+        ctx.save_for_backward(x, factors, samples, moments)
+        ctx.activation = activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from falconet.models import proxynorm_kernels
+
+        x, factors, samples, moments = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx, dfactors = proxynorm_kernels.backward(x, dy, factors, samples, moments, ctx.activation == "silu")
+        return dx, dfactors.to(factors.dtype), None, None, None
+
+
+_PIXELS = (0, 2, 3)  # everything but the channels
+
+
+def _activated(values: Tensor, activation: Activation) -> Tensor:
+    return functional.silu(values) if activation == "silu" else functional.relu(values)
+
+
+def _derivative(values: Tensor, activation: Activation) -> Tensor:
+    if activation == "relu":
+        return (values > 0).to(values.dtype)
+    chance = torch.sigmoid(values)
+    return chance * (1 + values * (1 - chance))
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _spread(vector: Tensor) -> Tensor:
+    return vector.view(1, -1, 1, 1)

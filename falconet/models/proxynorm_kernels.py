@@ -1,0 +1,165 @@
+"""Proxy norm for channels-last memory in Triton: moments of the proxy, then the elements."""
+# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN202, N803
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements, of whole channels: pixels by channels
+CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
+TILES = 8  # one after another in one program of the backward pass, which writes their sums once
+PROXIED = 8  # channels of one program that works out moments
+
+
+@triton.jit
+def _activated(values, SILU: tl.constexpr):
+    if SILU:
+        return values / (1.0 + tl.exp(-values))
+    else:  # noqa: RET505, Triton compiles one of the two
+        return tl.maximum(values, 0.0)
+
+
+@triton.jit
+def _derivative(values, SILU: tl.constexpr):
+    if SILU:
+        chance = 1.0 / (1.0 + tl.exp(-values))
+        return chance * (1.0 + values * (1.0 - chance))
+    else:  # noqa: RET505
+        return tl.where(values > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def _factor(factors, number, columns, channels):
+    """Row `number` of a matrix with a column for each channel, 1 x C."""
+    return tl.load(factors + number * channels + columns, mask=columns < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _proxies(factors, samples, count, channels, ROWS: tl.constexpr, SAMPLES: tl.constexpr):
+    """The program's channels, which of it exists, the samples, the proxies and their affine images, rows x samples."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, SAMPLES)
+    inside = (rows < channels)[:, None] & (columns < count)[None, :]
+    points = tl.load(samples + columns, mask=columns < count, other=0.0).to(tl.float32)[None, :]
+    weight, bias = _factor(factors, 0, rows, channels)[:, None], _factor(factors, 1, rows, channels)[:, None]
+    scale, shift = _factor(factors, 2, rows, channels)[:, None], _factor(factors, 3, rows, channels)[:, None]
+    proxies = (1.0 + scale) * points + shift
+    return rows, inside, points, weight, proxies, weight * proxies + bias
+
+
+@triton.jit
+def _moments(factors, samples, moments, count, channels, eps,
+             SILU: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
+    rows, inside, _p, _w, _q, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
+    values = tl.where(inside, _activated(inputs, SILU), 0.0)
+    mean = tl.sum(values, 1) / count
+    around = tl.where(inside, values - mean[:, None], 0.0)
+    variance = tl.sum(around * around, 1) / count
+    tl.store(moments + rows, mean, mask=rows < channels)
+    tl.store(moments + channels + rows, 1.0 / tl.sqrt(variance + eps), mask=rows < channels)
+
+
+@triton.jit
+def _moments_slopes(factors, samples, moments, sums, dfactors, count, channels,
+                    SILU: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
+    """Gradients of the factors: what came through the elements, and what comes through the moments."""
+    rows, inside, points, weight, proxies, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
+    mean, rstd = _factor(moments, 0, rows, channels), _factor(moments, 1, rows, channels)
+    dmean, drstd = _factor(sums, 2, rows, channels), _factor(sums, 3, rows, channels)
+    dvariance = -0.5 * drstd * rstd * rstd * rstd
+    slopes = (dmean[:, None] + 2.0 * dvariance[:, None] * (_activated(inputs, SILU) - mean[:, None])) / count
+    slopes = tl.where(inside, slopes * _derivative(inputs, SILU), 0.0)
+    exists = rows < channels
+    through_weight = _factor(sums, 0, rows, channels) + tl.sum(slopes * proxies, 1)
+    through_bias = _factor(sums, 1, rows, channels) + tl.sum(slopes, 1)
+    tl.store(dfactors + rows, through_weight, mask=exists)
+    tl.store(dfactors + channels + rows, through_bias, mask=exists)
+    tl.store(dfactors + 2 * channels + rows, tl.sum(slopes * weight * points, 1), mask=exists)
+    tl.store(dfactors + 3 * channels + rows, tl.sum(slopes * weight, 1), mask=exists)
+
+
+@triton.jit
+def _elements(x, y, factors, moments, pixels, channels,
+              SILU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (rows < pixels)[:, None] & (columns < channels)[None, :]
+    offsets = rows[:, None] * channels + columns[None, :]
+    weight, bias = _factor(factors, 0, columns, channels)[None, :], _factor(factors, 1, columns, channels)[None, :]
+    mean, rstd = _factor(moments, 0, columns, channels)[None, :], _factor(moments, 1, columns, channels)[None, :]
+    values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    result = (_activated(values * weight + bias, SILU) - mean) * rstd
+    tl.store(y + offsets, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
+            SILU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The input's gradient, and of some tiles the sums that are gradients of weight, bias, mean and rstd."""
+    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = columns < channels
+    weight, bias = _factor(factors, 0, columns, channels)[None, :], _factor(factors, 1, columns, channels)[None, :]
+    mean, rstd = _factor(moments, 0, columns, channels)[None, :], _factor(moments, 1, columns, channels)[None, :]
+    dweight, dbias = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    dmean, drstd = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    for tile in range(TILES):
+        rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * PIXELS + tl.arange(0, PIXELS)
+        inside = (rows < pixels)[:, None] & exists[None, :]
+        offsets = rows[:, None] * channels + columns[None, :]
+        values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so is all below
+        inputs = values * weight + bias
+        slope = given * rstd * _derivative(inputs, SILU)
+        tl.store(dx + offsets, (slope * weight).to(dx.dtype.element_ty), mask=inside)
+        dweight += tl.sum(slope * values, 0)
+        dbias += tl.sum(slope, 0)
+        dmean -= tl.sum(given * rstd, 0)
+        drstd += tl.sum(given * (_activated(inputs, SILU) - mean), 0)
+    place = sums + tl.program_id(0) * 4 * channels + columns
+    tl.store(place, dweight, mask=exists)
+    tl.store(place + channels, dbias, mask=exists)
+    tl.store(place + 2 * channels, dmean, mask=exists)
+    tl.store(place + 3 * channels, drstd, mask=exists)
+
+
+def forward(x: Tensor, factors: Tensor, samples: Tensor, silu: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and each channel's mean and 1 / deviation, 2 x C, fp32."""
+    pixels, channels = x.numel() // x.shape[1], x.shape[1]
+    moments = factors.new_empty(2, channels, dtype=torch.float32)
+    count, rows = samples.numel(), triton.cdiv(channels, PROXIED)
+    _moments[(rows,)](
+        factors, samples, moments, count, channels, eps,
+        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count),
+    )  # fmt: skip
+    y = torch.empty_like(x)
+    tile = _tile(pixels, channels)
+    grid = (triton.cdiv(pixels, tile["PIXELS"]), triton.cdiv(channels, tile["CHANNELS"]))
+    _elements[grid](x, y, factors, moments, pixels, channels, SILU=silu, **tile)
+    return y, moments
+
+
+def backward(
+    x: Tensor, dy: Tensor, factors: Tensor, samples: Tensor, moments: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and of the factors, the latter in fp32."""
+    pixels, channels = x.numel() // x.shape[1], x.shape[1]
+    tile = _tile(pixels, channels)
+    grid = (triton.cdiv(pixels, tile["PIXELS"] * TILES), triton.cdiv(channels, tile["CHANNELS"]))
+    sums = factors.new_empty(grid[0], 4, channels, dtype=torch.float32)
+    dx = torch.empty_like(x)
+    _slopes[grid](x, dy, dx, factors, moments, sums, pixels, channels, SILU=silu, TILES=TILES, **tile)
+    dfactors = factors.new_empty(4, channels, dtype=torch.float32)
+    count = samples.numel()
+    _moments_slopes[(triton.cdiv(channels, PROXIED),)](
+        factors, samples, moments, sums.sum(0), dfactors, count, channels,
+        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count),
+    )  # fmt: skip
+    return dx, dfactors
+
+
+def _tile(pixels: int, channels: int) -> dict[str, int]:
+    columns = min(CHANNELS, triton.next_power_of_2(channels))
+    return {"PIXELS": min(TILE // columns, triton.next_power_of_2(pixels)), "CHANNELS": columns}

@@ -1,0 +1,39 @@
+"""SqueezeNet: torchvision's version 1.0, with a bypass on request, and one for small images."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torchvision.models.squeezenet import Fire, SqueezeNet
+
+NAMES = ("squeezenet", "squeezenet-cifar")
+SMALLEST = {"squeezenet": 21, "squeezenet-cifar": 8}  # pixels a side: below, nothing is left for the last layers
+_BYPASSED = ("features.4", "features.7", "features.9", "features.12")  # fire 3, 5, 7 and 9, as wide as what they get
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqueezeNetShape:
+    """What the original changed about a SqueezeNet."""
+
+    bypass: bool = False  # fire 3, 5, 7 and 9 add their input: the simple bypass of Iandola et al.
+
+
+class BypassedFire(Fire):  # type: ignore[misc]  # torchvision has no types
+    """A fire module around which its input goes as well."""
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W, both
+        out: Tensor = x + super().forward(x)
+        return out
+
+
+def create(name: str, *, classes: int, shape: SqueezeNetShape | None) -> nn.Module:
+    """A new network of that name; its weights come from torch's generator."""
+    model: nn.Module = SqueezeNet("1_0", num_classes=classes)
+    if name == "squeezenet-cifar":  # 32 pixels are 32, 16, 8 and 4 instead of 13, 6, 3 and 1
+        stem = nn.Conv2d(3, 96, 3, padding=1)
+        nn.init.kaiming_uniform_(stem.weight)  # as torchvision's
+        nn.init.zeros_(stem.bias)  # type: ignore[arg-type]
+        model.set_submodule("features.0", stem)
+    if shape is not None and shape.bypass:
+        for path in _BYPASSED:
+            model.get_submodule(path).__class__ = BypassedFire  # the layers stay the very same
+    return model

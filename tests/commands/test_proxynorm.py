@@ -1,0 +1,82 @@
+"""Proxy norm from the command line to the accuracy."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_restore import assert_equal_runs, state
+from tiny import TINY
+
+from falconet.train.record import Record
+
+# EfficientNet's seven stages with one block each, 8 to 80 channels wide.
+SLIM = (
+    "--model efficientnet-cifar --efficientnet-width 0.25 --efficientnet-depth 0.3 --efficientnet-top-width 256"
+    " --norm-type group --norm-num-groups 4 --proxy-norm"
+)
+
+
+def test_a_small_network_learns_the_digits(falconet):
+    answer = falconet(
+        f"train {SLIM} --image-size 16 --epoch 2 --micro-batch-size 32 --optimizer adamw --lr 0.005"
+        " --efficientnet-drop-path 0 --warmup-epoch 0.5 --threads 1 --device cpu --run-dir r"
+    )
+    assert answer.code == 0, answer.err
+    assert json.loads(Path("r/summary.json").read_text())["validation/accuracy"] > 55  # chance is 10
+    proxies = {
+        name: tensor for name, tensor in state(Path("r")).items() if name.endswith(("proxy_scale", "proxy_shift"))
+    }
+    assert proxies
+    assert all(tensor.any() for tensor in proxies.values())  # they are trained, too
+
+
+@pytest.mark.parametrize("extra", ["--precision 16.16 --loss-scaling 128", "--precision bf16.32 --ema-half-life 1"])
+def test_a_run_goes_on_bit_for_bit_and_is_averaged_and_validated(falconet, monkeypatch, extra):
+    line = f"train {TINY} {SLIM} {extra} --classes 10 --checkpoints-kept all"
+    assert falconet(f"{line} --run-dir straight").code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 3)
+        assert falconet(f"{line} --run-dir other").code == 130
+    assert falconet("restore --checkpoint-input-path other").code == 0
+    assert_equal_runs(Path("straight"), Path("other"))
+    assert falconet("average --checkpoint-input-path straight --checkpoint-output-path mean").code == 0
+    answer = falconet("validate --checkpoint-input-path mean")
+    assert answer.code == 0, answer.err
+
+
+RECOMPUTED = {
+    "in the backward pass": "",
+    "kept": "--no-proxy-recompute",
+    "with whole blocks": "--enable-recompute",
+    "in stages that share a process": "--pipeline-splits blocks/2/0 blocks/4/0/bn2",
+}
+
+
+def test_how_much_is_recomputed_changes_no_bit_of_the_weights(falconet):
+    states = {}
+    for name, extra in RECOMPUTED.items():
+        run = name.replace(" ", "-")
+        answer = falconet(f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 {extra} --run-dir {run}")
+        assert answer.code == 0, answer.err
+        states[name] = state(Path(run))
+    first = states.pop("in the backward pass")
+    kept = states.pop("kept")
+    for other in states.values():
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    for name, tensor in first.items():  # torch's own derivatives add up in another order
+        torch.testing.assert_close(kept[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_recomputation_takes_no_more_memory_than_no_proxy_norm(falconet):
+    line = f"train {TINY} {SLIM} --plan --recompute-mode auto"
+    predicted = {}
+    for name, given in {
+        "none": line.replace(" --proxy-norm", ""),
+        "recomputed": line,
+        "kept": f"{line} --no-proxy-recompute",
+    }.items():
+        predicted[name] = float(re.search(r"instead of (\S+) GiB", falconet(given).out)[1])
+    assert predicted["recomputed"] <= 1.05 * predicted["none"]
+    assert predicted["kept"] > 1.2 * predicted["none"]
