@@ -122,15 +122,6 @@ def _scale_is_of_one_kind(options: Any) -> str | None:
     return None
 
 
-def _rule_has_a_half_form(options: Any) -> str | None:
-    if options.optimizer.optimizer == "rmsprop" and is_scaled(options):
-        return (
-            "--optimizer rmsprop: works with --precision 32.32 or bf16.32 and no loss scale; wanted rmsprop_tf, which"
-            " works with all"
-        )
-    return None
-
-
 def _divided_lars_adapts_one_type(options: Any) -> str | None:
     """Its norms are summed over the replicas in one message, which holds weights of one type; norms' are fp32."""
     mixed = options.machine.precision in ("16.16", "bf16.bf16") and options.optimizer.weight_decay_exclude == "nothing"
@@ -236,7 +227,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
-    (("numerics", "optimizer", "machine"), _rule_has_a_half_form),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _divided_lars_adapts_one_type),
     (("parallel",), _splits_are_of_one_kind),

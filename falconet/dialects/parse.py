@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from falconet.config.options import options_of
+from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.table import Old, Program
 from falconet.dialects.values import check, truth
 from falconet.errors import ConfigError, did_you_mean
@@ -80,8 +82,17 @@ def _unknown(
             continue
         here = [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
         says = f"here it is {' or '.join(here)}" if here else f"{program.script} has no such option"
-        return ConfigError(f"{where}{shown} is the {TITLES[other.dialect]} program's; {says}")
-    return ConfigError(f"{where}unknown option {shown}{did_you_mean(spelled, names)}")
+        same = other.dialect == program.dialect
+        whose = f"{other.script}'s" if same else f"the {TITLES[other.dialect]} program's"
+        return ConfigError(f"{where}{shown} is {whose}; {says}{'' if here else _canonical(spelled, program)}")
+    return ConfigError(f"{where}unknown option {shown}{_canonical(spelled, program) or did_you_mean(spelled, names)}")
+
+
+def _canonical(spelled: str, program: Program) -> str:
+    """Where an option goes that the command has which the program becomes."""
+    schema = SCHEMAS.get(program.command) if isinstance(program.command, str) else None
+    name = spelled.lstrip("-")
+    return f"; Falconet's own goes behind a lone --: -- --{name}" if schema and name in options_of(schema) else ""
 
 
 TITLES = {"pytorch": "PyTorch", "tf1": "TensorFlow", "popart": "PopART", "tool": "benchmark"}

@@ -11,6 +11,7 @@ MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
     *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
 )
+IMAGENET = "/localdata/datasets/imagenet-raw-data"  # where the original looked unless told otherwise
 OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
 MEMORY = (
     "planned the IPU's temporary memory; cuDNN keeps to the free memory by itself, CUBLASLT_WORKSPACE_SIZE (KiB) bounds"
@@ -21,12 +22,13 @@ FP_EXCEPTIONS = "always so here: a loss that is not a number stops the run and n
 
 def iterations(old: Values) -> Iterable[Effect]:
     """Their epoch of random data had this many host calls, each of several updates."""
-    yield To("iterations", (str(old.whole("--iterations") * old.whole("--device-iterations")),))
+    calls, updates = old.whole("--iterations", least=1), old.whole("--device-iterations", least=1)
+    yield To("iterations", (str(calls * updates),))
 
 
 def replicas(old: Values) -> Iterable[Effect]:
     """A launcher's word counts more than the option, as it did."""
-    count = old.place.replicas or old.whole("--replicas")
+    count = old.place.replicas or old.whole("--replicas", least=1)
     if old.place.replicas and old.given("--replicas") and old.place.replicas != old.whole("--replicas"):
         yield Say(f"--replicas {old.whole('--replicas')}: the launcher asks for {count} in all, which counts")
     if count > 1:
@@ -93,11 +95,46 @@ def compile_only(old: Values) -> Iterable[Effect]:
         yield Say(f"--compile-only: {OFFLINE}")
 
 
+def training_data(old: Values) -> Iterable[Effect]:
+    yield To("data", (_data(old),))
+    if _data(old) != old.text("--data"):
+        yield Say(f"--compile-only: --data {_data(old)} instead of {old.text('--data')}, as it was")
+
+
+def _data(old: Values) -> str:
+    """What is compiled only needs no images."""
+    return "generated" if old.flag("--compile-only") and old.text("--data") != "synthetic" else old.text("--data")
+
+
 def imagenet_path(old: Values) -> Iterable[Effect]:
-    if old.given("--imagenet-data-path") and old.text("--data") == "imagenet":
-        yield To("data-dir", (old.text("--imagenet-data-path"),))
+    if _data(old) == "imagenet":
+        if old.given("--imagenet-data-path") or "DATA_DIR" not in old.place.environment:
+            yield To("data-dir", (old.text("--imagenet-data-path"),))
     elif old.given("--imagenet-data-path"):
-        yield Say(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
+        yield Say(f"--imagenet-data-path: has no effect with --data {_data(old)}")
+
+
+def use_boxes(old: Values) -> Iterable[Effect]:
+    if old.flag("--use-bbox-info") and not old.flag("--compile-only"):
+        yield To("use-bbox-info")
+
+
+def efficientnet(name: str, default: str) -> Old:
+    """A part of the shape of an EfficientNet, which the other models passed over."""
+
+    def rule(old: Values) -> Iterable[Effect]:
+        if old.text("--model").startswith("efficientnet"):
+            yield To(name.lstrip("-"), (old.text(name),))
+        elif old.given(name):
+            yield Say(f"{name}: has no effect on --model {old.text('--model')}")
+
+    return becomes(name, "whole", default, name.lstrip("-"), rule, "the same; no effect on other models")
+
+
+def checkpoint_output(old: Values) -> Iterable[Effect]:
+    """Empty was their default."""
+    if old.given("--checkpoint-output-path") and old.text("--checkpoint-output-path"):
+        yield To("checkpoint-output-path", (old.text("--checkpoint-output-path"),))
 
 
 def wandb(old: Values) -> Iterable[Effect]:
@@ -182,7 +219,7 @@ def fine_tune(
         if not old.flag("--half-res-training"):
             if old.given(name):
                 yield Say(f"{name}: has no effect without --half-res-training")
-        elif old.has(name) and old.text(name) != "0":  # 0 epochs are none given: refused, as they were
+        elif old.has(name) and (name, old.text(name)) != ("--fine-tune-epoch", "0"):  # none given: refused, as it was
             yield To(name.lstrip("-"), (renamed(old.text(name), old.text("--model")),))
 
     return becomes(name, kind, default, name.lstrip("-"), rule, effect)
@@ -229,16 +266,24 @@ COMMON: tuple[Old, ...] = (
     nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
     becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
     nothing("--offline-target-ipu-version", "whole", IPU, "2"),
-    same("--efficientnet-expand-ratio", "whole", "6"),
-    same("--efficientnet-group-dim", "whole", "1"),
+    efficientnet("--efficientnet-expand-ratio", "6"),
+    efficientnet("--efficientnet-group-dim", "1"),
     part_of("--config", "text", None, "config", "a named config of configs.yml; what is typed counts more"),
     part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),
 )
 
 TRAINING: tuple[Old, ...] = (
-    same("--data", "text", "cifar10", choices=("cifar10", "imagenet", "synthetic", "generated")),
+    becomes(
+        "--data",
+        "text",
+        "cifar10",
+        "data",
+        training_data,
+        "the same; generated with --compile-only",
+        choices=("cifar10", "imagenet", "synthetic", "generated"),
+    ),
     same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
-    becomes("--imagenet-data-path", "text", None, "data-dir", imagenet_path, "the same; else DATA_DIR is looked at"),
+    becomes("--imagenet-data-path", "text", IMAGENET, "data-dir", imagenet_path, "the same; DATA_DIR if it is set"),
     same("--gradient-accumulation", "whole", "1"),
     same("--lr", "number", "0.01"),
     same("--weight-decay", "number", "0.0001"),
@@ -256,7 +301,15 @@ TRAINING: tuple[Old, ...] = (
         "the run's own checkpoints are averaged and validated; others by `falconet average` and `falconet validate`",
         aliases=("--checkpoint-input-dir",),
     ),
-    same("--checkpoint-output-path", "text", aliases=("--checkpoint-output-dir", "--checkpoint-path")),
+    becomes(
+        "--checkpoint-output-path",
+        "text",
+        None,
+        "checkpoint-output-path",
+        checkpoint_output,
+        "the same",
+        aliases=("--checkpoint-output-dir", "--checkpoint-path"),
+    ),
     same("--checkpoint-save-freq", "whole", "1"),
     same("--validation-mode", "text", "after", choices=("none", "during", "after")),
     same("--validation-frequency", "whole", "4"),
@@ -305,7 +358,7 @@ TRAINING: tuple[Old, ...] = (
     same("--auto-loss-scaling", "flag"),
     same("--enable-stochastic-rounding", "flag"),
     nothing("--enable-fp-exceptions", "flag", FP_EXCEPTIONS),
-    same("--use-bbox-info", "flag"),
+    becomes("--use-bbox-info", "flag", None, "use-bbox-info", use_boxes, "the same"),
     same("--mixup-alpha", "number", "0.0"),
     same("--cutmix-lambda-low", "number", "0.0"),
     same("--cutmix-lambda-high", "number", "0.0"),

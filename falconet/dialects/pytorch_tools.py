@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
-from falconet.dialects.pytorch import COMMON, TRAINING
+from falconet.dialects.pytorch import COMMON, IMAGENET, TRAINING
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Program, Say, To
 from falconet.dialects.values import Values
 
 SERVED = "the served measurement comes with `falconet serve`; the model itself is measured"
+BOXES = "imagenet_2012_bounding_boxes.csv"
 _SHOT = re.compile(r"(?:\[|^)(resnet50|efficientnet-b[04])")
 
 
@@ -49,10 +51,26 @@ def triton_model(old: Values) -> Iterable[Effect]:
 
 
 def bench_data(old: Values) -> Iterable[Effect]:
+    """Theirs looked at the boxes of objects, whose file had to be there."""
     kind = old.text("--data")
     yield To("data", ("folder" if kind == "real" else kind,))
-    if kind == "real" and not old.given("--imagenet-data-path"):
+    if kind == "real":
         yield To("data-dir", (samples(old),))
+    if kind == "imagenet" and Path(_imagenet(old), BOXES).is_file():
+        yield To("use-bbox-info")
+
+
+def bench_path(old: Values) -> Iterable[Effect]:
+    if old.text("--data") == "imagenet":
+        if old.given("--imagenet-data-path") or "DATA_DIR" not in old.place.environment:
+            yield To("data-dir", (_imagenet(old),))
+    elif old.given("--imagenet-data-path"):
+        yield Say(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
+
+
+def _imagenet(old: Values) -> str:
+    stored = old.text("--imagenet-data-path")
+    return stored if old.given("--imagenet-data-path") else old.place.environment.get("DATA_DIR", stored)
 
 
 def bench_place(old: Values) -> Iterable[Effect]:
@@ -75,9 +93,11 @@ def digest(old: Values) -> Iterable[Effect]:
     yield To("md5")
 
 
-def sync_loading(old: Values) -> Iterable[Effect]:
-    if old.flag("--disable-async-loading"):
-        yield To("dataloader-workers", ("0",))
+def bench_workers(old: Values) -> Iterable[Effect]:
+    idle = old.flag("--disable-async-loading")
+    yield To("dataloader-workers", ("0" if idle else old.text("--dataloader-worker"),))
+    if idle and old.given("--dataloader-worker"):
+        yield Say("--dataloader-worker: has no effect with --disable-async-loading")
 
 
 _CHECKPOINT = same("--checkpoint-input-path", "text", required=True, aliases=("--checkpoint-path",))
@@ -168,15 +188,15 @@ PROGRAMS = (
                 "--data",
                 "text",
                 "imagenet",
-                "data",
+                "data data-dir use-bbox-info",
                 bench_data,
-                "the same; real is --data folder",
+                "real is --data folder with the sample photos; with boxes where imagenet has a file of them, as theirs",
                 choices=("real", "synthetic", "generated", "cifar10", "imagenet"),
             ),
-            same("--imagenet-data-path", "text", new="data-dir"),
             becomes(
-                "--disable-async-loading", "flag", None, "dataloader-workers", sync_loading, "reads in the loop itself"
+                "--imagenet-data-path", "text", IMAGENET, "data-dir", bench_path, "the same; DATA_DIR if it is set"
             ),
+            part_of("--disable-async-loading", "flag", None, "dataloader-workers", "0: reads in the loop itself"),
             becomes(
                 "--normalization-location",
                 "text",
@@ -186,7 +206,7 @@ PROGRAMS = (
                 "ipu becomes device",
                 choices=("host", "ipu"),
             ),
-            same("--dataloader-worker", "whole", "32", new="dataloader-workers"),
+            becomes("--dataloader-worker", "whole", "32", "dataloader-workers", bench_workers, "threads"),
             becomes("--eight-bit-io", "flag", None, "eight-bit-io", bench_eight_bit, "the same; off unless given"),
             same("--dataloader-rebatch-size", "whole"),
             part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),

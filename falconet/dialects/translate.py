@@ -79,7 +79,8 @@ class _Asked:
 
 
 def _others(own: Program) -> list[Program]:
-    return [program for program in TRAINERS if program.dialect != own.dialect]
+    """Programs whose options may have been meant, the own trainer before those of other dialects."""
+    return sorted((program for program in TRAINERS if program is not own), key=lambda one: one.dialect != own.dialect)
 
 
 def _config(own: Program, typed: Given, place: Place) -> Given:

@@ -39,8 +39,11 @@ class Values:
         default = self._options[name].default
         return () if default is None else tuple(default.split())
 
-    def whole(self, name: str) -> int:
-        return _whole(name, self.text(name))
+    def whole(self, name: str, *, least: int | None = None) -> int:
+        number = _whole(name, self.text(name))
+        if least is not None and number < least:
+            raise ConfigError(f"{name}: got '{number}', wanted a whole number, at least {least}")
+        return number
 
     def number(self, name: str) -> float:
         return _number(name, self.text(name))

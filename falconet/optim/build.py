@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from falconet.numerics.rounding import Rounding
 from falconet.optim.combined import CombinedSGD
-from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
 from falconet.optim.lars import Lars
 
 
@@ -59,14 +59,12 @@ def build_scaled(model: nn.Module, rule: UpdateRule, *, rounding: Rounding | Non
             return HalfSGD(groups, lr=0.0, momentum=rule.momentum, rounding=rounding)
         case "adamw":
             return HalfAdamW(groups, lr=0.0, eps=rule.eps, rounding=rounding)
-        case "rmsprop_tf":
-            decay = rule.rmsprop_decay
-            return HalfRMSpropTF(groups, lr=0.0, alpha=decay, eps=rule.eps, momentum=rule.momentum, rounding=rounding)
+        case "rmsprop" | "rmsprop_tf":
+            kind, decay = HalfRMSprop if rule.name == "rmsprop" else HalfRMSpropTF, rule.rmsprop_decay
+            return kind(groups, lr=0.0, alpha=decay, eps=rule.eps, momentum=rule.momentum, rounding=rounding)
         case "lars":
             trust = rule.lars_trust
             return HalfLars(groups, lr=0.0, momentum=rule.momentum, trust=trust, eps=rule.eps, rounding=rounding)
-        case "rmsprop":
-            raise AssertionError("the rules of the options refuse rmsprop with a loss scale")
         case _:
             assert_never(rule.name)
 

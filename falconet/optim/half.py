@@ -227,6 +227,34 @@ class HalfRMSpropTF(HalfOptimizer):
         return "momentum_rmsprop", plain, (*constants, momentum)
 
 
+class HalfRMSprop(HalfOptimizer):
+    """Torch's RMSprop: averages begin at 0, eps is outside the root, the rate outside the momentum.
+
+    The root is kept instead of the average, because squares of gradients underflow in fp16.
+    """
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
+    ) -> None:
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "weight_decay": 0.0}
+        super().__init__(params, defaults, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"root_square_avg": 0.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        alpha, eps, decay, momentum = (group[name] for name in ("alpha", "eps", "weight_decay", "momentum"))
+        constants = (decay, alpha, 1.0 - alpha, eps)
+        plain = partial(_rmsprop, alpha=alpha, eps=eps, decay=decay)
+        if not momentum:
+            return "root_rmsprop", partial(plain, rule=rules.root_rmsprop), constants
+        form = partial(rules.momentum_root_rmsprop, momentum=momentum)
+        return "momentum_root_rmsprop", partial(plain, rule=form), (*constants, momentum)
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+        return partial(arithmetic, lr=lr, smallest=_smallest(p))
+
+
 class HalfAdamW(HalfOptimizer):
     """AdamW; the second moment is kept as its root, because squares of gradients underflow in fp16."""
 
@@ -267,12 +295,20 @@ class HalfAdamW(HalfOptimizer):
         return self._pairs[values]
 
     def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:
-        smallest = SMALLEST if p.dtype == torch.float16 else 0.0
-        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1], smallest=smallest)
+        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1], smallest=_smallest(p))
 
 
 def _adamw(*tensors: Tensor, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:
     return rules.adamw(*tensors, lr=lr, decay=decay, adam=rules.Adam(**constants))
+
+
+def _rmsprop(*tensors: Tensor, rule: Arithmetic, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:
+    return rule(*tensors, lr=lr, decay=decay, mean=rules.MeanSquare(**constants))
+
+
+def _smallest(p: Tensor) -> float:
+    """What a root of squares is kept above, so that it is not rounded to 0."""
+    return SMALLEST if p.dtype == torch.float16 else 0.0
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:

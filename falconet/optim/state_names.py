@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from falconet.errors import CheckpointError
 from falconet.optim.combined import CombinedSGD
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 from falconet.optim.lars import Lars
 
 # Written, empty, for a parameter that has had no gradient yet, so that a missing name is always a mistake.
@@ -69,6 +69,8 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
             return {"step", "exp_avg", "root_exp_avg_sq"}
         case torch.optim.RMSprop() | HalfRMSpropTF():
             return {"step", "square_avg"} | momentum
+        case HalfRMSprop():
+            return {"root_square_avg"} | momentum
         case _ if type(optimizer).__name__ == "RMSpropTF":  # by its name: importing timm takes two seconds
             return {"step", "square_avg"} | momentum
         case Lars() | HalfLars():

@@ -155,7 +155,6 @@ MISTAKES = {
     "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
     "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
     "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, from which doubling does not lead to",
-    "--precision 16.16 --optimizer rmsprop": "--optimizer rmsprop: works with --precision 32.32 or bf16.32",
     "--precision 16": "--precision: got '16', wanted 16.16, 16.32, 32.32, bf16.bf16, bf16.32",
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from falconet.numerics.kernels.table import Group, Tables, _division, is_dense, same_layout
 from falconet.numerics.rounding import Part, Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
 
 MODULES = ("fused", "norms")
 MAKERS = {
@@ -21,6 +21,10 @@ MAKERS = {
     "lars": lambda groups, r: HalfLars(groups, lr=0.1, momentum=0.9, trust=0.01, eps=1e-6, rounding=r),
     "rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.0, rounding=r),
     "momentum rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, rounding=r),
+    "root rmsprop": lambda groups, r: HalfRMSprop(groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.0, rounding=r),
+    "momentum root rmsprop": lambda groups, r: HalfRMSprop(
+        groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.9, rounding=r
+    ),
     "adamw": lambda groups, r: HalfAdamW(groups, lr=0.1, eps=1e-8, rounding=r),
 }
 

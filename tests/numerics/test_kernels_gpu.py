@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +17,10 @@ MAKERS = {
     "lars": lambda groups, r: HalfLars(groups, lr=0.1, momentum=0.9, trust=0.01, eps=1e-6, rounding=r),
     "rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.0, rounding=r),
     "momentum rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, rounding=r),
+    "root rmsprop": lambda groups, r: HalfRMSprop(groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.0, rounding=r),
+    "momentum root rmsprop": lambda groups, r: HalfRMSprop(
+        groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.9, rounding=r
+    ),
     "adamw": lambda groups, r: HalfAdamW(groups, lr=0.1, eps=1e-8, rounding=r),
 }
 TYPES = [torch.float16, torch.bfloat16, torch.float32]

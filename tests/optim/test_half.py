@@ -8,7 +8,7 @@ from safetensors.torch import load, save
 from falconet.numerics.rounding import Rounding
 from falconet.optim import half
 from falconet.optim.build import UpdateRule, build, decay_groups, set_lr
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 from falconet.optim.state_names import load_state_tensors, slot_names, state_tensors
 
 DECAY, MOMENTUM, EPS = 0.1, 0.9, 1e-3
@@ -24,6 +24,13 @@ def rmsprop_tf(w, g, s, lr, decay):
     s["square_avg"] = 0.9 * s.get("square_avg", 1.0) + 0.1 * g**2
     s["momentum_buffer"] = MOMENTUM * s.get("momentum_buffer", 0.0) + lr * g / np.sqrt(s["square_avg"] + EPS)
     return w - s["momentum_buffer"]
+
+
+def rmsprop(w, g, s, lr, decay):
+    g = g + decay * w
+    s["root_square_avg"] = np.sqrt(0.9 * s.get("root_square_avg", np.zeros(())) ** 2 + 0.1 * g**2)
+    s["momentum_buffer"] = MOMENTUM * s.get("momentum_buffer", 0.0) + g / (s["root_square_avg"] + EPS)
+    return w - lr * s["momentum_buffer"]
 
 
 def adamw(w, g, s, lr, decay):
@@ -49,6 +56,10 @@ RULES = {
     "rmsprop_tf": (
         lambda groups, r: HalfRMSpropTF(groups, lr=0.0, alpha=0.9, eps=EPS, momentum=MOMENTUM, rounding=r),
         rmsprop_tf,
+    ),
+    "rmsprop": (
+        lambda groups, r: HalfRMSprop(groups, lr=0.0, alpha=0.9, eps=EPS, momentum=MOMENTUM, rounding=r),
+        rmsprop,
     ),
     "adamw": (lambda groups, r: HalfAdamW(groups, lr=0.0, eps=EPS, rounding=r), adamw),
     "lars": (lambda groups, r: HalfLars(groups, lr=0.0, momentum=MOMENTUM, trust=0.05, eps=EPS, rounding=r), lars),
@@ -119,7 +130,7 @@ def check_one_update(name, model, optimizer, *, grads, lr, slack):
             if slot == "step":
                 continue
             exact, numbers = wanted[n][slot], torch.finfo(p.dtype)
-            if slot == "root_exp_avg_sq" and p.dtype == torch.float16:
+            if slot.startswith("root_") and p.dtype == torch.float16:
                 exact = np.where(exact > 0, np.maximum(exact, 2.0**-24), exact)  # never rounded away
             assert found.dtype == p.dtype
             spacing = np.maximum(np.abs(exact), numbers.tiny) * numbers.eps
@@ -272,12 +283,19 @@ def test_without_momentum_there_is_no_buffer(name, network):
     assert {n.split("/")[0] for n in state_tensors(optimizer, model)} <= {"step", "square_avg", "untouched"}
 
 
+ROOTS = {
+    "adamw": lambda params, r: HalfAdamW(params, lr=1e-3, eps=1e-8, rounding=r),
+    "rmsprop": lambda params, r: HalfRMSprop(params, lr=1e-4, alpha=0.99, eps=1e-8, momentum=0.9, rounding=r),
+}
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_adamw_survives_gradients_whose_squares_fp16_does_not_have(seed, network):
+@pytest.mark.parametrize("make_one", ROOTS.values(), ids=ROOTS)
+def test_roots_survive_gradients_whose_squares_fp16_does_not_have(make_one, seed, network):
     """1e-5 squared is 1e-10; a second moment of 0 would make the step a thousand times too large."""
     model, exact = network().half(), network()
     for m in (model, exact):
-        optimizer = HalfAdamW(m.parameters(), lr=1e-3, eps=1e-8, rounding=Rounding(seed))
+        optimizer = make_one(m.parameters(), Rounding(seed))
         for update in range(20):
             give(m, gradients(m, update % 2, 1e-5 if update < 10 else 0.0))
             optimizer.at(update)

@@ -48,7 +48,7 @@ def make(rule, dtype, model):
     return build(model, rule) if dtype == torch.float32 else build_scaled(model, rule, rounding=Rounding(3))
 
 
-CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for rule in RULES if rule != "rmsprop"]
+CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for rule in RULES]
 
 
 @pytest.mark.parametrize("bucket", [SMALL, 100.0])

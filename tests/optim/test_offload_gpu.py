@@ -12,7 +12,7 @@ from falconet.optim.state_names import load_state_tensors, state_tensors
 pytestmark = pytest.mark.gpu
 
 RULES = ("sgd", "adamw", "rmsprop", "rmsprop_tf", "lars")
-CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for rule in RULES if rule != "rmsprop"]
+CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for rule in RULES]
 SMALL = 1.0  # megabytes
 
 

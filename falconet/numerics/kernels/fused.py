@@ -118,6 +118,19 @@ def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.const
         s = s + (g * g - s) * k1
         t = t * k3 + tl.div_rn(g, tl.sqrt_rn(s + k2)) * lr
         w = w - t
+    elif RULE == "root_rmsprop":  # k1, k2: alpha, 1 - alpha; k3: eps
+        g = g + w * decay
+        s = tl.sqrt_rn(s * s * k1 + g * g * k2)
+        w = w - tl.div_rn(g, s + k3) * lr
+        if TYPE == tl.float16:
+            s = tl.where(s > 0, tl.maximum(s, _SMALLEST), s)
+    elif RULE == "momentum_root_rmsprop":  # k4: momentum
+        g = g + w * decay
+        s = tl.sqrt_rn(s * s * k1 + g * g * k2)
+        t = t * k4 + tl.div_rn(g, s + k3)
+        w = w - t * lr
+        if TYPE == tl.float16:
+            s = tl.where(s > 0, tl.maximum(s, _SMALLEST), s)
     else:  # own: corrections; k1, k2: beta1, 1 - beta1; k3, k4: beta2, 1 - beta2; k5: eps
         tl.static_assert(RULE == "adamw")
         s = s * k1 + g * k2

@@ -23,6 +23,14 @@ class Adam(NamedTuple):
     smallest: float = 0.0  # positive number of the type that state is kept in, where gradients come near it
 
 
+class MeanSquare(NamedTuple):
+    """RMSprop's constants, in torch's form."""
+
+    alpha: float
+    eps: float
+    smallest: float = 0.0  # as in Adam
+
+
 def descent(w: Tensor, g: Tensor, *, lr: Number, decay: float) -> tuple[Tensor]:
     """SGD without momentum."""
     return (w - (g + w * decay) * lr,)
@@ -59,6 +67,23 @@ def momentum_rmsprop(
     s = s + (g * g - s) * (1.0 - alpha)
     m = m * momentum + g / _root(s + eps) * lr
     return w - m, s, m
+
+
+def root_rmsprop(w: Tensor, g: Tensor, r: Tensor, *, lr: Number, decay: float, mean: MeanSquare) -> tuple[Tensor, ...]:
+    """Torch's RMSprop without momentum: eps outside the root, which is kept instead of the square, as in `adamw`."""
+    g = g + w * decay
+    r = _root(r * r * mean.alpha + g * g * (1.0 - mean.alpha))
+    return w - g / (r + mean.eps) * lr, torch.where(r > 0, r.clamp_min(mean.smallest), r)
+
+
+def momentum_root_rmsprop(
+    w: Tensor, g: Tensor, r: Tensor, m: Tensor, *, lr: Number, momentum: float, decay: float, mean: MeanSquare
+) -> tuple[Tensor, ...]:
+    """Torch's RMSprop: the rate outside the momentum."""
+    g = g + w * decay
+    r = _root(r * r * mean.alpha + g * g * (1.0 - mean.alpha))
+    m = m * momentum + g / (r + mean.eps)
+    return w - m * lr, torch.where(r > 0, r.clamp_min(mean.smallest), r), m
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: float, adam: Adam) -> tuple[Tensor, ...]:

@@ -1,0 +1,99 @@
+"""What single options of the PyTorch program become: edges of values, and options that change each other."""
+
+import pytest
+
+from falconet.dialects.table import Place
+from falconet.dialects.translate import translate
+from falconet.errors import ConfigError
+
+TRAIN = "pytorch:train.py"
+HOST = "pytorch:datasets/host_benchmark.py"
+PHASES = "--half-res-training --fine-tune-epoch 1 --fine-tune-first-trainable-layer layer4 --weight-avg-strategy mean"
+
+
+def translated(program, line, **place):
+    """Canonical options as a dictionary, and the notes."""
+    translation = translate(program, line.split(), place=Place(**place))
+    return {setting.option: " ".join(setting.values) for setting in translation.settings}, translation.notes
+
+
+REFUSED = {
+    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1",
+    "--replicas -2": "--replicas: got '-2', wanted a whole number, at least 1",
+    "--device-iterations 0": "--device-iterations: got '0', wanted a whole number, at least 1",
+    "--plan": "unknown option --plan; Falconet's own goes behind a lone --: -- --plan",
+}
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED.items())
+def test_a_mistake_names_the_option_that_was_typed(line, says):
+    with pytest.raises(ConfigError) as caught:
+        translated(TRAIN, f"--data generated {line}")
+    assert str(caught.value) == says
+
+
+def test_an_option_of_the_trainer_is_not_called_another_programs():
+    with pytest.raises(ConfigError, match=r"^--epoch is train.py's; restore.py has no such option; .*: -- --epoch$"):
+        translated("pytorch:restore.py", "--checkpoint-input-path run --epoch 3")
+
+
+@pytest.mark.parametrize(
+    ("typed", "option", "value"),
+    [("--fine-tune-lr 0", "fine-tune-lr", "0"), ("--fine-tune-lr 0.5", "fine-tune-lr", "0.5")],
+)
+def test_a_rate_of_fine_tuning_is_taken_even_if_it_is_zero(typed, option, value):
+    assert translated(TRAIN, f"--data generated {PHASES} {typed}")[0][option] == value
+
+
+def test_nothing_is_fine_tuned_with_batches_of_nothing():
+    with pytest.raises(ConfigError, match="--fine-tune-micro-batch-size: got '0'"):
+        translated(TRAIN, f"--data generated {PHASES} --fine-tune-micro-batch-size 0")
+
+
+def test_what_is_only_compiled_needs_no_images():
+    settings, notes = translated(TRAIN, "--data imagenet --use-bbox-info --compile-only")
+    assert settings["data"] == "generated"
+    assert not {"data-dir", "use-bbox-info"} & settings.keys()
+    assert "--compile-only: --data generated instead of imagenet, as it was" in notes
+
+
+PLACES = {
+    "given": ("--imagenet-data-path here", {"DATA_DIR": "there"}, "here"),
+    "variable": ("", {"DATA_DIR": "there"}, None),  # read by `falconet` itself
+    "neither": ("", {}, "/localdata/datasets/imagenet-raw-data"),
+}
+
+
+@pytest.mark.parametrize("program", [TRAIN, HOST])
+@pytest.mark.parametrize(("typed", "environment", "found"), PLACES.values(), ids=PLACES)
+def test_imagenet_is_where_the_line_the_variable_or_the_original_says(program, typed, environment, found):
+    settings, _ = translated(program, f"--data imagenet {typed}", environment=environment)
+    assert settings.get("data-dir") == found
+
+
+def test_the_shape_of_an_efficientnet_is_passed_over_by_other_models():
+    settings, notes = translated(TRAIN, "--data generated --model resnet50 --efficientnet-group-dim 16")
+    assert "efficientnet-group-dim" not in settings
+    assert "--efficientnet-group-dim: has no effect on --model resnet50" in notes
+    settings, _ = translated(TRAIN, "--data generated --model efficientnet-b0 --efficientnet-group-dim 16")
+    assert settings["efficientnet-group-dim"] == "16"
+
+
+def test_an_empty_folder_for_checkpoints_is_none():
+    translation = translate(TRAIN, ["--data", "generated", "--checkpoint-output-path", ""])
+    assert "checkpoint-output-path" not in {setting.option for setting in translation.settings}
+
+
+WORKERS = {"": "32", "--dataloader-worker 4": "4", "--disable-async-loading": "0"}
+
+
+@pytest.mark.parametrize(("typed", "workers"), WORKERS.items())
+def test_the_host_benchmark_reads_in_the_loop_itself_when_told_to(typed, workers):
+    assert translated(HOST, f"--data cifar10 {typed}")[0]["dataloader-workers"] == workers
+
+
+def test_the_host_benchmark_crops_by_boxes_where_there_is_a_file_of_them(tmp_path):
+    line = f"--imagenet-data-path {tmp_path}"
+    assert "use-bbox-info" not in translated(HOST, line)[0]
+    (tmp_path / "imagenet_2012_bounding_boxes.csv").touch()
+    assert "use-bbox-info" in translated(HOST, line)[0]
