@@ -58,6 +58,16 @@ COMMANDS = {
         "throughput and latency of a model that predicts",
         "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
     ),
+    "bench serve": Command(
+        schema.BenchServeOptions,
+        "throughput and latency of a server, this one or any of the same protocol",
+        "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50",
+    ),
+    "serve": Command(
+        schema.ServeOptions,
+        "answer over HTTP with a checkpoint's model, as a Triton server does",
+        "falconet serve --checkpoint-input-path runs/my-run --port 8000",
+    ),
     "doctor": Command(
         schema.DoctorOptions,
         "what this machine has, and whether it works",

@@ -134,6 +134,19 @@ def test_a_program_measures_inference(original, program, line):
     assert "samples/sec (mean)" in out or "images/s" in out
 
 
+@pytest.mark.dist
+def test_a_program_measures_a_server(original):
+    """As the spec of the originals starts it, but for the size."""
+    code, out, err = original(
+        "pytorch:inference/run_benchmark_with_triton_server.py",
+        "-s -k 'test_single_model[resnet50-resnet50-RequestType.SYNC-1]' --benchmark_only=true ../tests/tritonserver/"
+        " -- --micro-batch-size 2 --iterations 8 --image-size 32 --precision 32.32 --device cpu --threads 1",
+    )
+    assert code == 0, err
+    assert "samples/sec (mean)" in out
+    assert "served to 1 clients, SYNC" in out
+
+
 def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
     code, out, err = original(
         "pytorch:datasets/host_benchmark.py",

@@ -11,7 +11,7 @@ _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
 def devices_needed(argv: Sequence[str]) -> int:
     """Replicas times stages (or shards), as the line, its launcher or its named config says; 1 if nobody does."""
     options = _options(argv)
-    predicts = "infer" in argv or any(word.endswith("run_benchmark.py") for word in argv)
+    predicts = {"infer", "serve"} & set(argv) or any(word.endswith("run_benchmark.py") for word in argv)
     config = values_of(options.get("config", [""])[0], use="bench infer" if predicts else "train")
     if "num-replicas" in options:  # poprun
         return _number(options, "num-replicas") * _number(options, "ipus-per-replica")

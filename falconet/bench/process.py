@@ -58,7 +58,7 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
     reader.start()
     stopped: Literal["timeout", "interrupted"] | None = None
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             peak = _wait(process, timeout)
         if peak is None:
             stopped, peak = "timeout", _stop(process, signal.SIGTERM)
@@ -110,7 +110,7 @@ def _stop(process: "subprocess.Popen[str]", politely: signal.Signals) -> int:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM is Ctrl-C, so that a scheduler's stop also keeps what was measured."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -8,7 +8,7 @@ from typing import TypeVar
 from falconet.config.load import Loaded, load
 from falconet.config.named import Use, from_config
 from falconet.config.options import options_of
-from falconet.config.schema import InferOptions
+from falconet.config.schema import BenchServeOptions, InferOptions
 from falconet.config.settings import Setting, from_checkpoint, from_environment, from_line
 from falconet.errors import ConfigError
 
@@ -20,7 +20,7 @@ def read_line(command: type[Options], argv: Sequence[str]) -> list[Setting]:
     options = options_of(command)
     line = from_line(argv, options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
-    use: Use = "bench infer" if command is InferOptions else "train"
+    use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line
 
 

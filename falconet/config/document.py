@@ -13,6 +13,8 @@ PAGES = (
     ("average", schema.AverageOptions),
     ("bench", schema.BenchOptions),
     ("bench infer", schema.InferOptions),
+    ("serve", schema.ServeOptions),
+    ("bench serve", schema.BenchServeOptions),
     ("doctor", schema.DoctorOptions),
     ("data bench", schema.DataBenchOptions),
     ("data pack", schema.PackOptions),

@@ -25,6 +25,7 @@ from falconet.config.sections import (
     Validation,
     Verify,
 )
+from falconet.config.serving import Fresh, Load, Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,30 @@ class InferOptions:
     """Measure how fast a model predicts: images per second, and the latency of a batch."""
 
     inference: Inference = field(default_factory=Inference)
+    style: LogStyle = field(default_factory=LogStyle)
+    input: Input = field(default_factory=Input)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answer requests over HTTP with a model: the Open Inference Protocol, which NVIDIA's Triton clients speak."""
+
+    serving: Serving = field(default_factory=Serving)
+    input: Input = field(default_factory=Input)
+    model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeOptions:
+    """Measure a server: images per second over all clients, and the latency of a request."""
+
+    load: Load = field(default_factory=Load)
+    serving: Serving = field(default_factory=Serving)
     style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)

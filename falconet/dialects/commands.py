@@ -9,5 +9,6 @@ SCHEMAS: dict[str, type[object]] = {
     "average": schema.AverageOptions,
     "bench": schema.BenchOptions,
     "bench infer": schema.InferOptions,
+    "bench serve": schema.BenchServeOptions,
     "data bench": schema.DataBenchOptions,
 }

@@ -69,7 +69,7 @@ def _program(program: Program) -> Iterator[str]:
     yield ""
     yield "| old | new | effect |"
     yield "|---|---|---|"
-    for option in program.options:
+    for option in program.rows:
         names = ", ".join(f"`{name}`" for name in option.names)
         new = f"`{becomes(option)}`" if option.new else "none"
         yield f"| {names} | {new} | {option.effect} |".replace("<", "&lt;")

@@ -14,7 +14,7 @@ def help_of(program: Program) -> str:
         f"{program.about}; an original's program, run by {command_of(program)}.",
         "",
     ]
-    for option in program.options:
+    for option in program.rows:
         lines.append("  " + ", ".join(option.names) + _value(option) + _default(option))
         lines += textwrap.wrap(
             f"{becomes(option)}: {option.effect}", 110, initial_indent="      ", subsequent_indent="      "

@@ -22,11 +22,18 @@ def from_line(program: Program, argv: Iterable[str], *, others: Sequence[Program
             spelled, equals, value = token.partition("=")
             option = names[_full(spelled, names, program, others)]
             typed.append((spelled, option, [value] if equals else []))
+        elif program.word is not None and (not typed or _is_full(typed[-1][1], typed[-1][2])):
+            typed.append((token, program.word, [token]))
         elif typed and typed[-1][1].kind != "flag":
             typed[-1][2].append(token)
         else:
             raise ConfigError(f"'{token}': an option was wanted, such as {program.options[0].name}")
     return {option.name: check(option, tuple(values), spelled=spelled) for spelled, option, values in typed}
+
+
+def _is_full(option: Old, values: Sequence[str]) -> bool:
+    """Whether an option takes no further value."""
+    return option.kind == "flag" or (option.count != "some" and bool(values))
 
 
 def from_mapping(program: Program, mapping: object, *, source: str, others: Sequence[Program] = ()) -> Given:

@@ -8,10 +8,16 @@ from falconet.dialects.pytorch import COMMON, IMAGENET, TRAINING
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Program, Say, To
 from falconet.dialects.values import Values
+from falconet.errors import ConfigError
 
-SERVED = "the served measurement comes with `falconet serve`; the model itself is measured"
 BOXES = "imagenet_2012_bounding_boxes.csv"
-_SHOT = re.compile(r"(?:\[|^)(resnet50|efficientnet-b[04])")
+# Names of the served test, as pytest gives them: test_single_model[resnet50-resnet50-RequestType.SYNC-1].
+_SERVED = {
+    "model": re.compile(r"(?<![\w-])(resnet50|efficientnet-b0|efficientnet-b4)(?![\w])"),
+    "request type": re.compile(r"(?<![A-Za-z])(SYNC|ASYNC)(?![A-Za-z])"),
+    "number of processes": re.compile(r"(?:SYNC-|[^\w.-])(\d+)(?!\w)"),
+}
+_SERVED_REQUESTS = "200"  # of each client: each a micro-batch
 
 
 def style(_: Values) -> Iterable[Effect]:
@@ -43,11 +49,46 @@ def strategy(old: Values) -> Iterable[Effect]:
     yield To("weight-avg-strategy", ("mean" if kind == "none" else kind,))
 
 
-def triton_model(old: Values) -> Iterable[Effect]:
-    found = _SHOT.search(old.text("-k")) if old.has("-k") else None
-    yield To("model", (found[1] if found else "resnet50",))
-    yield To("data", ("generated",))
-    yield Say(SERVED)
+def served_test(old: Values) -> Iterable[Effect]:
+    """One test of the originals' is run, with the names that pytest gave it; what -k leaves open is said."""
+    expression = old.text("-k") if old.has("-k") else ""
+    found = {name: set(pattern.findall(expression)) for name, pattern in _SERVED.items()}
+    if expression and not found["model"]:
+        wanted = "test_single_model[resnet50-resnet50-RequestType.SYNC-1]"
+        raise ConfigError(
+            f"-k: got '{expression}', wanted a test of resnet50, efficientnet-b0 or -b4, such as {wanted}"
+        )
+    chosen = {name: _one(name, values, default) for (name, values), default in zip(found.items(), _FIRST, strict=True)}
+    for name, values in found.items():
+        if len(values) != 1:
+            said = f"of several, only {chosen[name]} is run" if values else f"{chosen[name]}, as it is not named"
+            yield Say(f"-k: {name}: {said}")
+    model, kind, processes = chosen.values()
+    yield To("config", (model,))
+    yield To("request-type", (kind,))
+    yield To("clients", (processes,))
+    yield To("iterations", (_SERVED_REQUESTS,))
+    if old.has("--model-repository"):
+        yield To("checkpoint-input-path", (f"{old.text('--model-repository').rstrip('/')}/{model}",))
+
+
+_FIRST = ("resnet50", "SYNC", "1")
+
+
+def _one(name: str, values: set[str], default: str) -> str:
+    return min(values, key=int if name == "number of processes" else str) if values else default
+
+
+def served_check(old: Values) -> Iterable[Effect]:
+    """Any value is true there, false too."""
+    if not old.given("--benchmark_only"):
+        yield To("check-answers")
+
+
+def served_port(old: Values) -> Iterable[Effect]:
+    if old.has("--grpc-port"):
+        yield To("port", (old.text("--grpc-port"),))
+        yield Say("--grpc-port: HTTP is spoken on it, not gRPC")
 
 
 def bench_data(old: Values) -> Iterable[Effect]:
@@ -169,15 +210,38 @@ PROGRAMS = (
     Program(
         name="pytorch:inference/run_benchmark_with_triton_server.py",
         options=(
-            becomes("-k", "text", None, "model", triton_model, "the model is read off it"),
-            nothing("--model-repository", "text", SERVED),
-            nothing("--grpc-port", "whole", SERVED),
-            nothing("--benchmark_only", "text", SERVED),
+            becomes(
+                "-k",
+                "text",
+                None,
+                "config request-type clients iterations",
+                served_test,
+                "model, request type and number of processes are read off the test's name; one test is run",
+            ),
+            part_of(
+                "--model-repository",
+                "text",
+                None,
+                "checkpoint-input-path",
+                "a folder with a checkpoint or a run folder of the model's name; without it, random weights",
+            ),
+            becomes(
+                "--grpc-port", "whole", None, "port", served_port, "the port, over HTTP; any free one unless given"
+            ),
+            becomes(
+                "--benchmark_only",
+                "text",
+                None,
+                "check-answers",
+                served_check,
+                "answers are compared with the model's own unless given; it is measured in any case",
+            ),
             nothing("-s", "flag", "an option of pytest; what is measured is always printed"),
             nothing("-v", "flag", "an option of pytest"),
         ),
-        command="bench infer",
-        about="the same through a Triton server",
+        word=nothing("PATH", "text", "the folder of the originals' tests; Falconet's own server is measured"),
+        command="bench serve",
+        about="throughput and latency through a server",
     ),
     Program(
         name="pytorch:datasets/host_benchmark.py",

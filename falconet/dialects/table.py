@@ -79,7 +79,13 @@ class Program:
     about: str
     whole: bool = True  # sets the defaults of its own too; else only what was typed, over what a checkpoint says
     rule: Rule | None = None  # what it sets whatever is typed
+    word: Old | None = None  # a word that is no option's value, such as a path; none: there are no such words
     renamed: Mapping[str, str] = field(default_factory=dict)  # documented under a name that no release had
+
+    @property
+    def rows(self) -> tuple[Old, ...]:
+        """Its options, and the word that is none."""
+        return (*self.options, self.word) if self.word else self.options
 
     @property
     def dialect(self) -> str:

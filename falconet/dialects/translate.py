@@ -96,7 +96,7 @@ def _config(own: Program, typed: Given, place: Place) -> Given:
 
 
 def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
-    values = Values({option.name: option for option in own.options}, asked.all, place)
+    values = Values({option.name: option for option in own.rows}, asked.all, place)
     _check_required(own, asked.all)
     command = own.command if isinstance(own.command, str) else own.command(values)
     schema = SCHEMAS.get(command)
@@ -136,7 +136,7 @@ def _effects(
     whole = _is_whole(own, command)
     if own.rule and whole:
         yield None, own.rule(values)
-    for option in own.options:
+    for option in own.rows:
         idle = not option.has_effect and option.name not in asked.typed  # a config's are said in one line
         if option.rule and not idle and (whole or asked.wants(option, own.options)):
             yield option, option.rule(values)

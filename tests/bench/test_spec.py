@@ -157,12 +157,11 @@ def test_a_built_in_spec_is_read_and_runs_where_the_user_is(name, tmp_path, monk
         assert benchmark.folder == tmp_path
 
 
-def test_our_specs_have_every_benchmark_of_the_original_that_needs_no_server():
+def test_our_specs_have_every_benchmark_of_the_original():
     for ours, theirs in (("pytorch_train", "train"), ("pytorch_inference", "inference")):
         own = {benchmark.name: benchmark for benchmark in read_spec(find_spec(ours))}
         for benchmark in read_spec(DATA / f"{theirs}_benchmarks.yml"):
-            if "tritonserver" not in benchmark.name:
-                assert own[benchmark.name].variants == benchmark.variants
+            assert own[benchmark.name].variants == benchmark.variants
 
 
 def test_the_example_of_the_docs_is_a_spec(spec):

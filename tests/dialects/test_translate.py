@@ -1,6 +1,7 @@
 """What each dialect means: its defaults and its formulas, against numbers worked out by hand."""
 
 import math
+import shlex
 
 import pytest
 
@@ -9,6 +10,7 @@ from falconet.config.settings import spelled
 from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
+from falconet.errors import ConfigError
 
 IMAGENET = "--dataset imagenet --data-dir d"
 CIFAR = "--dataset cifar-10 --data-dir d"
@@ -293,9 +295,10 @@ SMALLER = [
     ),
     (
         "pytorch:inference/run_benchmark_with_triton_server.py",
-        "-s -k test_single_model[efficientnet-b4-efficientnet-b4-RequestType.SYNC-1] --benchmark_only=true",
-        "bench infer",
-        {"model": "efficientnet-b4"},
+        "-s -k test_single_model[efficientnet-b4-efficientnet-b4-RequestType.ASYNC-8] --benchmark_only=true"
+        " ../tests/tritonserver/",
+        "bench serve",
+        {"config": "efficientnet-b4", "request-type": "ASYNC", "clients": "8", "iterations": "200"},
     ),
     ("pytorch:datasets/host_benchmark.py", "--data cifar10 --disable-async-loading", "data bench", {"data": "cifar10"}),
     (
@@ -314,6 +317,41 @@ def test_the_smaller_programs(program, line, command, expected):
     found = values(translation)
     assert translation.command == command
     assert {name: found.get(name) for name in expected} == expected
+
+
+SERVED = "pytorch:inference/run_benchmark_with_triton_server.py"
+TESTS = {
+    "-k test_single_model[resnet50-resnet50-RequestType.SYNC-1]": ("resnet50", "SYNC", "1"),
+    "-k test_single_model[efficientnet-b0-efficientnet-b0-RequestType.ASYNC-4]": ("efficientnet-b0", "ASYNC", "4"),
+    "-k ASYNC-8]": None,
+    "-k 'efficientnet-b4 and ASYNC'": ("efficientnet-b4", "ASYNC", "1"),
+    "-k 'resnet50 and (SYNC or ASYNC) and 8'": ("resnet50", "ASYNC", "8"),
+    "": ("resnet50", "SYNC", "1"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), TESTS.items())
+def test_a_served_test_is_chosen_by_the_name_that_pytest_gave_it(line, expected):
+    if expected is None:
+        with pytest.raises(
+            ConfigError, match=r"-k: got 'ASYNC-8\]', wanted a test of resnet50, efficientnet-b0 or -b4"
+        ):
+            translate(SERVED, shlex.split(line))
+        return
+    found = values(translate(SERVED, shlex.split(line)))
+    assert (found["config"], found.get("request-type", "SYNC"), found.get("clients", "1")) == expected
+    assert "check-answers" in found
+
+
+def test_what_a_served_line_says_is_done_or_said():
+    line = "-s -k test_single_model[resnet50-resnet50-RequestType.SYNC-8] --benchmark_only=false --grpc-port 2001"
+    translation = translate(SERVED, [*line.split(), "--model-repository", "models/", "../tests/tritonserver/"])
+    found = values(translation)
+    assert "check-answers" not in found  # any text is true there
+    assert found["checkpoint-input-path"] == "models/resnet50"
+    assert found["port"] == "2001"
+    assert "--grpc-port: HTTP is spoken on it, not gRPC" in translation.notes
+    assert "PATH: the folder of the originals' tests; Falconet's own server is measured" in translation.notes
 
 
 def test_a_launchers_replicas_count_more_than_the_options():

@@ -1,0 +1,252 @@
+"""`falconet bench serve`: images per second, and latency, of a served model, as clients see them."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from falconet.bench import serving
+from falconet.bench.client import Job, Outcome
+from falconet.bench.measured import INFERENCE, Measured, Sample
+from falconet.bench.process import terminated_as_interrupted
+from falconet.bench.serving import Target, Tensors, Together
+from falconet.bench.spread import estimate
+from falconet.bench.steady import find_steady
+from falconet.checkpoint import files
+from falconet.commands import parts, predicting
+from falconet.commands.reading import load_options
+from falconet.config.options import options_of
+from falconet.config.schema import BenchServeOptions, ServeOptions
+from falconet.config.settings import LINE, Setting, spelled
+from falconet.data.loader import BatchShape
+from falconet.errors import ConfigError, WorldError
+from falconet.infer.predictor import Pixels, Predictor
+from falconet.numerics.precision import REGIMES
+from falconet.parallel.world import ALONE
+from falconet.report import inference as lines
+from falconet.report.folders import RUNS
+from falconet.report.screen import Screen
+
+HELD = 8  # different batches that take turns
+MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
+# Of an image's largest score, by what is computed in: the originals' 1e-5, and what other shapes and kernels change in
+# half precision.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def run(line: Sequence[Setting]) -> int:
+    screen = Screen()
+    options = _options(line, screen)
+    _say_idle(options, line, screen)
+    folder = tempfile.TemporaryDirectory(prefix="falconet-")
+    with terminated_as_interrupted(), folder as home, _target(options, line) as target:
+        tensors = Tensors.of(target)
+        job = _job(options, target, tensors, Path(home))
+        if options.load.check_answers:
+            job = _with_expected(job, options, line, screen)
+        outcomes = serving.run_clients(job, options.load.clients)
+        counts = _executions(target)
+    found = serving.together(outcomes, in_flight=options.load.clients * job.window)
+    _tell(found, options, tensors, screen)
+    if counts:
+        screen.line(counts)
+    _write(found, options)
+    return _check(outcomes, job, screen) if options.load.check_answers else 0
+
+
+def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
+    """The line's, over those of the checkpoint."""
+    options = load_options(BenchServeOptions, line).options
+    path = options.input.checkpoint_input_path
+    if path is None or path.is_file():
+        return options
+    manifest = files.read_manifest(files.newest_whole(path, screen.line))
+    return load_options(BenchServeOptions, line, manifest.config).options
+
+
+def _say_idle(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
+    """Options of the line that change nothing here."""
+    known = options_of(BenchServeOptions)
+    typed = {setting.option.removeprefix("no-") for setting in line if setting.source == LINE}
+    if options.load.url is not None:
+        for name in sorted(name for name in typed if known[name].path[0] == "serving"):
+            screen.line(f"note: --{name} has no effect with --url: that server runs already")
+    if options.load.request_type == "SYNC" and "window" in typed:
+        screen.line("note: --window has no effect without --request-type ASYNC")
+
+
+@contextlib.contextmanager
+def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Target]:
+    if options.load.url is not None:
+        yield Target.at(options.load.url, options.model.model)
+        return
+    with serving.started(["serve", *_server_line(options, line)]) as target:
+        yield target
+
+
+def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
+    """The options of the server: those of the line that it has, and what only its measurement knows."""
+    own = {
+        setting.option: setting for setting in line if setting.option.removeprefix("no-") in options_of(ServeOptions)
+    }
+    batch = options.data.micro_batch_size
+    added: dict[str, object] = {}
+    if options.serving.port == "auto":
+        added["port"] = 0
+    if options.serving.max_batch == "auto":
+        added["max-batch"] = batch
+    if options.serving.max_queue == "auto":
+        added["max-queue"] = batch * options.load.clients * _window(options)
+    if options.input.checkpoint_input_path is None:
+        images = _images(options)
+        added |= {
+            "model": options.model.model,
+            "image-size": images.preprocessing.image_size,
+            "classes": images.classes,
+        }
+    settings = own | {name: Setting(name, spelled(value), LINE) for name, value in added.items()}
+    return [word for setting in settings.values() for word in setting.argv()]
+
+
+def _window(options: BenchServeOptions) -> int:
+    return options.load.window if options.load.request_type == "ASYNC" else 1
+
+
+def _images(options: BenchServeOptions) -> parts.Images:
+    data = options.data
+    if data.data == "synthetic":
+        raise ConfigError(
+            "--data synthetic: lives on the device only, and requests come from the host; wanted generated"
+        )
+    return parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+
+
+def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: Path) -> Job:
+    count = min(options.data.iterations, MOST)
+    data = replace(options.data, image_size=tensors.image_size, eight_bit_io=True, normalization_location="device")
+    np.save(folder / "images.npy", _batches(replace(options, data=data), min(HELD, count)))
+    return Job(
+        host=target.host,
+        port=target.port,
+        path=f"{target.path}/infer",
+        input=tensors.input,
+        output=tensors.output,
+        images=str(folder / "images.npy"),
+        expected=None,
+        tolerance=TOLERANCES[torch.float32],
+        window=_window(options),
+        count=count,
+    )
+
+
+def _batches(options: BenchServeOptions, held: int) -> Pixels:
+    """Pixels of the validation images, again and again until there are enough: batches x N x 3 x S x S."""
+    size = options.data.micro_batch_size
+    shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
+    images = _images(options)
+    loader = parts.evaluation_loader(images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line)
+    found = torch.cat([batch.images.clone() for batch in islice(loader.batches(), held)])
+    rows = np.arange(held * size) % len(found)
+    return found.numpy()[rows].reshape(held, size, *found.shape[1:])
+
+
+def _with_expected(job: Job, options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> Job:
+    """The same job with the scores that this process computes, in batches of the same size."""
+    argv = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ServeOptions)]
+    images = np.load(job.images)
+    if options.input.checkpoint_input_path is None:
+        classes = _images(options).classes
+        argv += [
+            Setting(name, (str(value),), LINE)
+            for name, value in {
+                "model": options.model.model,
+                "image-size": images.shape[-1],
+                "classes": classes,
+            }.items()
+        ]
+    classifier, _ = predicting.open_classifier(argv, screen.line)
+    predictor = Predictor(classifier, max_batch=images.shape[1], captured=False)
+    expected = np.stack([predictor.logits(torch.from_numpy(batch)).cpu().numpy() for batch in images])
+    path = Path(job.images).with_name("expected.npy")
+    np.save(path, expected)
+    return replace(
+        job, expected=str(path), tolerance=TOLERANCES[classifier.regime.formats(classifier.device)["activations"]]
+    )
+
+
+def _executions(target: Target) -> str:
+    """How requests were put together, where the server tells."""
+    try:
+        (stats,) = target.get("/stats")["model_stats"]
+        return f"server: {stats['inference_count']:,} images in {stats['execution_count']:,} batches since it started"
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return ""
+
+
+def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen) -> None:
+    images = found.requests * options.data.micro_batch_size
+    steady, settled = find_steady(found.spacing), find_steady(found.latencies)
+    samples = [Sample(images, seconds) for seconds in found.spacing[steady.first :]]
+    measured = Measured(
+        samples=samples, latencies=[1000 * seconds for seconds in found.latencies[settled.first :]], steady=steady
+    )
+    rates = [sample.images / sample.seconds for sample in samples if sample.seconds > 0]
+    load = options.load
+    if load.request_type == "ASYNC":
+        clients = f"{load.clients} clients, ASYNC, {load.window} requests in flight each"
+    else:
+        clients = f"{load.clients} clients, SYNC"
+    facts = lines.Facts(
+        model=options.model.model,
+        micro_batch=options.data.micro_batch_size,
+        data=options.data.data,
+        dtype=tensors.datatype,
+        devices=1,
+    )
+    for text in lines.summary(facts, rates, measured.latencies):
+        screen.line(text)
+    spread = measured.within() or estimate(rates)
+    latency = "  ".join(f"{key} {value:.3f}" for key, value in measured.latency().items())
+    interval = f"95 % {max(0.0, spread.low):,.1f} to {spread.high:,.1f}"
+    screen.line(f"served to {clients}: {measured.throughput:,.1f} images/s ({interval})")
+    screen.line(f"served: latency of a request in ms: {latency}")
+    screen.line(
+        f"the first {serving.DROPPED} requests of each client dropped, then {steady.first} of {len(found.spacing)}"
+        f" stretches of {found.requests} as warm-up ({steady.verdict})"
+    )
+
+
+def _write(found: Together, options: BenchServeOptions) -> None:
+    """Every time, in the form of `bench infer`, for `falconet bench` and for whoever asked."""
+    content = {
+        "images_per_batch": found.requests * options.data.micro_batch_size,
+        "model": options.model.model,
+        "throughput_seconds": found.spacing,
+        "latency_seconds": found.latencies,
+    }
+    home = os.environ.get(RUNS)
+    for path in [options.load.output, Path(home) / INFERENCE if home else None]:
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+
+
+def _check(outcomes: Sequence[Outcome], job: Job, screen: Screen) -> int:
+    """Say how well the answers agree; exit code 1 if some do not."""
+    answers, wrong = sum(len(one.times) for one in outcomes), sum(one.wrong for one in outcomes)
+    apart = max(one.apart for one in outcomes)
+    text = f"the largest difference is {apart:.1e} of an image's largest score, wanted at most {job.tolerance:g}"
+    if wrong:
+        raise WorldError(f"{wrong} of {answers} answers differ from the model's own here: {text}")
+    screen.line(f"all {answers} answers are the model's own here: {text}")
+    return 0

@@ -1,0 +1,65 @@
+"""`falconet serve`: answer over HTTP with a checkpoint's model."""
+
+import asyncio
+from collections.abc import Sequence
+
+from falconet.commands import parts, predicting
+from falconet.commands.reading import load_options
+from falconet.config.schema import ServeOptions
+from falconet.config.settings import Setting
+from falconet.errors import ConfigError
+from falconet.infer.batching import Batcher, Policy
+from falconet.infer.predictor import Predictor
+from falconet.infer.protocol import Served
+from falconet.report.screen import Screen
+
+try:
+    from falconet.infer import server
+except ModuleNotFoundError as error:  # pragma: no cover, the tests have it
+    if error.name != "aiohttp":
+        raise
+    raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'") from error
+
+PORT, MAX_BATCH = 8000, 64
+WAITING_BATCHES = 16  # full ones, that may wait
+
+
+def run(line: Sequence[Setting]) -> int:
+    screen = Screen()
+    serving = load_options(ServeOptions, line).options.serving
+    address = server.Address(host=serving.host, port=parts.value_or(serving.port, PORT))
+    with address.open() as listening:  # first, as the mistakes here take no time to find
+        classifier, options = predicting.open_classifier(line, screen.line)
+        max_batch = parts.value_or(serving.max_batch, MAX_BATCH)
+        predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
+        served = Served(
+            name=classifier.name,
+            preprocessing=classifier.preprocessing,
+            class_names=classifier.class_names,
+            output=str(predictor.dtype).removeprefix("torch."),
+            max_batch=max_batch,
+        )
+        policy = Policy(
+            max_batch=max_batch,
+            max_delay=serving.max_delay / 1000,
+            max_queue=max(parts.value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
+        )
+        batcher = Batcher(predictor.lanes(), policy)
+        room = server.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
+        front = server.Front(served, batcher, room=room, max_delay=policy.max_delay)
+        host, port = listening.getsockname()[:2]
+        side = classifier.preprocessing.image_size
+        shown = f"[{host}]" if ":" in host else host
+        screen.line(
+            f"serving {served.name} at http://{shown}:{port}: input_0 uint8 [1 to {max_batch}, 3, {side}, {side}],"
+            f" {options.machine.precision} on {classifier.device}; Ctrl-C stops"
+        )
+        try:
+            code = asyncio.run(server.serve(front, listening))
+        except asyncio.CancelledError:
+            code = 130  # the second Ctrl-C
+        finally:
+            batcher.close()
+        counts = batcher.counts
+        screen.line(f"stopped: {counts.requests:,} requests, {counts.images:,} images in {counts.executions:,} batches")
+        return code

@@ -1,0 +1,239 @@
+"""The HTTP server: the protocol's addresses, limits on what one client may take, and an end that finishes its work."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+import falconet
+from falconet.errors import ConfigError
+from falconet.infer import protocol
+from falconet.infer.batching import Batcher, OverloadedError
+from falconet.infer.protocol import RequestError, Served
+
+BODY_SECONDS = 60.0  # for a client to send what it announced
+DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
+READ_AHEAD = 1 << 20  # bytes of a connection
+AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the server listens; port 0: any free one."""
+
+    host: str
+    port: int
+
+    def open(self) -> socket.socket:
+        """A listening socket; the user's mistakes are one line each."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = f"--port: {self.port} is in use on {self.host}; wanted another one, or 0 for any free one"
+            elif error.errno == errno.EACCES:
+                message = f"--port: {self.port} is not for this user; wanted one from 1024 on"
+            else:
+                message = f"--host: cannot listen on '{self.host}': {error.strerror or error}"
+            raise ConfigError(message) from error
+
+
+class Room:
+    """Memory for bodies on their way, counted, so that no number of clients can take all of it."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most  # bytes
+
+    @contextlib.contextmanager
+    def taken(self, length: int) -> Iterator[memoryview]:
+        """A buffer of this many bytes."""
+        if length > self._free:
+            raise OverloadedError("no memory is left for another request; try again later")
+        self._free -= length
+        try:
+            yield np.empty(length, dtype=np.uint8).data  # unlike a bytearray not filled with zeros first
+        finally:
+            self._free += length
+
+
+class Front:
+    """Answers requests about one model."""
+
+    def __init__(self, served: Served, batcher: Batcher, *, room: Room, max_delay: float) -> None:
+        self._served, self._batcher, self._room = served, batcher, room
+        self._config = protocol.configuration(served, max_delay=max_delay)
+        self.is_ready = True
+
+    def application(self) -> web.Application:
+        """Every address of the protocol."""
+        app = web.Application(middlewares=[_in_one_line])
+        app.router.add_get("/v2", _always(_server_metadata()))
+        app.router.add_get("/v2/health/live", _always({"live": True}))
+        app.router.add_get("/v2/health/ready", self._ready)
+        for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            app.router.add_get(base, self._of_model(_always(protocol.metadata(self._served))))
+            app.router.add_get(f"{base}/ready", self._of_model(self._ready))
+            app.router.add_get(f"{base}/config", self._of_model(_always(self._config)))
+            app.router.add_get(f"{base}/stats", self._of_model(self._statistics))
+            app.router.add_post(f"{base}/infer", self._of_model(self._infer))
+        return app
+
+    def _of_model(self, handler: Handler) -> Handler:
+        """The same for the one model that is here; another name or version is not found."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            name, version = request.match_info["model"], request.match_info.get("version", protocol.VERSION)
+            if name != self._served.name:
+                return _refusal(404, f"no model is named '{name[:80]}'; this server has '{self._served.name}'")
+            if version != protocol.VERSION:
+                return _refusal(404, f"{name} has no version '{version[:80]}'; it has {protocol.VERSION}")
+            return await handler(request)
+
+        return checked
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.json_response({"ready": self.is_ready}, status=200 if self.is_ready else 503)
+
+    async def _statistics(self, _: web.Request) -> web.Response:
+        counts = self._batcher.counts
+        return web.json_response(
+            {
+                "model_stats": [
+                    {
+                        "name": self._served.name,
+                        "version": protocol.VERSION,
+                        "inference_count": counts.images,
+                        "execution_count": counts.executions,
+                        "falconet": asdict(counts),
+                    }
+                ]
+            }
+        )
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        length = request.content_length
+        if length is None:
+            return _refusal(411, "Content-Length: is needed")
+        if length > self._served.most_bytes:
+            return _refusal(413, f"Content-Length: got {length:,}, wanted at most {self._served.most_bytes:,}")
+        if "Content-Encoding" in request.headers:
+            return _refusal(400, "Content-Encoding: is not read; wanted the body as it is")
+        with self._room.taken(length) as body:
+            await _read_into(body, request)
+            header = request.headers.get(protocol.HEADER)
+            if header is None and length > AT_ONCE:
+                asked = await asyncio.to_thread(protocol.read_request, body, header, self._served)
+            else:
+                asked = protocol.read_request(body, header, self._served)
+            scores = await self._batcher.submit(asked.images)
+            answer, headers = protocol.write_answer(scores, asked, self._served)
+        return web.Response(body=answer, headers=headers)
+
+
+async def serve(front: Front, listening: socket.socket) -> int:
+    """Answer until a signal comes, then finish what is in flight; the exit code: 130 for Ctrl-C, 0 for SIGTERM."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[signal.Signals] = loop.create_future()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        if asked.done():
+            task.cancel()  # the second time: at once
+        else:
+            asked.set_result(number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    async with answering(front, listening):
+        reason = await asked
+    return 130 if reason == signal.SIGINT else 0
+
+
+@contextlib.asynccontextmanager
+async def answering(front: Front, listening: socket.socket) -> AsyncIterator[None]:
+    """Within it, requests are answered; at its end, those in flight are finished."""
+    runner = web.AppRunner(
+        front.application(),
+        access_log=None,
+        logger=_logger(),
+        shutdown_timeout=DRAIN_SECONDS,
+        handler_cancellation=True,  # of a client that goes away
+        read_bufsize=READ_AHEAD,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        yield
+    finally:
+        front.is_ready = False
+        await runner.cleanup()
+
+
+async def _read_into(body: memoryview, request: web.Request) -> None:
+    """The whole body, chunk by chunk to its place: `request.read()` would copy all of it twice more."""
+    at = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.content.iter_any():
+                body[at : at + len(chunk)] = chunk
+                at += len(chunk)
+    except TimeoutError:
+        raise RequestError(f"{at:,} of {len(body):,} bytes came within {BODY_SECONDS:g} seconds") from None
+    if at < len(body):
+        raise RequestError(f"the body ends after {at:,} of {len(body):,} bytes")
+
+
+@web.middleware
+async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever is wrong with a request is answered as the protocol wants it: JSON with one line."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _refusal(400, str(error))
+    except OverloadedError as error:
+        return _refusal(503, str(error), {"Retry-After": "1"})
+    except web.HTTPException as error:  # of the router: no such address, no such method
+        return _refusal(error.status, f"{request.method} {request.path[:80]}: {error.reason.lower()}")
+
+
+def _refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": reason}, status=status, headers=headers)
+
+
+def _always(content: dict[str, object]) -> Handler:
+    text = json.dumps(content)
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, content_type="application/json")
+
+    return answer
+
+
+def _server_metadata() -> dict[str, object]:
+    return {"name": "falconet", "version": falconet.__version__, "extensions": list(protocol.EXTENSIONS)}
+
+
+def _logger() -> logging.Logger:
+    """Tells our own failures; what strangers send is answered, not told."""
+    logger = logging.getLogger("falconet.serve")
+    logger.addFilter(_is_ours)
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, HttpProcessingError)

@@ -1,0 +1,97 @@
+"""`falconet bench serve`: the lines, the file, the answers checked, another server, and nothing left running."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from served import running
+
+SIZES = "--image-size 8 --classes 5 --micro-batch-size 3 --iterations 8"
+SMALL = f"bench serve --data generated {SIZES} --threads 1 --device cpu"
+pytestmark = pytest.mark.dist
+
+
+def children(pid):
+    """Processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_the_lines_the_file_and_the_answers(falconet):
+    answer = falconet(f"{SMALL} --clients 2 --request-type ASYNC --window 2 --check-answers --output o.json")
+    assert answer.code == 0, answer.err
+    (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
+    (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
+    assert float(rate) > 0
+    assert float(latency) > 0
+    for words in (
+        "resnet8-cifar results:",
+        "micro_batch_size: 3",
+        "served to 2 clients, ASYNC, 2 requests in flight each",
+        "p50",
+        "all 16 answers are the model's own here",
+        "server: 48 images in ",
+    ):
+        assert words in answer.out
+    content = json.loads(Path("o.json").read_text())
+    assert len(content["latency_seconds"]) == 2 * (8 - 2)
+    assert content["images_per_batch"] % 3 == 0
+    assert children(os.getpid()) == []
+
+
+def test_a_server_that_runs_already_is_measured_and_another_models_answers_are_told(falconet):
+    with running() as found:
+        line = f"{SMALL} --url http://127.0.0.1:{found.port} --port 9 --window 2"
+        answer = falconet(line)
+        assert answer.code == 0, answer.err
+        assert "note: --port has no effect with --url" in answer.out
+        assert "note: --window has no effect without --request-type ASYNC" in answer.out
+        assert "served to 1 clients, SYNC" in answer.out
+        wrong = falconet(f"{line} --check-answers")
+        assert wrong.code == 1
+        assert "8 of 8 answers differ from the model's own here" in wrong.err
+
+
+MISTAKES = {
+    f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
+    f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
+    f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC; did you mean 'SYNC'?",
+    f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items())
+def test_a_mistake_is_one_line(falconet, line, message):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert answer.err.startswith(f"falconet bench serve: {message}")
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_no_process(tmp_path, number):
+    argv = [sys.executable, "-m", "falconet", *SMALL.split(), "--iterations", "1000", "--clients", "2"]
+    process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    started = []
+    while len(started) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+        started = children(process.pid)  # the server and two clients
+    assert len(started) == 3
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, b"")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)

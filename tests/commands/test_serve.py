@@ -1,0 +1,113 @@
+"""`falconet serve` as a process: its lines, its signals, its exit codes, and a checkpoint's classes and scores."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from served import binary
+from tiny import TINY
+
+from falconet.checkpoint import files
+from falconet.commands.opening import open_checkpoint
+from falconet.infer.protocol import HEADER
+
+SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
+pytestmark = pytest.mark.dist
+
+
+@contextlib.contextmanager
+def served(line):
+    """The process, its port, and the lines before it was ready."""
+    argv = [sys.executable, "-m", "falconet", "serve", *line.split()]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    lines = []
+    try:
+        for text in process.stdout:
+            lines.append(text)
+            if found := re.search(r"at http://127\.0\.0\.1:(\d+): input_0", text):
+                break
+        else:
+            pytest.fail(f"exit code {process.wait()}: {lines}")
+        yield process, int(found[1]), lines
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def ask(port, images, *, model="resnet8-cifar"):
+    body, headers = binary(images)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.request("POST", f"/v2/models/{model}/infer", body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+    assert response.status == 200, answer
+    return np.frombuffer(answer[int(response.headers[HEADER]) :], dtype=np.float32).reshape(len(images), -1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_it_after_what_is_in_flight(number, code):
+    with served(f"{SMALL} --max-delay 400") as (process, port, lines):
+        assert lines[-1] == (
+            f"serving resnet8-cifar at http://127.0.0.1:{port}: input_0 uint8 [1 to 4, 3, 8, 8], 32.32 on cpu;"
+            " Ctrl-C stops\n"
+        )
+        answers = []
+        images = np.zeros((1, 3, 8, 8), dtype=np.uint8)
+        asking = threading.Thread(target=lambda: answers.append(ask(port, images)))
+        asking.start()
+        with socket.create_connection(("127.0.0.1", port)):
+            asking.join(0.2)  # it waits for others to join it
+            os.kill(process.pid, number)
+            asking.join(20)
+        assert [answer.shape for answer in answers] == [(1, 5)]
+        assert process.wait(20) == code
+        assert process.stdout.read() == "stopped: 1 requests, 1 images in 1 batches\n"
+
+
+def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_scores(falconet):
+    assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
+    with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
+        name = re.search(r"serving (\S+) at", lines[-1])[1]
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+            connection.request("GET", f"/v2/models/{name}")
+            about = json.loads(connection.getresponse().read())
+        folder = files.newest_whole(files.Path("r"), print)
+        manifest = files.verify(folder)
+        assert about["parameters"]["class_names"] == list(manifest.class_names)
+        assert about["parameters"]["preprocessing"] == manifest.preprocessing
+        opened = next(open_checkpoint(folder, []))
+        side = about["inputs"][0]["shape"][-1]
+        images = np.random.default_rng(0).integers(0, 256, (5, 3, side, side), dtype=np.uint8)
+        normalise = opened.images.normalise(torch.device("cpu"))
+        with torch.no_grad():
+            expected = opened.model.eval()(normalise(torch.from_numpy(images))).numpy()
+        np.testing.assert_allclose(ask(port, images, model=name), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_mistakes_are_one_line(falconet):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        mistakes = {
+            f"--model resnet8-cifar --port {port}": f"--port: {port} is in use on 127.0.0.1; wanted another one",
+            "--port 0": "--checkpoint-input-path: is needed, or --model NAME to measure with random weights",
+            "--port 0 --checkpoint-input-path none": "none: no such file or folder",
+            "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
+            "--port 70000 --model resnet50": "--port: got '70000', wanted a whole number, from 0 to 65535 or auto",
+            "--max-batch 0": "--max-batch: got '0', wanted a whole number, at least 1 or auto",
+        }
+        for line, message in mistakes.items():
+            answer = falconet(f"serve {line}")
+            assert answer.code == 2, line
+            assert answer.err.startswith(f"falconet serve: {message}"), answer.err
+            assert answer.err.count("\n") == 1

@@ -1,0 +1,89 @@
+"""A model that predicts: few shapes, and the scores of plain PyTorch whatever they are filled up with."""
+
+import numpy as np
+import pytest
+import torch
+from served import CLASSES, pixels, small_classifier
+
+from falconet.infer.predictor import Predictor, buckets
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    {1: (1,), 2: (1, 2), 8: (1, 2, 4, 8), 12: (1, 2, 4, 8, 12), 90: (1, 2, 4, 8, 16, 32, 64, 90)}.items(),
+)
+def test_buckets_are_powers_of_two_and_the_largest(most, expected):
+    assert buckets(most) == expected
+
+
+def plain(classifier, images):
+    """Written out: pixel / 255, minus mean, over deviation, through the model."""
+    p = classifier.preprocessing
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (p.mean, p.std))
+    with torch.no_grad():
+        return classifier.model((torch.from_numpy(images).float() / 255 - mean) / std).numpy()
+
+
+def test_the_scores_of_portions_are_those_of_their_images_alone():
+    classifier = small_classifier()
+    (lane,) = Predictor(classifier, max_batch=12).lanes()
+    portions = [pixels(count, seed=count) for count in (1, 3, 5)]
+    for answer, portion in zip(lane(portions), portions, strict=True):
+        np.testing.assert_allclose(answer, plain(classifier, portion), rtol=1e-4, atol=1e-5)
+
+
+def test_an_answer_is_not_changed_by_the_next_batch():
+    (lane,) = Predictor(small_classifier(), max_batch=4).lanes()
+    (first,) = lane([pixels(3, seed=1)])
+    kept = first.copy()
+    lane([pixels(4, seed=2)])
+    assert np.array_equal(first, kept)
+
+
+def test_the_device_sees_no_other_shapes_than_the_buckets():
+    classifier = small_classifier()
+    seen = set()
+    classifier.model.register_forward_pre_hook(lambda _, args: seen.add(tuple(args[0].shape)))
+    (lane,) = Predictor(classifier, max_batch=6).lanes()
+    for count in range(1, 7):
+        lane([pixels(count)])
+    assert {shape[0] for shape in seen} == {1, 2, 4, 6}
+
+
+def test_probabilities_add_up_to_one_and_rank_as_the_logits():
+    predictor = Predictor(small_classifier(), max_batch=4)
+    images = torch.from_numpy(pixels(4))
+    found, logits = predictor.probabilities(images), predictor.logits(images)
+    assert found.shape == (4, CLASSES)
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(4))
+    assert torch.equal(found.argsort(dim=1), logits.argsort(dim=1))
+
+
+@pytest.mark.parametrize("precision", ["16.16", "bf16.bf16"])
+def test_half_precision_is_near(precision):
+    """On a CPU fp16 is computed in fp32, so its scores are too; bf16 is widened, as numpy has none."""
+    predictor = Predictor(small_classifier(precision), max_batch=4)
+    assert predictor.dtype == torch.float32
+    found = predictor.logits(torch.from_numpy(pixels(4))).numpy()
+    expected = plain(small_classifier(), pixels(4))
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["16.16", "32.32"])
+def test_captured_lanes_give_the_scores_of_plain_ones(precision):
+    from dataclasses import replace
+
+    device = torch.device("cuda", 0)
+    small = small_classifier(precision)
+    classifier = replace(small, device=device, model=small.model.to(device))
+    answers = []
+    for captured in (False, True):
+        for lane in Predictor(classifier, max_batch=12, captured=captured).lanes():
+            answers.append(np.concatenate(lane([pixels(2, seed=1), pixels(5, seed=2)])))
+            again = np.concatenate(lane([pixels(2, seed=1), pixels(5, seed=2)]))
+            assert np.array_equal(again, answers[-1])
+    assert len(answers) == 4
+    assert answers[0].dtype == (np.float16 if precision == "16.16" else np.float32)
+    for answer in answers[1:]:
+        np.testing.assert_allclose(answer.astype(np.float32), answers[0].astype(np.float32), rtol=2e-3, atol=2e-3)

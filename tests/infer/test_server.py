@@ -1,0 +1,230 @@
+"""The server over real connections: every answer is the model's, strangers get 4xx, and nothing is lost at the end."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import NAME, PATH, SIDE, binary, pixels, running, small_classifier
+
+from falconet.errors import ConfigError
+from falconet.infer import server
+from falconet.infer.predictor import Predictor
+from falconet.infer.protocol import HEADER, MOST_JSON
+
+
+@pytest.fixture(scope="module")
+def small():
+    with running() as found:
+        yield found
+
+
+class Held:
+    """A lane that works when it is let go."""
+
+    def __init__(self):
+        self.lane = Predictor(small_classifier(), max_batch=8).lanes()[0]
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, portions):
+        self.begun.release()
+        assert self.go.wait(20)
+        return self.lane(portions)
+
+
+def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores():
+    with running(max_delay=0.05) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        images = [pixels(1, seed=number) for number in range(64)]
+        answers = list(threads.map(found.scores, images))
+        (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+        for answer, each in zip(answers, images, strict=True):
+            np.testing.assert_allclose(answer, lane([each])[0], rtol=1e-4, atol=1e-5)
+        assert found.batcher.counts.requests == 64
+        assert found.batcher.counts.executions < 40
+
+
+def test_json_and_binary_have_the_same_answer(small):
+    images = pixels(2)
+    tensor = {"name": "input_0", "shape": [2, 3, SIDE, SIDE], "datatype": "UINT8", "data": images.ravel().tolist()}
+    status, _, answer = small.request(json.dumps({"inputs": [tensor]}))
+    assert status == 200
+    data = np.array(json.loads(answer)["outputs"][0]["data"], dtype=np.float32)
+    assert np.array_equal(data.reshape(2, -1), small.scores(images))
+
+
+READ = {
+    "/v2": {"name": "falconet"},
+    "/v2/health/live": {"live": True},
+    "/v2/health/ready": {"ready": True},
+    f"/v2/models/{NAME}": {"name": NAME, "versions": ["1"]},
+    f"/v2/models/{NAME}/ready": {"ready": True},
+    f"/v2/models/{NAME}/versions/1": {"name": NAME},
+    f"/v2/models/{NAME}/versions/1/ready": {"ready": True},
+    f"/v2/models/{NAME}/config": {"max_batch_size": 8},
+}
+
+
+@pytest.mark.parametrize(("path", "expected"), READ.items())
+def test_what_can_be_asked(small, path, expected):
+    status, headers, answer = small.request(None, method="GET", path=path)
+    assert (status, headers.get_content_type()) == (200, "application/json")
+    assert expected.items() <= json.loads(answer).items()
+
+
+def test_statistics_count_images_and_batches(small):
+    def ask():
+        return json.loads(small.request(None, method="GET", path=f"/v2/models/{NAME}/stats")[2])["model_stats"][0]
+
+    before = ask()
+    small.scores(pixels(3))
+    after = ask()
+    assert after["inference_count"] - before["inference_count"] == 3
+    assert after["execution_count"] - before["execution_count"] == 1
+
+
+BODY, HEADERS = binary(pixels(1))
+REFUSED = {
+    "no such address": ("GET", "/x", None, {}, 404, "GET /x: not found"),
+    "no such model": ("POST", "/v2/models/x/infer", b"{}", {}, 404, "no model is named 'x'; this server has"),
+    "no such version": ("GET", f"/v2/models/{NAME}/versions/2", None, {}, 404, "has no version '2'; it has 1"),
+    "another method": ("GET", PATH, None, {}, 405, "method not allowed"),
+    "compressed": ("POST", PATH, BODY, {**HEADERS, "Content-Encoding": "gzip"}, 400, "Content-Encoding: is not read"),
+    "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: is needed"),
+    "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "wanted at most"),
+    "no JSON": ("POST", PATH, b"[", {}, 400, "the request is not JSON"),
+    "much that is no JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "the request is not JSON: nested too deeply"),
+    "no length of JSON": ("POST", PATH, BODY, {HEADER: "x"}, 400, f"{HEADER}: got 'x'"),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_answered_with_one_line(small, method, path, body, headers, status, message):
+    found, kind, answer = small.request(body, headers, method=method, path=path)
+    assert found == status
+    assert kind.get_content_type() == "application/json"
+    assert message in json.loads(answer)["error"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cut=st.integers(0, len(BODY) - 1), at=st.integers(0, len(BODY) - 1), byte=st.integers(0, 255), header=st.booleans()
+)
+def test_a_damaged_request_never_ends_the_server(small, cut, at, byte, header):
+    damaged = bytearray(BODY)
+    damaged[at] ^= byte
+    status, _, answer = small.request(bytes(damaged[: len(BODY) - cut]), HEADERS if header else {})
+    assert status in (200, 400), answer
+    assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(sent=st.binary(min_size=1, max_size=80), proper=st.booleans())
+def test_bytes_that_are_no_http_are_refused_and_not_told(small, sent, proper):
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("falconet.serve").addHandler(handler)
+    connected = socket.create_connection(("127.0.0.1", small.port), timeout=10)
+    with connected as connection, contextlib.suppress(ConnectionError):
+        connection.sendall((f"POST {PATH} HTTP/1.1\r\n".encode() if proper else b"") + sent + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(1 << 16)
+        assert answer == b"" or (answer.startswith(b"HTTP/1.") and answer.split()[1][:1] == b"4")
+    logging.getLogger("falconet.serve").removeHandler(handler)
+    assert not told
+    assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
+
+
+def test_too_many_are_refused_with_503_and_served_again_later():
+    held = Held()
+    with running(held, max_queue=8, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        working = threads.submit(found.scores, pixels(8))
+        assert held.begun.acquire(timeout=10)
+        waiting = threads.submit(found.scores, pixels(8))
+        while found.batcher._queued < 8:
+            time.sleep(0.01)
+        status, headers, answer = found.request(*binary(pixels(1)))
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
+        held.go.set()
+        assert working.result(10).shape == waiting.result(10).shape == (8, 5)
+        assert found.scores(pixels(1)).shape == (1, 5)
+
+
+def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
+    body, headers = binary(pixels(8))
+    with running(room=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{HEADER}: {headers[HEADER]}\r\n\r\n"
+        slow.sendall(head.encode() + body[:10])
+        deadline = time.monotonic() + 10
+        while found.request(body, headers)[0] != 503 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "no memory is left" in json.loads(found.request(body, headers)[2])["error"]
+        slow.sendall(body[10:])
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        assert found.request(body, headers)[0] == 200
+
+
+def test_a_client_that_goes_away_takes_nothing_with_it():
+    held = Held()
+    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        working = threads.submit(found.scores, pixels(8))
+        assert held.begun.acquire(timeout=10)
+        body, headers = binary(pixels(4))
+        half = http.client.HTTPConnection("127.0.0.1", found.port)
+        half.putrequest("POST", PATH)
+        half.putheader("Content-Length", str(len(body)))
+        half.endheaders(body[:100])
+        whole = http.client.HTTPConnection("127.0.0.1", found.port)
+        whole.request("POST", PATH, body, headers)
+        while found.batcher._queued < 4:
+            time.sleep(0.01)
+        half.close()
+        whole.close()
+        deadline = time.monotonic() + 10
+        while found.batcher.counts.dropped < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        held.go.set()
+        assert working.result(10).shape == (8, 5)
+        assert (found.batcher.counts.dropped, found.batcher.counts.executions) == (1, 1)
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch):
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=10) as slow:
+        slow.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\nabc".encode())
+        assert b"3 of 999 bytes came within 0.2 seconds" in slow.recv(1000)
+
+
+def test_what_is_in_flight_is_finished_and_nothing_new_begins():
+    held = Held()
+    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
+        assert held.begun.acquire(timeout=10)
+        while found.batcher._queued < 8:
+            time.sleep(0.01)
+        found.ask_to_stop()
+        while found.socket.fileno() >= 0:
+            time.sleep(0.01)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", found.port), timeout=5)
+        held.go.set()
+        for answer in answers:
+            assert answer.result(10).shape == (8, 5)
+
+
+def test_mistakes_of_the_address_are_one_line():
+    with server.Address(host="127.0.0.1", port=0).open() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^--port: {port} is in use on 127.0.0.1; wanted another one, or 0"):
+            server.Address(host="127.0.0.1", port=port).open()
+    with pytest.raises(ConfigError, match=r"^--host: cannot listen on 'no.such.host.invalid': "):
+        server.Address(host="no.such.host.invalid", port=0).open()

@@ -1,0 +1,121 @@
+"""A small model, served in a thread of the test: what the tests of the server and of its clients share."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+
+import numpy as np
+import torch
+
+from falconet.data.preprocessing import Preprocessing
+from falconet.infer import server
+from falconet.infer.batching import Batcher, Policy
+from falconet.infer.predictor import Classifier, Predictor
+from falconet.infer.protocol import HEADER, Served
+from falconet.models import zoo
+from falconet.numerics.precision import REGIMES
+
+SIDE, CLASSES = 8, 5
+NAME = "resnet8-cifar"
+PATH = f"/v2/models/{NAME}/infer"
+
+
+def small_classifier(precision="32.32"):
+    device, regime = torch.device("cpu"), REGIMES[precision]
+    model = zoo.build(NAME, classes=CLASSES, seed=0).train()
+    with torch.no_grad():  # statistics that are not 0 and 1, so that a forgotten `eval` is seen
+        model(torch.randn(64, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1)))
+    return Classifier(
+        name=NAME,
+        model=regime.prepare(model, device).eval(),
+        preprocessing=Preprocessing(image_size=SIDE, resize=9, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
+        class_names=tuple("abcde"),
+        regime=regime,
+        device=device,
+    )
+
+
+def pixels(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, SIDE, SIDE), dtype=np.uint8)
+
+
+def about(max_batch=8):
+    classifier = small_classifier()
+    return Served(
+        name=NAME,
+        preprocessing=classifier.preprocessing,
+        class_names=classifier.class_names,
+        output="float32",
+        max_batch=max_batch,
+    )
+
+
+class Running:
+    """A server of this process; `port` is where, `batcher` what it counted."""
+
+    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, room=1 << 30):
+        self.served = about(max_batch)
+        self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
+        self.front = server.Front(self.served, self.batcher, room=server.Room(room), max_delay=max_delay)
+        self.socket = server.Address(host="127.0.0.1", port=0).open()
+        self.port = self.socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
+        self._thread.start()
+
+    async def _run(self):
+        async with server.answering(self.front, self.socket):
+            await self._stop.wait()
+        await asyncio.sleep(0.01)  # connections that were closed last are let go in the next turn
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    def ask_to_stop(self):
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def close(self):
+        self.ask_to_stop()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.batcher.close()
+        self._loop.close()
+
+    def request(self, body, headers=None, *, method="POST", path=PATH):
+        """Status, headers and content of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request(method, path, body=body, headers=headers or {})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def scores(self, images):
+        status, headers, answer = self.request(*binary(images))
+        assert status == 200, answer
+        length = int(headers[HEADER])
+        (output,) = json.loads(answer[:length])["outputs"]
+        return np.frombuffer(answer[length:], dtype=np.float32).reshape(output["shape"])
+
+
+@contextlib.contextmanager
+def running(lane=None, **options):
+    if lane is None:
+        (lane,) = Predictor(small_classifier(), max_batch=options.get("max_batch", 8)).lanes()
+    found = Running(lane, **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def binary(images):
+    """The body and the headers of a request with a binary tensor."""
+    tensor = {
+        "name": "input_0",
+        "shape": list(images.shape),
+        "datatype": "UINT8",
+        "parameters": {"binary_data_size": images.nbytes},
+    }
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    return text + images.tobytes(), {HEADER: str(len(text))}
