@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from falconet.config.fine_tuning import FineTuning
 from falconet.config.measuring import Bench, Inference, LogStyle
+from falconet.config.reporting import Logging, Upload
 from falconet.config.sections import (
     Augmentation,
     Average,
@@ -14,7 +15,6 @@ from falconet.config.sections import (
     Doctor,
     Input,
     LearningRate,
-    Logging,
     Machine,
     Model,
     Numerics,
@@ -130,6 +130,13 @@ class VerifyOptions:
     """Check every image of packed shards against its checksum."""
 
     verify: Verify = field(default_factory=Verify)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadOptions:
+    """Send the metrics of a finished run to Weights & Biases."""
+
+    upload: Upload = field(default_factory=Upload)
 
 
 @dataclass(frozen=True, kw_only=True)

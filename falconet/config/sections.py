@@ -164,8 +164,8 @@ class LearningRate:
     """Peak learning rate, for the global batch as it is."""
     lr_schedule: Literal["step", "cosine", "exponential", "polynomial"] = "cosine"
     """step: drops at --lr-epoch-decay; cosine: to 0; exponential: drops at each change; polynomial: to an end ratio."""
-    lr_decay: Annotated[float, MoreThan(0)] = 0.5
-    """Factor of a drop in the step and exponential schedules."""
+    lr_decay: tuple[Annotated[float, MoreThan(0)], ...] = (0.5,)
+    """Factor of a drop in the step and exponential schedules; for step also one for each of --lr-epoch-decay."""
     lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Epochs at which the step schedule drops."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
@@ -256,22 +256,6 @@ class Averaging:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logging:
-    """What is reported."""
-
-    logs_per_epoch: Annotated[int, AtLeast(1)] = 1
-    """Log points in each epoch."""
-    tensorboard: bool = False
-    """Also write TensorBoard files into the run folder."""
-    wandb: bool = False
-    """Also log to Weights & Biases (WANDB_MODE=offline works)."""
-    profile: bool = False
-    """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
-    wandb_project: str = "falconet"
-    """Weights & Biases project."""
 
 
 @dataclass(frozen=True, kw_only=True)

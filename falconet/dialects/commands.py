@@ -10,4 +10,5 @@ SCHEMAS: dict[str, type[object]] = {
     "bench": schema.BenchOptions,
     "bench infer": schema.InferOptions,
     "data bench": schema.DataBenchOptions,
+    "upload": schema.UploadOptions,
 }

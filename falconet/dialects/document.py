@@ -34,7 +34,9 @@ What is not the same, whatever the options:
   projection shortcuts where ours append zero channels.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
   cosine had the length of the main training, so that the rate hardly moved.
-- Not there: SqueezeNet, proxy norm, a filter of trained variables, `upload_run.py`.
+- `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which
+  it kept those with a validation. The epoch is among the values.
+- Not there: SqueezeNet, proxy norm, a filter of trained variables.
 """
 
 

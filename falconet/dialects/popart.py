@@ -75,21 +75,21 @@ def learning_rate(old: Values) -> Iterable[Effect]:
 
 
 def schedule(old: Values) -> Iterable[Effect]:
-    """Multipliers of the first rate, at shares of training; ours is one factor a drop."""
+    """Multipliers of the first rate, at shares of training; ours are factors of the rate before."""
     multipliers, shares = _multipliers(old), _shares(old, "--learning-rate-schedule")
     if len(multipliers) != len(shares) + 1:
         raise ConfigError(
             f"--learning-rate-decay: got {len(multipliers)} multipliers, wanted {len(shares) + 1}, one more than"
             " --learning-rate-schedule has"
         )
-    factors = {round(after / before, 9) for before, after in pairwise(multipliers)}
-    if len(factors) > 1:
+    if min(multipliers) <= 0:
         raise ConfigError(
-            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted the same factor at each drop, such"
-            " as 1,0.1,0.01"
+            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted multipliers above 0, such as"
+            " 1,0.1,0.01"
         )
+    factors = [round(after / before, 12) for before, after in pairwise(multipliers)] or [1.0]
     yield To("lr-schedule", ("step",))
-    yield To("lr-decay", (short(factors.pop() if factors else 1.0),))
+    yield To("lr-decay", tuple(map(short, factors if len(set(factors)) > 1 else factors[:1])))
     yield To("lr-epoch-decay", tuple(short(share * old.whole("--epochs")) for share in shares))
     yield To("warmup-epoch", ("0",))
 
@@ -221,7 +221,7 @@ MAIN: tuple[Old, ...] = (
         "1,0.1,0.01",
         "lr-schedule lr-decay lr-epoch-decay",
         schedule,
-        "the factor between neighbours, which must be the same each time",
+        "the factors between neighbours; one if they are all alike",
     ),
     part_of("--learning-rate-schedule", "text", "0.5,0.75", "lr-epoch-decay", "shares of training times --epochs"),
     same("--epochs", "whole", "30", new="epoch"),

@@ -290,7 +290,7 @@ KEEPING: tuple[Old, ...] = (
     part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
     nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),
     nothing("--log-all-instances", "text", LOGGED_ONCE),
-    nothing("--mlperf-logging", "flag", "metrics.jsonl in the run folder holds every figure instead"),
+    same("--mlperf-logging", "flag", effect="the same: result_<seed>.txt in the run folder; no package is needed"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "the same"),
     part_of("--wandb-project", "text", "tf-cnn", "wandb-project", "the same"),
 )

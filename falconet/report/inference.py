@@ -1,4 +1,4 @@
-"""The lines about predictions that tools of the originals read."""
+"""The lines about predictions: one of ours, and those that tools of the originals read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +14,12 @@ class Facts:
     data: str
     dtype: str
     devices: int
+
+
+def heading(facts: Facts) -> str:
+    """Our own: what the figures below it are of."""
+    processes = f" in each of {facts.devices} processes" if facts.devices > 1 else ""
+    return f"{facts.model}, batches of {facts.micro_batch}{processes}, data {facts.data}, {facts.dtype}"
 
 
 def batch_line(rate: float, latency: float, *, instance: int, of: int) -> str:

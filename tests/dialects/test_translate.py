@@ -227,6 +227,7 @@ POPART = [
     ("--num-ipus 4", {"pipeline-splits": "auto:4", "pipeline-schedule": "sequential"}),
     ("--precision 32 --no-prng", {"precision": "32.32", "enable-stochastic-rounding": None}),
     ("--learning-rate-decay 0.5,0.25 --learning-rate-schedule 0.5", {"lr": "0.25", "lr-decay": "0.5"}),
+    ("--learning-rate-decay 1,0.5,0.1", {"lr": "0.5", "lr-decay": "0.5 0.2", "lr-epoch-decay": "15 22.5"}),
     ("--recompute", {"enable-recompute": ""}),
     ("--steps-per-log 2 --batches-per-step 100", {"logs-per-epoch": "7"}),  # 50,000 / 32 = 1,562 updates
 ]
