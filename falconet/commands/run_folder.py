@@ -90,6 +90,7 @@ class Sinks:
 
     metrics: Sink = field(default_factory=lambda: Several([]))
     weights: Sequence[WeightSink] = ()  # those of the metrics' that take histograms too
+    tables: Sequence[Sink] = ()  # and those that take the numbers of an original's style under its names
     times: UpdateTimes | None = None
 
     def write_times(self, update: int, seconds: Sequence[float]) -> None:
@@ -112,7 +113,7 @@ def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions], *more: Sink) -
         table = {name: entry["value"] for name, entry in loaded.table().items()}
         drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
-    return Sinks(metrics=metrics, weights=drawn, times=UpdateTimes(folder / TIMES))
+    return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
 def write_summary(
@@ -171,6 +172,7 @@ def _fresh(options: schema.TrainOptions) -> Path:
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
         image_size=None if size == "auto" else size,
+        suffix=options.run.name_suffix,
     )
     return fresh(style, shape, version=falconet.__version__)
 

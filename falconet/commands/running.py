@@ -287,6 +287,7 @@ class Run:
         step = TimedStep(step, stopwatch)
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
+            record.begin_epoch(epoch)
             batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.last_epoch}")
 
@@ -314,14 +315,7 @@ class Run:
                 stopwatch=stopwatch,
                 best=handed.best if handed else self._best(),
                 last_saved=self.restored[0] if self.restored else None,
-                style=telling.open_style(
-                    self.loaded,
-                    self.plan,
-                    parameters=self.placement.parameters,
-                    image_size=self.images.training.image_size,
-                    folder=folder,
-                    say=self.screen.line if world.is_first else None,
-                ),
+                style=telling.open_style(self, folder, sinks=sinks.tables),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             try:
@@ -336,6 +330,7 @@ class Run:
                 raise
             finally:
                 loader.close()
+            record.end()
             with stopwatch.standing():
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":

@@ -16,7 +16,14 @@ from falconet.config.settings import LINE, Setting, spelled
 from falconet.errors import ConfigError, did_you_mean
 
 Options = TypeVar("Options")
-INVOCATION = ("config", "plan", "run-dir", "resume", "checkpoint-input-path")  # how a run was started, not what it does
+INVOCATION = (
+    "config",
+    "plan",
+    "run-dir",
+    "name-suffix",
+    "resume",
+    "checkpoint-input-path",
+)  # how a run was started, not what it does
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 _STYLE = (tyro.conf.OmitArgPrefixes,)
 

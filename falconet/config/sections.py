@@ -30,6 +30,8 @@ class Run:
     """Print the plan and every option with its source, and exit."""
     run_dir: Path | Auto = "auto"
     """The run folder; auto: runs/<model>_<data>_<time>."""
+    name_suffix: str | None = None
+    """Text that the name of a new run folder gets, where --run-dir does not name it."""
     resume: bool = False
     """Go on with the run that --run-dir holds if its options are the same, else refuse; begin it if there is none."""
     seed: Annotated[int, Between(0, 2**32 - 1)] = 0

@@ -12,8 +12,7 @@ SERVED = "the served measurement comes with `falconet serve`; the model itself i
 _SHOT = re.compile(r"(?:\[|^)(resnet50|efficientnet-b[04])")
 
 
-def style(_: Values) -> Iterable[Effect]:
-    yield To("log-style", ("pytorch",))
+def keeping(_: Values) -> Iterable[Effect]:
     yield To("checkpoints-kept", ("all",))  # theirs deleted none
 
 
@@ -88,7 +87,8 @@ PROGRAMS = (
         options=(*COMMON, *TRAINING),
         command="train",
         about="trains from scratch",
-        rule=style,
+        style="pytorch",
+        rule=keeping,
     ),
     Program(
         name="pytorch:restore.py",
@@ -96,6 +96,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run from a checkpoint",
         whole=False,
+        style="pytorch",
     ),
     Program(
         name="pytorch:validate.py",
@@ -103,6 +104,7 @@ PROGRAMS = (
         command="validate",
         about="the accuracy of a checkpoint, or of each one in a folder",
         whole=False,
+        style="pytorch",
     ),
     Program(
         name="pytorch:weight_avg.py",
@@ -144,7 +146,7 @@ PROGRAMS = (
         ),
         command="bench infer",
         about="throughput and latency of a model that predicts",
-        rule=style,
+        style="pytorch",
     ),
     Program(
         name="pytorch:inference/run_benchmark_with_triton_server.py",

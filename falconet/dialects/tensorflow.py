@@ -25,10 +25,6 @@ def validation_command(old: Values) -> str:
     return "validate" if old.has("--restore-path") else "bench infer"
 
 
-def style(_: Values) -> Iterable[Effect]:
-    yield To("log-style", ("tensorflow",))
-
-
 def repeats(old: Values) -> Iterable[Effect]:
     """As many batches as that many passes over the validation images have."""
     if old.has("--restore-path"):
@@ -68,14 +64,14 @@ PROGRAMS = (
         options=(*_SHARED, *SCHEDULE),
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
-        rule=style,
+        style="tensorflow",
     ),
     Program(
         name="tf1:validation.py",
         options=(*_PREDICTING, *_VALIDATING),
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
-        rule=style,
+        style="tensorflow",
     ),
     Program(
         name="tf1:restore.py",
@@ -86,6 +82,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run",
         whole=False,
+        style="tensorflow",
     ),
     Program(
         name="tf1:weight_avg.py",
@@ -124,6 +121,6 @@ PROGRAMS = (
         ),
         command="bench infer",
         about="how fast the model predicts",
-        rule=style,
+        style="tensorflow",
     ),
 )

@@ -150,14 +150,14 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """The folder itself, or where folders of the program's own names go; a suffix makes a name that is ours."""
-    home = old.text("--log-dir")
+    """The folder itself, or where folders of the program's own names go."""
     if old.has("--logs-path"):
         yield To("run-dir", (old.text("--logs-path"),))
-    elif old.has("--name-suffix"):
-        yield To("run-dir", (f"{home.rstrip('/')}/{facts.model(old)}_{old.text('--name-suffix')}",))
-    elif old.given("--log-dir"):
-        yield Variable("FALCONET_RUNS", home)
+        return
+    if old.has("--name-suffix"):
+        yield To("name-suffix", (old.text("--name-suffix"),))
+    if old.given("--log-dir"):
+        yield Variable("FALCONET_RUNS", old.text("--log-dir"))
 
 
 def restore(old: Values) -> Iterable[Effect]:
@@ -283,9 +283,9 @@ KEEPING: tuple[Old, ...] = (
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
-    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir", run_folder, "where run folders go"),
+    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir name-suffix", run_folder, "where run folders go"),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
-    part_of("--name-suffix", "text", None, "run-dir", "the run folder is --log-dir/<model>_<suffix>"),
+    part_of("--name-suffix", "text", None, "name-suffix", "the same: behind the name of the run"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
     part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
     nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),

@@ -72,8 +72,21 @@ class Record:
         self._epoch_laps = Laps(self.stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
+        self._begun = self.stopwatch.clock()
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The epoch after `epoch` whole ones."""
+        self._style.begin_epoch(epoch + 1, self.plan.last_epoch)
+
+    def end(self) -> None:
+        """All updates are made."""
+        self._style.end(trained=self.stopwatch.lap()[0], whole=self.stopwatch.clock() - self._begun)
+
+    def average_name(self, how: str) -> str | None:
+        """What the style calls an average of checkpoints."""
+        return self._style.average_name(how)
 
     def log(self, meter: Meter) -> None:
         """A log point: the only place where training waits for the device."""

@@ -130,8 +130,8 @@ TENSORFLOW = [
     ),
     # Where run folders go, and what one is called.
     (f"{IMAGENET} --logs-path a/b --log-dir c", {"run-dir": "a/b"}),
-    (f"{IMAGENET} --name-suffix x", {"run-dir": "./logs/resnet18_x"}),
-    (f"{IMAGENET} --log-dir c --name-suffix x", {"run-dir": "c/resnet18_x"}),
+    (f"{IMAGENET} --name-suffix x", {"name-suffix": "x", "run-dir": "auto"}),
+    (f"{IMAGENET} --log-dir c --name-suffix x", {"name-suffix": "x", "run-dir": "auto"}),
     # Data.
     (f"{IMAGENET} --init-path runs/a --dataset-percentage-to-use 10", {"init-path": "runs/a"}),
     # 1,281 updates of 1,000 are an epoch of 1,281,167 images, and 10 epochs of a tenth of them.
