@@ -90,6 +90,12 @@ COMMANDS = {
         "falconet data verify photos-packed",
         words=("source",),
     ),
+    "upload": Command(
+        schema.UploadOptions,
+        "the metrics of a finished run to Weights & Biases",
+        "falconet upload runs/my-run --name baseline --wandb-project classifiers",
+        words=("source",),
+    ),
     "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
     "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
 }

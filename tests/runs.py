@@ -68,7 +68,7 @@ def state(run):
 def metrics(run):
     """The last of each metric for each update, but times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("train/images_per_second", "train/waiting_percent")
+    timed = ("train/images_per_second", "train/waiting_percent", "validation/seconds")
     return {(line["update"], key): value for line in lines for key, value in line.items() if key not in timed}
 
 

@@ -15,6 +15,7 @@ from falconet.bench.spread import BLOCKS, Estimate, estimate, percentile
 from falconet.bench.steady import Steady, find_steady
 
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
+TIMES = "updates.jsonl"
 PERCENTILES = (50, 90, 99)
 # As the trainer and `bench infer` say that a machine has fewer devices than a command asks for.
 _FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* asked for, .+)")
@@ -108,8 +109,9 @@ def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:
 
 
 def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
+    """Stretches between log points, and the milliseconds of every update."""
     batch = _global_batch(path.with_name(PLAN))
-    samples, latencies, before = [], [], 0
+    samples, before = [], 0
     for line in path.read_text(encoding="utf-8").splitlines():
         point = _json(line)
         rate, update = point.get("train/images_per_second"), point.get("update", 0)
@@ -118,9 +120,10 @@ def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
         seconds = (update - before) * batch / rate
         waiting = seconds * point.get("train/waiting_percent", 0.0) / 100
         samples.append(Sample((update - before) * batch, seconds, waiting))
-        latencies.append(1000 * seconds / (update - before))
         before = update
-    return samples, latencies
+    times = path.with_name(TIMES)
+    stretches = times.read_text(encoding="utf-8").splitlines() if times.exists() else []
+    return samples, [one for line in stretches for one in _json(line).get("milliseconds", [])]
 
 
 def _global_batch(plan: Path) -> int:

@@ -9,7 +9,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
 from falconet.commands import averaging, launching, opening, parts
-from falconet.commands.reading import input_path, load_options
+from falconet.commands.reading import idle_lines, input_path, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
@@ -30,6 +30,8 @@ def run(line: Sequence[Setting]) -> int:
     stored = files.read_manifest(whole[-1]).config
     data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
     options = load_options(AverageOptions, line, data).options
+    for note in idle_lines(options, line):
+        screen.line(note)
     how = averaging.rule_of(options.average)
     folders = select(whole, how.last, discarded=how.discarded)
     if not folders and how.discarded:

@@ -16,7 +16,7 @@ from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
 from falconet.commands import launching, opening, parts
-from falconet.commands.reading import load_options
+from falconet.commands.reading import idle_lines, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
@@ -58,7 +58,10 @@ def run(line: Sequence[Setting]) -> int:
         if asked > world.size:
             note = f"note: {asked} replicas asked for, {here} devices are here: {world.size} run, with a batch each"
             launching.screen_of(world).line(note)
-        _measure(_open(options, line, world), world)
+        subject = _open(options, line, world)
+        for note in idle_lines(subject.options, line):
+            launching.screen_of(world).line(note)
+        _measure(subject, world)
     return 0
 
 
@@ -107,15 +110,12 @@ def _measure(subject: Subject, world: World) -> None:
     if options.style.log_style == "pytorch":
         for seconds in series.throughput:
             screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
-    for text in lines.summary(facts, _rates(main), main.latencies):
-        screen.line(text)
-    if options.style.log_style == "tensorflow":
-        for text in lines.tensorflow(facts, _rates(main), main.latencies):
-            screen.line(text)
-    for text in _own_lines(main, inner, copied=on_host):
-        screen.line(text)
     peak = world.peak_memory()
-    screen.line(f"peak memory  {peak / 2**30:.2f} GiB")
+    told = {"pytorch": lines.summary, "tensorflow": lines.tensorflow}.get(options.style.log_style)
+    theirs = told(facts, _rates(main), main.latencies) if told else [lines.heading(facts)]
+    ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
+    for text in [*theirs, *ours]:
+        screen.line(text)
     if world.is_first:
         _write(options, series, resident, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})
 

@@ -10,7 +10,7 @@ import torch
 import falconet
 from falconet.commands import feeding, launching, parts
 from falconet.commands.feeding import Reading
-from falconet.commands.reading import load_options
+from falconet.commands.reading import idle_lines, load_options
 from falconet.config import rules
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
@@ -33,6 +33,8 @@ def run(line: Sequence[Setting]) -> int:
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
     machine, say = options.machine, launching.spoken()
+    for note in idle_lines(options, line):
+        say(note)
     threads = parts.value_or(machine.threads, parts.cores())
     world = open_world(machine.device, threads=threads, deterministic=machine.deterministic)
     images = parts.open_images(

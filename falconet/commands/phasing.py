@@ -2,20 +2,22 @@
 
 import contextlib
 import gc
+import time
 from collections import deque
 from pathlib import Path
 
 from falconet.checkpoint import disk
-from falconet.commands import launching, run_folder
+from falconet.commands import launching, mlperf, run_folder
 from falconet.commands.launching import Launch
 from falconet.commands.running import Run
-from falconet.config import rules
+from falconet.config import effects
 from falconet.config.phases import phases_of
-from falconet.report.sinks import Several
+from falconet.report.mlperf import MlperfLog
 
 
 def go(launch: Launch) -> int:
     """Print the plan, and carry it out unless only the plan was asked for."""
+    began = time.time()
     runs = deque([Run(launch)])
     with runs[0].world as world:
         launching.check_alike(world, launch.loaded, launch.restored)
@@ -24,14 +26,14 @@ def go(launch: Launch) -> int:
         begins = launching.standing(phases, launch.loaded, launch.restored)
         for _ in phases[1:]:
             runs.append(Run(launch, before=runs[-1]))
-        return _carry_out(runs, launch, skip=begins - 1)
+        return _carry_out(runs, launch, skip=begins - 1, began=began)
 
 
-def _carry_out(runs: deque[Run], launch: Launch, *, skip: int) -> int:
+def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> int:
     """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory."""
     world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
     plan = [line for run in runs for line in run.plan_lines()]
-    notes = [*rules.notes(options, launch.loaded.sources), *launch.division.notes]
+    notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes]
     for line in [*plan, *(f"note: {note}" for note in notes)]:
         screen.line(line)
     if options.run.plan:
@@ -48,20 +50,38 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int) -> int:
     folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
-    sinks = contextlib.closing(run_folder.open_sinks(folder, launch.loaded) if world.is_first else Several([]))
-    with sinks as sink:
-        handed = runs.popleft().train(state, folder, sink=sink)
+    with contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks:
+        handed = runs.popleft().train(state, folder, sinks=sinks)
         while runs:
             assert handed is not None, "a phase that another one follows is averaged"
             del state
             gc.collect()  # hooks on gradients hold the model in a circle
             state = runs[0].begin(handed)
-            handed = runs.popleft().train(state, folder, sink=sink, handed=handed)
+            handed = runs.popleft().train(state, folder, sinks=sinks, handed=handed)
     if options.run.temporary:
         world.barrier("ending")  # nobody writes there any more
         if world.is_first:
             run_folder.throw_away(folder, screen.line)
     return 0
+
+
+def _open_sinks(runs: deque[Run], folder: Path, update: int, *, began: float) -> run_folder.Sinks:
+    """The sinks of the run, in the first process; `update`: where it goes on; `began`: seconds since 1970."""
+    first, options = runs[0], runs[0].options
+    if not first.world.is_first:
+        return run_folder.Sinks()
+    if not options.logging.mlperf_logging:
+        return run_folder.open_sinks(folder, first.loaded)
+    told = mlperf.submission(
+        options,
+        first.plan,
+        weights=first.placement.trained,
+        validated=len(first.images.splits.validation),
+        epochs=runs[-1].plan.last_epoch,
+        began=began,
+    )
+    path = folder / f"result_{options.run.seed}.txt"
+    return run_folder.open_sinks(folder, first.loaded, MlperfLog(path, told, done=first.plan.place(update)[0]))
 
 
 def _open_folder(launch: Launch, plan: list[str]) -> Path:

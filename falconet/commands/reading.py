@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from falconet.config import effects
 from falconet.config.load import Loaded, load
 from falconet.config.named import Use, from_config
 from falconet.config.options import options_of
@@ -31,6 +32,12 @@ def load_options(
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
     return load(command, [*from_environment(os.environ, options), *stored, *line])
+
+
+def idle_lines(options: object, line: Sequence[Setting]) -> list[str]:
+    """One note for each option of the line that has no effect; `options` are those that came of it."""
+    sources = {setting.option.removeprefix("no-"): setting.source for setting in line}
+    return [f"note: {note}" for note in effects.notes(options, sources)]
 
 
 def input_path(line: Sequence[Setting]) -> Path:

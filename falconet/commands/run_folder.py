@@ -3,7 +3,8 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import falconet
@@ -13,11 +14,20 @@ from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
 from falconet.report.folders import RunShape, fresh
-from falconet.report.sinks import JsonLines, Several, Sink, TensorBoard, WeightsAndBiases
+from falconet.report.sinks import (
+    JsonLines,
+    Several,
+    Sink,
+    TensorBoard,
+    UpdateTimes,
+    WeightsAndBiases,
+    WeightSink,
+)
 from falconet.train.memory import Memory
 from falconet.train.record import Record
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
+TIMES = "updates.jsonl"
 KEPT = 3  # newest checkpoints, when nobody says otherwise
 
 
@@ -78,16 +88,36 @@ def write_config(folder: Path, loaded: Loaded[schema.TrainOptions], plan: str) -
     (folder / PLAN).write_text(plan, encoding="utf-8")
 
 
-def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions]) -> Sink:
-    """metrics.jsonl always, the others when asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Sinks:
+    """Where everything goes that is measured in a run; in processes other than the first, nowhere."""
+
+    metrics: Sink = field(default_factory=lambda: Several([]))
+    weights: Sequence[WeightSink] = ()  # those of the metrics' that take histograms too
+    tables: Sequence[Sink] = ()  # and those that take the numbers of an original's style under its names
+    times: UpdateTimes | None = None
+
+    def write_times(self, update: int, seconds: Sequence[float]) -> None:
+        if self.times:
+            self.times.write(update, seconds)
+
+    def close(self) -> None:
+        self.metrics.close()
+        if self.times:
+            self.times.close()
+
+
+def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions], *more: Sink) -> Sinks:
+    """metrics.jsonl and updates.jsonl always, the others when asked for."""
     logging = loaded.options.logging
-    sinks: list[Sink] = [JsonLines(folder / METRICS)]
+    drawn: list[TensorBoard | WeightsAndBiases] = []
     if logging.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        drawn.append(TensorBoard(folder / "tensorboard"))
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
-        sinks.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
-    return Several(sinks)
+        drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+    metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
+    return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
 def write_summary(
@@ -160,6 +190,7 @@ def _fresh(options: schema.TrainOptions) -> Path:
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
         image_size=None if size == "auto" else size,
+        suffix=options.run.name_suffix,
     )
     return fresh(style, shape, version=falconet.__version__)
 

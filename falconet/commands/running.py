@@ -29,9 +29,9 @@ from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World, open_world
-from falconet.report.sinks import Sink
 from falconet.report.throughput import Stopwatch
 from falconet.train import memory
+from falconet.train.drawing import Draw, drawing, no_drawing
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan, updates_in_epoch
@@ -39,6 +39,7 @@ from falconet.train.profiled import ProfiledStep
 from falconet.train.record import Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
+from falconet.train.timed import TimedStep, moments_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +165,9 @@ class Run:
             updates_per_epoch=updates_in_epoch(images, self.shape.global_batch),
             warmup_epochs=rate.warmup_epoch,
             changes_per_epoch=rate.lr_scheduler_freq,
-            decay=rate.lr_decay,
+            decay=rate.lr_decay[0],
             drops=rate.lr_epoch_decay,
+            factors=rate.lr_decay if len(rate.lr_decay) > 1 else (),
             power=rate.lr_power,
             end_ratio=rate.lr_end_ratio,
         )
@@ -275,15 +277,19 @@ class Run:
             )
         return replace(progress, update=self.plan.update_at(manifest.progress.epoch, updates))
 
-    def train(self, state: TrainState, folder: Path, *, sink: Sink, handed: Handover | None = None) -> Handover | None:
+    def train(
+        self, state: TrainState, folder: Path, *, sinks: run_folder.Sinks, handed: Handover | None = None
+    ) -> Handover | None:
         """Make the updates of the phase and what comes after them; what it leaves to a next phase."""
         options, world = self.options, self.world
         averaged: Path | None = None
         loader = self.placement.loader()
+        stopwatch = Stopwatch(moments=moments_of(world.device))
         step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
-        stopwatch = Stopwatch()
+        step = TimedStep(step, stopwatch)
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
+            record.begin_epoch(epoch)
             batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.last_epoch}")
 
@@ -301,7 +307,9 @@ class Run:
                 evaluate=self.placement.evaluator(),
                 trained=self.placement.trained,
                 screen=self.screen,
-                sink=sink,
+                sink=sinks.metrics,
+                draw=self._drawing(sinks, stopwatch),
+                write_times=sinks.write_times,
                 writer=writer,
                 stop=stop,
                 offender=self.offender,
@@ -309,14 +317,7 @@ class Run:
                 stopwatch=stopwatch,
                 best=handed.best if handed else self._best(),
                 last_saved=self.restored[0] if self.restored else None,
-                style=telling.open_style(
-                    self.loaded,
-                    self.plan,
-                    parameters=self.placement.parameters,
-                    image_size=self.images.training.image_size,
-                    folder=folder,
-                    say=self.screen.line if world.is_first else None,
-                ),
+                style=telling.open_style(self, folder, sinks=sinks.tables),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             if options.checkpoints.initial_checkpoint and state.progress.update == 0 and not self.restored:
@@ -333,6 +334,7 @@ class Run:
                 raise
             finally:
                 loader.close()
+            record.end()
             with stopwatch.standing():
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
@@ -341,6 +343,13 @@ class Run:
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
         return Handover(averaged=averaged, best=record.best) if averaged else None
+
+    def _drawing(self, sinks: run_folder.Sinks, stopwatch: Stopwatch) -> Draw:
+        """Histograms of the weights of the first replica, if they were asked for; its stages all take part."""
+        if not self.options.logging.weight_histogram or self.grid.replicas.rank > 0:
+            return no_drawing
+        names = self.placement.trained
+        return drawing(self.model, names, stages=self.grid.stages, sinks=sinks.weights, pause=stopwatch.standing)
 
     def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
         """The step, traced for a while if that was asked for; one process is enough to see."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from falconet.checkpoint import files
 from falconet.commands import launching, opening
-from falconet.commands.reading import input_path
+from falconet.commands.reading import idle_lines, input_path
 from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
@@ -57,9 +57,20 @@ def _told(measured: Measured) -> Validated:
 
 
 def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
-    """Each model and its accuracy; torn checkpoints in a folder are said and passed over."""
+    """Each model and its accuracy; options without effect are said before the first."""
+    said = False
+    for opened in _opened(path, line, say):
+        for note in idle_lines(opened.options, line) if not said else ():
+            say(note)
+        said = True
+        begun = time.perf_counter()
+        yield opened, opening.measure(opened, say), time.perf_counter() - begun
+
+
+def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[opening.Opened]:
+    """Each model; torn checkpoints in a folder are said and passed over."""
     if path.is_file() and path.suffix in FOREIGN:
-        yield _timed(opening.open_foreign(path, line), say)
+        yield opening.open_foreign(path, line)
         return
     folders = files.checkpoints_in(path)
     if not folders:
@@ -73,15 +84,9 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
             if len(folders) > 1:
                 say(f"passed over {error}")
             continue
-        for opened in opening.open_checkpoint(folder, line):
-            yield _timed(opened, say)
+        yield from opening.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise files.refuse(folders[0], refused[0])
-
-
-def _timed(opened: opening.Opened, say: Say) -> Measured:
-    begun = time.perf_counter()
-    return opened, opening.measure(opened, say), time.perf_counter() - begun
 
 
 def _table(measured: Sequence[Measured]) -> list[Row]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from falconet.config import schema
 from falconet.config.options import Option, options_of, sections_of
+from falconet.config.settings import spelled
 
 PAGES = (
     ("train", schema.TrainOptions),
@@ -67,7 +68,7 @@ def _default(option: Option) -> str:
         return "none"
     if isinstance(option.default, bool):
         return "on" if option.default else "off"
-    return f"`{option.default}`"
+    return f"`{' '.join(spelled(option.default))}`"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from falconet.errors import ConfigError, did_you_mean
 
 Options = TypeVar("Options")
 INVOCATION = (  # how a run was started, not what it does
-    *("config", "plan", "run-dir", "temporary", "resume", "checkpoint-input-path"),
+    *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path"),
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 _STYLE = (tyro.conf.OmitArgPrefixes,)

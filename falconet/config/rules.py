@@ -1,14 +1,12 @@
 """What may not be combined, and what has no effect; one small function a rule."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
-from falconet.config import fine_tuning, keeping, model
-from falconet.config.options import options_of, value_of
+from falconet.config import fine_tuning, keeping, model, reporting
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
-from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError
 
 _AUTO = re.compile(r"auto:\d{1,4}")
@@ -21,15 +19,6 @@ def check(options: object) -> None:
         problem = rule(options) if all(hasattr(options, section) for section in sections) else None
         if problem:
             raise ConfigError(problem)
-
-
-def notes(options: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
-    """One line for each option that was asked for and has no effect here."""
-    known = options_of(type(options))
-    for name, condition, holds in EFFECTIVE_WHEN:
-        changed = value_of(options, known[name]) != known[name].default  # a stored config.yaml names every default
-        if changed and is_asked_for(sources.get(name)) and not holds(options):
-            yield f"--{name} has no effect without {condition}"
 
 
 def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
@@ -84,6 +73,15 @@ def _warmup_ends_before_training(options: Any) -> str | None:
     if warmup > epochs:
         return f"--warmup-epoch: got {warmup:g}, wanted at most --epoch, which is {epochs}"
     return None
+
+
+def _factors_are_of_drops(options: Any) -> str | None:
+    rate = options.learning_rate
+    factors, drops = len(rate.lr_decay), len(rate.lr_epoch_decay)
+    if factors == 1 or (factors > 1 and factors == drops and rate.lr_schedule == "step"):
+        return None
+    wanted = f"one, or {drops}, one for each of --lr-epoch-decay" if drops > 1 and rate.lr_schedule == "step" else "one"
+    return f"--lr-decay: got {factors} factors, wanted {wanted}"
 
 
 def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
@@ -223,6 +221,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
+    (("learning_rate",), _factors_are_of_drops),
+    (("logging",), lambda options: reporting.missing(options.logging)),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
     (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),

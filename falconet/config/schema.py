@@ -6,6 +6,7 @@ from falconet.config.fine_tuning import FineTuning
 from falconet.config.keeping import Average, Averaging, Checkpoints
 from falconet.config.measuring import Bench, Inference, LogStyle
 from falconet.config.model import Model
+from falconet.config.reporting import Logging, Upload
 from falconet.config.sections import (
     Augmentation,
     Data,
@@ -13,7 +14,6 @@ from falconet.config.sections import (
     Doctor,
     Input,
     LearningRate,
-    Logging,
     Machine,
     Numerics,
     Optimizer,
@@ -153,6 +153,13 @@ class VerifyOptions:
     """Check every image of packed shards against its checksum."""
 
     verify: Verify = field(default_factory=Verify)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadOptions:
+    """Send the metrics of a finished run to Weights & Biases."""
+
+    upload: Upload = field(default_factory=Upload)
 
 
 @dataclass(frozen=True, kw_only=True)

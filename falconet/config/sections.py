@@ -21,6 +21,8 @@ class Run:
     """The run folder; auto: runs/<model>_<data>_<time>."""
     temporary: bool = False
     """Put the run folder into a temporary place and remove it at a clean end; it stays after a failure or Ctrl-C."""
+    name_suffix: str | None = None
+    """Text that the name of a new run folder gets, where --run-dir does not name it."""
     resume: bool = False
     """Go on with the run that --run-dir holds if its options are the same, else refuse; begin it if there is none."""
     seed: Annotated[int, Between(0, 2**32 - 1)] = 0
@@ -107,8 +109,8 @@ class LearningRate:
     """Peak learning rate, for the global batch as it is."""
     lr_schedule: Literal["step", "cosine", "exponential", "polynomial"] = "cosine"
     """step: drops at --lr-epoch-decay; cosine: to 0; exponential: drops at each change; polynomial: to an end ratio."""
-    lr_decay: Annotated[float, MoreThan(0)] = 0.5
-    """Factor of a drop in the step and exponential schedules."""
+    lr_decay: tuple[Annotated[float, MoreThan(0)], ...] = (0.5,)
+    """Factor of a drop in the step and exponential schedules; for step also one for each of --lr-epoch-decay."""
     lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Epochs at which the step schedule drops."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
@@ -175,22 +177,6 @@ class Validation:
     """Never, every --validation-frequency epochs (and at the end), or once at the end."""
     validation_frequency: Annotated[int, AtLeast(1)] = 1
     """Epochs between validations in mode during."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logging:
-    """What is reported."""
-
-    logs_per_epoch: Annotated[int, AtLeast(1)] = 1
-    """Log points in each epoch."""
-    tensorboard: bool = False
-    """Also write TensorBoard files into the run folder."""
-    wandb: bool = False
-    """Also log to Weights & Biases (WANDB_MODE=offline works)."""
-    profile: bool = False
-    """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
-    wandb_project: str = "falconet"
-    """Weights & Biases project."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,10 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
-SAME = {"imagenet-data-path": "data-dir"}  # other spellings of one option, all alike: the last one given holds
+SAME = {
+    "imagenet-data-path": "data-dir",
+    "wandb-weight-histogram": "weight-histogram",
+}  # other spellings of one option, all alike: the last one given holds
 _NUMBER = re.compile(r"-\.?\d")
 
 

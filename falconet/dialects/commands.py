@@ -11,4 +11,5 @@ SCHEMAS: dict[str, type[object]] = {
     "bench infer": schema.InferOptions,
     "bench serve": schema.BenchServeOptions,
     "data bench": schema.DataBenchOptions,
+    "upload": schema.UploadOptions,
 }

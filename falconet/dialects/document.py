@@ -38,7 +38,9 @@ What is not the same, whatever the options:
   20 or 200 outputs, of which only the first half were classes.
 - Proxy norm divides by its deviation at once; the TensorFlow program did so behind squeeze and excitation, and left it
   out before the classifier, where the weights that follow take its place.
-- Not there: a filter of trained variables, `upload_run.py`.
+- `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which
+  it kept those with a validation. The epoch is among the values.
+- Not there: a filter of trained variables.
 """
 
 

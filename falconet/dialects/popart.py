@@ -1,6 +1,7 @@
 """The PopART program's programs."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import pairwise
 
 from falconet.dialects.pytorch import FP_EXCEPTIONS
@@ -75,21 +76,21 @@ def learning_rate(old: Values) -> Iterable[Effect]:
 
 
 def schedule(old: Values) -> Iterable[Effect]:
-    """Multipliers of the first rate, at shares of training; ours is one factor a drop."""
+    """Multipliers of the first rate, at shares of training; ours are factors of the rate before."""
     multipliers, shares = _multipliers(old), _shares(old, "--learning-rate-schedule")
     if len(multipliers) != len(shares) + 1:
         raise ConfigError(
             f"--learning-rate-decay: got {len(multipliers)} multipliers, wanted {len(shares) + 1}, one more than"
             " --learning-rate-schedule has"
         )
-    factors = {round(after / before, 9) for before, after in pairwise(multipliers)}
-    if len(factors) > 1:
+    if min(multipliers) <= 0:
         raise ConfigError(
-            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted the same factor at each drop, such"
-            " as 1,0.1,0.01"
+            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted multipliers above 0, such as"
+            " 1,0.1,0.01"
         )
+    factors = [round(after / before, 12) for before, after in pairwise(multipliers)] or [1.0]
     yield To("lr-schedule", ("step",))
-    yield To("lr-decay", (short(factors.pop() if factors else 1.0),))
+    yield To("lr-decay", tuple(map(short, factors if len(set(factors)) > 1 else factors[:1])))
     yield To("lr-epoch-decay", tuple(short(share * old.whole("--epochs")) for share in shares))
     yield To("warmup-epoch", ("0",))
 
@@ -132,10 +133,10 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """Where folders named by time and size go; a name of one's own is the folder's."""
+    """Where folders named by time and size go, and the name of the one in them."""
     if old.given("--log_dir_string"):
-        yield To("run-dir", (f"{old.text('--log-dir').rstrip('/')}/{old.text('--log_dir_string')}",))
-    elif old.given("--log-dir"):
+        yield To("name-suffix", (old.text("--log_dir_string"),))
+    if old.given("--log-dir"):
         yield Variable("FALCONET_RUNS", old.text("--log-dir"))
 
 
@@ -155,11 +156,14 @@ def replicas(old: Values) -> Iterable[Effect]:
 
 def own(_: Values) -> Iterable[Effect]:
     """What the program has no options for."""
-    yield To("log-style", ("popart",))
     yield To("optimizer", ("sgd",))
     yield To("momentum", ("0",))
     yield To("weight-decay-exclude", ("nothing",))
     yield To("checkpoints-kept", ("1",))
+    if find_spec("tensorboard"):
+        yield To("tensorboard")
+    else:
+        yield Say("scalars for TensorBoard, which theirs always wrote, need: pip install falconet[tensorboard]")
 
 
 def synthetic_command(old: Values) -> str:
@@ -221,7 +225,7 @@ MAIN: tuple[Old, ...] = (
         "1,0.1,0.01",
         "lr-schedule lr-decay lr-epoch-decay",
         schedule,
-        "the factor between neighbours, which must be the same each time",
+        "the factors between neighbours; one if they are all alike",
     ),
     part_of("--learning-rate-schedule", "text", "0.5,0.75", "lr-epoch-decay", "shares of training times --epochs"),
     same("--epochs", "whole", "30", new="epoch"),
@@ -239,8 +243,8 @@ MAIN: tuple[Old, ...] = (
     nothing("--ckpt", "text", "checkpoints are folders in the run folder; `falconet export` is to write ONNX"),
     nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
     nothing("--max-bytes-per-tile", "whole", COLLECTIVES),
-    becomes("--log-dir", "text", "logs", "FALCONET_RUNS run-dir", run_folder, "where run folders go"),
-    part_of("--log_dir_string", "text", "net", "run-dir", "the run folder is --log-dir/<this>"),
+    becomes("--log-dir", "text", "logs", "FALCONET_RUNS name-suffix", run_folder, "where run folders go"),
+    part_of("--log_dir_string", "text", "net", "name-suffix", "the run folder is --log-dir/<time>/<size>/<this>"),
     nothing("--get-reports", "flag", "had no effect; --profile traces a few updates"),
     _HELP,
 )
@@ -278,11 +282,19 @@ SYNTHETIC: tuple[Old, ...] = (
 )
 
 PROGRAMS = (
-    Program(name="popart:resnet_main.py", options=MAIN, command="train", about="trains and validates", rule=own),
+    Program(
+        name="popart:resnet_main.py",
+        options=MAIN,
+        command="train",
+        about="trains and validates",
+        style="popart",
+        rule=own,
+    ),
     Program(
         name="popart:resnet_synthetic_benchmark.py",
         options=SYNTHETIC,
         command=synthetic_command,
         about="measures a model on random images",
+        style="popart",
     ),
 )

@@ -6,6 +6,7 @@ from falconet.dialects.layers import pytorch_layer
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
+from falconet.errors import ConfigError
 
 MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
@@ -141,6 +142,13 @@ def wandb(old: Values) -> Iterable[Effect]:
     if old.flag("--wandb"):
         yield To("wandb")
         yield To("wandb-project", ("pytorch-cnn",))
+
+
+def weight_histogram(old: Values) -> Iterable[Effect]:
+    if old.flag("--wandb-weight-histogram"):
+        if not old.flag("--wandb"):
+            raise ConfigError("--wandb-weight-histogram: needs --wandb, to which the histograms go")
+        yield To("weight-histogram")
 
 
 def recompute_layers(old: Values) -> Iterable[Effect]:
@@ -314,7 +322,14 @@ TRAINING: tuple[Old, ...] = (
     same("--validation-mode", "text", "after", choices=("none", "during", "after")),
     same("--validation-frequency", "whole", "4"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "to the project pytorch-cnn"),
-    nothing("--wandb-weight-histogram", "flag", "weights are not drawn; they are in the checkpoints"),
+    becomes(
+        "--wandb-weight-histogram",
+        "flag",
+        None,
+        "weight-histogram",
+        weight_histogram,
+        "the same: every trained weight, at every log point; needs --wandb, as it did",
+    ),
     same("--seed", "whole", effect="the same; 0 if not given, where the original drew one"),
     becomes(
         "--recompute-mode",

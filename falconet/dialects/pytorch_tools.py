@@ -20,8 +20,7 @@ _SERVED = {
 _SERVED_REQUESTS = "200"  # of each client: each a micro-batch
 
 
-def style(_: Values) -> Iterable[Effect]:
-    yield To("log-style", ("pytorch",))
+def keeping(_: Values) -> Iterable[Effect]:
     yield To("checkpoints-kept", ("all",))  # theirs deleted none
 
 
@@ -149,7 +148,8 @@ PROGRAMS = (
         options=(*COMMON, *TRAINING),
         command="train",
         about="trains from scratch",
-        rule=style,
+        style="pytorch",
+        rule=keeping,
     ),
     Program(
         name="pytorch:restore.py",
@@ -157,6 +157,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run from a checkpoint",
         whole=False,
+        style="pytorch",
     ),
     Program(
         name="pytorch:validate.py",
@@ -164,6 +165,7 @@ PROGRAMS = (
         command="validate",
         about="the accuracy of a checkpoint, or of each one in a folder",
         whole=False,
+        style="pytorch",
     ),
     Program(
         name="pytorch:weight_avg.py",
@@ -205,7 +207,7 @@ PROGRAMS = (
         ),
         command="bench infer",
         about="throughput and latency of a model that predicts",
-        rule=style,
+        style="pytorch",
     ),
     Program(
         name="pytorch:inference/run_benchmark_with_triton_server.py",

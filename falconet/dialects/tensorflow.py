@@ -10,13 +10,8 @@ from falconet.dialects.tensorflow_machine import MACHINE
 from falconet.dialects.tensorflow_model import DATA, MODEL
 from falconet.dialects.tensorflow_recipe import KEEPING, LENGTH, RATE, SCHEDULE, UPDATE
 from falconet.dialects.values import Values
-from falconet.errors import ConfigError
 
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
-UPLOAD = (
-    "upload_run.py: has no counterpart; train with --wandb, and WANDB_MODE=offline where there is no network: then"
-    " `wandb sync` uploads the run"
-)
 
 
 def train_command(old: Values) -> str:
@@ -28,10 +23,6 @@ def train_command(old: Values) -> str:
 def validation_command(old: Values) -> str:
     """Without a checkpoint it measured a model of random weights: that is the inference benchmark."""
     return "validate" if old.has("--restore-path") else "bench infer"
-
-
-def style(_: Values) -> Iterable[Effect]:
-    yield To("log-style", ("tensorflow",))
 
 
 def repeats(old: Values) -> Iterable[Effect]:
@@ -47,10 +38,6 @@ def repeats(old: Values) -> Iterable[Effect]:
 def discard(old: Values) -> Iterable[Effect]:
     if old.whole("--discard-last"):
         yield To("weight-avg-discard", (old.text("--discard-last"),))
-
-
-def refuse(_: Values) -> str:
-    raise ConfigError(UPLOAD)
 
 
 _VALIDATING: tuple[Old, ...] = (
@@ -77,14 +64,14 @@ PROGRAMS = (
         options=(*_SHARED, *SCHEDULE),
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
-        rule=style,
+        style="tensorflow",
     ),
     Program(
         name="tf1:validation.py",
         options=(*_PREDICTING, *_VALIDATING),
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
-        rule=style,
+        style="tensorflow",
     ),
     Program(
         name="tf1:restore.py",
@@ -95,6 +82,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run",
         whole=False,
+        style="tensorflow",
     ),
     Program(
         name="tf1:weight_avg.py",
@@ -113,12 +101,12 @@ PROGRAMS = (
     Program(
         name="tf1:upload_run.py",
         options=(
-            nothing("--base-folder", "text", UPLOAD),
-            nothing("--name", "text", UPLOAD),
-            nothing("--project", "text", UPLOAD, "large-scale-cnn"),
+            same("--base-folder", "text", new="source", required=True),
+            same("--name", "text", required=True),
+            same("--project", "text", "large-scale-cnn", new="wandb-project"),
         ),
-        command=refuse,
-        about="refused: a run is uploaded by --wandb while it trains, or by `wandb sync`",
+        command="upload",
+        about="sends the metrics of a finished run to Weights & Biases",
     ),
     Program(
         name="tf1:inference_embedded.py",
@@ -133,6 +121,6 @@ PROGRAMS = (
         ),
         command="bench infer",
         about="how fast the model predicts",
-        rule=style,
+        style="tensorflow",
     ),
 )

@@ -155,16 +155,17 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """The folder itself, or where folders of the program's own names go; a suffix makes a name that is ours."""
-    home = old.text("--log-dir")
+    """The folder itself, or where folders of the program's own names go."""
     if old.flag("--no-logs"):
         yield To("temporary")
-    elif old.has("--logs-path"):
+        return
+    if old.has("--logs-path"):
         yield To("run-dir", (old.text("--logs-path"),))
-    elif old.has("--name-suffix"):
-        yield To("run-dir", (f"{home.rstrip('/')}/{facts.model(old)}_{old.text('--name-suffix')}",))
-    elif old.given("--log-dir"):
-        yield Variable("FALCONET_RUNS", home)
+        return
+    if old.has("--name-suffix"):
+        yield To("name-suffix", (old.text("--name-suffix"),))
+    if old.given("--log-dir"):
+        yield Variable("FALCONET_RUNS", old.text("--log-dir"))
 
 
 def restore(old: Values) -> Iterable[Effect]:
@@ -301,9 +302,16 @@ KEEPING: tuple[Old, ...] = (
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
-    becomes("--log-dir", "text", "./logs/", "FALCONET_RUNS run-dir temporary", run_folder, "where run folders go"),
+    becomes(
+        "--log-dir",
+        "text",
+        "./logs/",
+        "FALCONET_RUNS run-dir name-suffix temporary",
+        run_folder,
+        "where run folders go",
+    ),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
-    part_of("--name-suffix", "text", None, "run-dir", "the run folder is --log-dir/<model>_<suffix>"),
+    part_of("--name-suffix", "text", None, "name-suffix", "the same: behind the name of the run"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
     part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
     part_of(
@@ -314,7 +322,7 @@ KEEPING: tuple[Old, ...] = (
         "a temporary run folder, removed at a clean end, kept after a failure; counts more than --logs-path",
     ),
     nothing("--log-all-instances", "text", LOGGED_ONCE),
-    nothing("--mlperf-logging", "flag", "metrics.jsonl in the run folder holds every figure instead"),
+    same("--mlperf-logging", "flag", effect="the same: result_<seed>.txt in the run folder; no package is needed"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "the same"),
     part_of("--wandb-project", "text", "tf-cnn", "wandb-project", "the same"),
 )

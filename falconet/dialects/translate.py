@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from falconet.config import rules
+from falconet.config.effects import idle
 from falconet.config.load import parse
 from falconet.config.options import Option, options_of
 from falconet.config.settings import LINE, Setting, spelled
@@ -134,6 +134,8 @@ def _effects(
     own: Program, values: Values, asked: _Asked, command: str
 ) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
     whole = _is_whole(own, command)
+    if own.style:
+        yield None, [To("log-style", (own.style,))]
     if own.rule and whole:
         yield None, own.rule(values)
     for option in own.rows:
@@ -165,10 +167,8 @@ def _needed(
     }
     there = [setting for name, setting in changed.items() if name in known]
     options = parse(command, there).options
-    if "learning_rate" not in vars(options):
-        return changed
-    idle = {name for name, _, holds in rules.EFFECTIVE_WHEN if name in changed and not holds(options)}  # type: ignore[arg-type]
-    return {name: setting for name, setting in changed.items() if name in wanted or name not in idle}
+    without_effect = idle(options)
+    return {name: setting for name, setting in changed.items() if name in wanted or name not in without_effect}
 
 
 def _is_known(effect: To, known: Mapping[str, Option]) -> bool:

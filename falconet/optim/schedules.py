@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import Literal
 
 
@@ -18,12 +19,14 @@ class Schedule:
     changes_per_epoch: float = 0.0  # how often the rate may change after warm-up; 0: every update
     decay: float = 0.5  # step: factor of a drop; exponential: factor of a change
     drops: tuple[float, ...] = ()  # step: epochs of the drops
+    factors: tuple[float, ...] = ()  # step: of each drop, where they are not all `decay`
     power: float = 2.0  # polynomial
     end_ratio: float = 1e-5  # polynomial: last rate / peak
 
     def __post_init__(self) -> None:
         assert self.updates_per_epoch > 0
         assert self.changes_per_epoch >= 0
+        assert len(self.factors) in (0, len(self.drops))
 
     def lr(self, update: int) -> float:
         """The learning rate of update `update`, counted from 0."""
@@ -39,8 +42,8 @@ class Schedule:
         match self.kind:
             case "step":
                 line = f"step from {self.peak:g}"
-                if self.drops:
-                    line += f", times {self.decay:g} at epoch {', '.join(f'{drop:g}' for drop in self.drops)}"
+                for factor, drops in self._alike():
+                    line += f", times {factor:g} at epoch {', '.join(f'{drop:g}' for drop in drops)}"
             case "cosine":
                 line = f"cosine from {self.peak:g} to 0 {over}"
             case "exponential":
@@ -62,7 +65,12 @@ class Schedule:
         """The share of the peak that is left after `changes` changes."""
         match self.kind:
             case "step":
-                return math.pow(self.decay, sum(changes >= _exact(drop) * self._frequency for drop in self.drops))
+                passed = [changes >= _exact(drop) * self._frequency for drop in self.drops]
+                if self.factors:
+                    return math.prod(
+                        factor for factor, is_passed in zip(self.factors, passed, strict=True) if is_passed
+                    )
+                return math.pow(self.decay, sum(passed))
             case "cosine":
                 return 0.5 * (1.0 + math.cos(math.pi * self._share(changes, after=0.0)))
             case "exponential":
@@ -70,6 +78,12 @@ class Schedule:
             case "polynomial":  # decays only when the warm-up is over, which so ends at the peak itself
                 left = math.pow(1.0 - self._share(changes, after=self.warmup_epochs), self.power)
                 return (1.0 - self.end_ratio) * left + self.end_ratio
+
+    def _alike(self) -> list[tuple[float, list[float]]]:
+        """Factors of the step schedule with the epochs of their drops; neighbours with the same one together."""
+        factors = self.factors or (self.decay,) * len(self.drops)
+        pairs = groupby(zip(factors, self.drops, strict=True), key=lambda pair: pair[0])
+        return [(factor, [drop for _, drop in group]) for factor, group in pairs]
 
     def _share(self, changes: int, *, after: float) -> float:
         """How much of the epochs beyond `after` had passed at the last change, 0 to 1."""

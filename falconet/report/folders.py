@@ -28,20 +28,21 @@ class RunShape:
     precision: str
     rounds_stochastically: bool
     image_size: int | None  # pixels; None: the model's own
+    suffix: str | None = None  # that was asked for
 
 
 def fresh(style: str, shape: RunShape, *, version: str) -> Path:
     """A folder that is not there yet."""
     home = Path(os.environ.get(RUNS) or ("runs" if style == "falconet" else "logs"))
+    suffix = f"_{shape.suffix.replace('/', '-')}" if shape.suffix else ""
     if style == "pytorch":
-        return _first_free(home, lambda: f"{pytorch_name(shape)}_{_three(string.ascii_letters + string.digits)}")
+        return _first_free(home, lambda: f"{pytorch_name(shape)}{suffix}_{_three()}")
     if style == "tensorflow":
-        characters = string.ascii_uppercase + string.digits
-        return _first_free(home, lambda: f"{tensorflow_name(shape)}_v{version}_{_three(characters)}")
+        return _first_free(home, lambda: f"{tensorflow_name(shape)}{suffix}_v{version}_{_three()}")
     now = time.strftime("%Y%m%d-%H%M%S")
     if style == "popart":
-        return _numbered(home / now / (_size(shape.model) or shape.model), "net")
-    return _numbered(home, f"{_safe(shape.model)}_{shape.data}_{now}")
+        return _numbered(home / now / (_size(shape.model) or shape.model), suffix[1:] or "net")
+    return _numbered(home, f"{_safe(shape.model)}_{shape.data}_{now}{suffix}")
 
 
 def pytorch_name(shape: RunShape) -> str:
@@ -72,9 +73,9 @@ def _size(model: str) -> str:
     return found[0] if found else ""
 
 
-def _three(characters: str) -> str:
+def _three() -> str:
     """Three characters at random, whatever the seed of the run: a second run of it gets another folder."""
-    return "".join(random.SystemRandom().choices(characters, k=3))
+    return "".join(random.SystemRandom().choices(string.ascii_uppercase + string.digits, k=3))
 
 
 def _first_free(home: Path, name: Callable[[], str]) -> Path:

@@ -1,6 +1,8 @@
 """The lines, CSV files and checkpoint names of the three originals."""
 
+import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from falconet.report.styles import Facts, Falconet, Point, RunLog, Style, Validated
@@ -30,66 +32,87 @@ class PyTorch:
 
     def __init__(self, log: RunLog) -> None:
         self.to, self._recent = log, Recent()
-        self._accuracy, self._schedule = 0.0, ""
+        self._options: Mapping[str, object] = {}
         self._lr: float | None = None
+        self._images, self._seconds = 0, 0.0  # of the epoch so far
+        self._row: tuple[int, dict[str, object]] = (-1, {})  # the last one of training.csv, and its update
 
     def begin(self, facts: Facts) -> None:
-        self._schedule = facts.schedule
+        self._options = facts.options
         self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
         self._say(f"Total replicas: {facts.replicas}")
         self._say(f"Global batch size: {facts.global_batch}")
-        self._say(f"Number of devices: {facts.replicas * facts.stages}")
+        self._say(f"Number of IPUs required: {facts.replicas * facts.stages}")  # devices, in its words
+        self._say(facts.model)
         self._say(f"Total parameters: {facts.parameters}")
 
+    def begin_epoch(self, epoch: int, of: int) -> None:
+        self._say(f"Epoch {epoch}/{of}")
+
     def log(self, point: Point) -> None:
-        if self._schedule == "step" and self._lr not in (None, point.lr):
+        if self._options.get("lr-schedule") == "step" and self._lr not in (None, point.lr):
             self._say(f"Learning rate is changed to {point.lr:g}")
         self._lr = point.lr
         loss, accuracy = self._recent.add(point)
-        scale = {} if point.scale is None else {"loss_scaling": point.scale}
-        self.to.row(
-            "training.csv",
-            {
-                "loss_avg": loss,
-                "loss_batch": point.loss,
-                "epoch": point.epoch,
-                "iteration": point.update,
-                "train_accuracy_avg": accuracy,
-                "train_accuracy_batch": point.accuracy,
-                "learning_rate": point.lr,
-                "train_img_per_sec": point.rate.images_per_second,
-                "validation_accuracy": self._accuracy,
-                # Here the smoothed loss is computed in one piece; its two parts are not known.
-                "classification_loss_batch": "",
-                "classification_loss_avg": "",
-                "smoothing_loss_batch:": "",
-                "smoothing_loss_avg:": "",
-                **scale,
-            },
-        )
+        self._images, self._seconds = self._images + point.rate.images, self._seconds + point.rate.seconds
+        # A smoothed loss is computed in one piece here; its two parts are not known.
+        is_smoothed = float(str(self._options.get("label-smoothing", 0))) > 0
+        row: dict[str, object] = {
+            "loss_avg": loss,
+            "loss_batch": point.loss,
+            "epoch": point.epoch,
+            "iteration": point.update,
+            "train_accuracy_avg": accuracy,
+            "train_accuracy_batch": point.accuracy,
+            "learning_rate": point.lr,
+            "train_img_per_sec": self._images / max(self._seconds, 1e-9),
+            "validation_accuracy": 0.0,  # until it is measured here
+            "classification_loss_batch": "" if is_smoothed else point.loss,
+            "classification_loss_avg": "" if is_smoothed else loss,
+            "smoothing_loss_batch:": "" if is_smoothed else 0.0,
+            "smoothing_loss_avg:": "" if is_smoothed else 0.0,
+        }
+        if not self._options.get("auto-loss-scaling"):
+            row["loss_scaling"] = 1.0 if point.scale is None else point.scale
+        self._row = (point.update, row)
+        self.to.row("training.csv", row, update=point.update)
 
     def end_epoch(self, point: Point) -> None:
-        self._say(f"Epoch {point.epoch:.0f}/{point.epochs}")
+        self._images, self._seconds = 0, 0.0
+        self._say(f"Epoch {point.epoch:.0f}")
         self._say(f"loss: {point.loss:.4f},")
         self._say(f"accuracy: {point.accuracy:.2f} %")
         self._say(f"throughput: {point.rate.images_per_second:.1f} samples/sec")
 
     def validated(self, found: Validated) -> None:
-        self._accuracy = found.accuracy
         self._say("Testing the model")
         self._say(f"Accuracy on test set: {found.accuracy:.2f}%")
-        self._say(f"Validation Accuracy: {found.accuracy:.2f}%")
-        row = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
-        self.to.row("validation.csv", {f"validation_{name}": value for name, value in row.items()})
+        if self._options.get("validation-mode") == "during":
+            self._say(f"Validation Accuracy: {found.accuracy:.2f}%")
+        update, row = self._row
+        if update == found.update:
+            row["validation_accuracy"] = found.accuracy
+            self.to.row_again("training.csv", row, update=update)
+        values = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
+        named = {f"validation_{name}": value for name, value in values.items()}
+        self.to.row("validation.csv", named, update=found.update)
 
     def saved(self, folder: Path) -> None:
-        """The original said nothing."""
+        self.to.line(f"Checkpoint saved to: {folder}")
+
+    def end(self, *, trained: float, whole: float) -> None:
+        """The original said a date."""
 
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
         return None
 
+    def average_name(self, how: str) -> str | None:  # noqa: ARG002
+        return None
+
     def _say(self, text: str) -> None:
-        self.to.kept_line(f"[INFO] {text}")
+        """In log.txt with time and place, as the original had them there."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.to.kept_line(f"[INFO] {text}", kept=f"{now},000 - [INFO] - train - falconet: {text}")
 
 
 class TensorFlow:
@@ -107,6 +130,11 @@ class TensorFlow:
             f"Total Parameters:{facts.parameters}",
         ):
             self.to.kept_line(text)
+        if facts.restored:
+            self.to.kept_line(f"Restoring training from latest checkpoint: {facts.restored}")
+
+    def begin_epoch(self, epoch: int, of: int) -> None:
+        """The original said nothing."""
 
     def log(self, point: Point) -> None:
         loss, accuracy = self._recent.add(point)
@@ -129,7 +157,7 @@ class TensorFlow:
             "img_per_sec": point.rate.images_per_second,
             "total_time": point.seconds,
         }
-        self.to.row("training.csv", row)
+        self.to.row("training.csv", row, update=point.update)
 
     def end_epoch(self, point: Point) -> None:
         """The original said nothing."""
@@ -151,24 +179,36 @@ class TensorFlow:
             "img_per_sec": found.images_per_second,
             "latency": latency,
         }
-        self.to.row("validation.csv", row)
+        if not self.to.has_row("validation.csv", "name", found.name):  # each checkpoint once, as in the original
+            self.to.row("validation.csv", row, update=found.update)
 
     def saved(self, folder: Path) -> None:
         initial = "initial " if folder.name == self.checkpoint_name(0) else ""
         self.to.kept_line(f"Saved {initial}checkpoint to {folder}")
 
+    def end(self, *, trained: float, whole: float) -> None:
+        self.to.kept_line(f"Training loop completed in {trained:.2f}s.")
+        self.to.kept_line(f"Time to train: {whole:.2f}s.")
+
     def checkpoint_name(self, update: int) -> str | None:
         return f"ckpt-{update}"
 
+    def average_name(self, how: str) -> str | None:
+        return f"weight_avg_{how}"
+
 
 class PopArt:
-    """One line a log point and one a validation."""
+    """One line a log point and one a validation, log_str.txt, and the names of its TensorBoard scalars."""
 
     def __init__(self, log: RunLog) -> None:
         self.to, self._step = log, 0
 
     def begin(self, facts: Facts) -> None:
-        """The original said nothing that tools read."""
+        texts = [f"{name.replace('-', '_')}={value}" for name, value in facts.options.items()]
+        self.to.text("log_str.txt", "\n".join([*texts, f"Effective batch size: {facts.global_batch}"]))
+
+    def begin_epoch(self, epoch: int, of: int) -> None:  # noqa: ARG002
+        self.to.kept_line(f"Executing epoch  {epoch - 1}")
 
     def log(self, point: Point) -> None:
         self._step += 1
@@ -178,6 +218,8 @@ class PopArt:
             f" accuracy: {point.accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f}"
             f" step_time: {point.rate.seconds:6.2f} sec ipu_execution_time: {computing:6.2f}"
         )
+        values = {"loss": point.loss, "train_acc": point.accuracy, "learning rate": point.lr}
+        self.to.scalars(point.update, values)
 
     def end_epoch(self, point: Point) -> None:
         """The original said nothing."""
@@ -187,11 +229,18 @@ class PopArt:
             f"Validation accuracy epoch {found.epoch:6.2f}, img/sec:{found.images_per_second:6.2f}"
             f" accuracy: {found.accuracy:6.3f}% loss: {found.loss:6.3f}"
         )
+        self.to.scalars(found.update, {"val_acc": found.accuracy})
 
     def saved(self, folder: Path) -> None:
         """The original said nothing."""
 
+    def end(self, *, trained: float, whole: float) -> None:
+        """The original said nothing."""
+
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def average_name(self, how: str) -> str | None:  # noqa: ARG002
         return None
 
 

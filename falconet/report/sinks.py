@@ -4,9 +4,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from falconet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from falconet.report.histograms import Histogram  # which imports torch
 
 Metrics = Mapping[str, float]
 
@@ -16,6 +19,12 @@ class Sink(Protocol):
 
     def write(self, update: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...
+
+
+class WeightSink(Protocol):
+    """Takes histograms of the weights as well, by the names of the weights."""
+
+    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None: ...
 
 
 class JsonLines:
@@ -29,6 +38,22 @@ class JsonLines:
     def write(self, update: int, metrics: Metrics) -> None:
         plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._file.write(json.dumps({"update": update, **plain}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class UpdateTimes:
+    """updates.jsonl: at each log point the milliseconds of every update since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            _drop_torn_end(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, update: int, seconds: Sequence[float]) -> None:
+        times = [round(1000 * one, 3) for one in seconds]
+        self._file.write(json.dumps({"update": update, "milliseconds": times}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -56,6 +81,20 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, update)
 
+    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None:
+        for name, found in histograms.items():
+            self._writer.add_histogram_raw(
+                f"weights/{name}",
+                min=found.smallest,
+                max=found.largest,
+                num=found.count,
+                sum=found.sum,
+                sum_squares=found.squares,
+                bucket_limits=found.edges[1:],
+                bucket_counts=list(found.counts),
+                global_step=update,
+            )
+
     def close(self) -> None:
         self._writer.close()
 
@@ -69,9 +108,17 @@ class WeightsAndBiases:
         except ImportError as error:
             raise ConfigError("--wandb: needs the package wandb: pip install falconet[wandb]") from error
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+        self._histogram: Any = wandb.Histogram
 
     def write(self, update: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=update)
+
+    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None:
+        drawn = {
+            f"weights/{name}": self._histogram(np_histogram=(list(found.counts), found.edges))
+            for name, found in histograms.items()
+        }
+        self._run.log(drawn, step=update)
 
     def close(self) -> None:
         self._run.finish()

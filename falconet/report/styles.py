@@ -2,11 +2,12 @@
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from falconet.report.sinks import Sink
 from falconet.report.throughput import Rate
 
 
@@ -16,12 +17,13 @@ class Facts:
 
     options: Mapping[str, object]
     folder: Path
+    model: str  # its layers, in text
     parameters: int
     global_batch: int
     replicas: int
     stages: int  # of one replica
     image_size: int
-    schedule: str
+    restored: Path | None = None  # the checkpoint that the run goes on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +67,26 @@ class Validated:
 
 
 class RunLog:
-    """Lines for the screen, and files beside the run; without a folder, nothing is written."""
+    """Lines for the screen, files beside the run, numbers for sinks; without a folder, nothing is written."""
 
-    def __init__(self, say: Callable[[str], None], folder: Path | None) -> None:
-        self._say, self._folder = say, folder
+    def __init__(self, say: Callable[[str], None], folder: Path | None, *, sinks: Sequence[Sink] = ()) -> None:
+        """`sinks`: those that get the numbers of a style under its own names."""
+        self._say, self._folder, self._sinks = say, folder, sinks
+        self._ends: dict[str, int] = {}  # where the last row of each CSV file begins, in bytes
 
     def line(self, text: str) -> None:
         self._say(text)
 
-    def kept_line(self, text: str) -> None:
-        """On the screen and in log.txt."""
+    def kept_line(self, text: str, *, kept: str | None = None) -> None:
+        """On the screen and, maybe in other words, in log.txt."""
         self._say(text)
         if self._folder:
             with (self._folder / "log.txt").open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+                file.write((kept or text) + "\n")
 
-    def row(self, name: str, values: Mapping[str, object]) -> None:
+    def row(self, name: str, values: Mapping[str, object], *, update: int) -> None:
         """One row of a CSV file, which begins with its names."""
+        self.scalars(update, values)
         if self._folder:
             path = self._folder / name
             new = not path.exists()
@@ -89,24 +94,55 @@ class RunLog:
                 writer = csv.DictWriter(file, list(values))
                 if new:
                     writer.writeheader()
+                self._ends[name] = file.tell()
                 writer.writerow(values)
 
+    def row_again(self, name: str, values: Mapping[str, object], *, update: int) -> None:
+        """The last row once more, in its place."""
+        if self._folder and name in self._ends:
+            with (self._folder / name).open("r+b") as file:
+                file.truncate(self._ends[name])
+        self.row(name, values, update=update)
+
+    def has_row(self, name: str, column: str, value: str) -> bool:
+        """Whether a CSV file has a row with this value."""
+        path = self._folder / name if self._folder else None
+        if path is None or not path.exists():
+            return False
+        with path.open(newline="", encoding="utf-8") as file:
+            return any(row.get(column) == value for row in csv.DictReader(file))
+
+    def scalars(self, update: int, values: Mapping[str, object]) -> None:
+        """The numbers among the values."""
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        for sink in self._sinks:
+            sink.write(update, numbers)
+
     def json(self, name: str, content: Mapping[str, object]) -> None:
+        self.text(name, json.dumps(content, indent=4, sort_keys=True, default=str))
+
+    def text(self, name: str, content: str) -> None:
         if self._folder:
-            text = json.dumps(content, indent=4, sort_keys=True, default=str)
-            (self._folder / name).write_text(text + "\n", encoding="utf-8")
+            (self._folder / name).write_text(content + "\n", encoding="utf-8")
 
 
 class Style(Protocol):
     """Whose lines and files."""
 
     def begin(self, facts: Facts) -> None: ...
+    def begin_epoch(self, epoch: int, of: int) -> None: ...
     def log(self, point: Point) -> None: ...
     def end_epoch(self, point: Point) -> None: ...
     def validated(self, found: Validated) -> None: ...
     def saved(self, folder: Path) -> None: ...
+    def end(self, *, trained: float, whole: float) -> None:
+        """Training is over: seconds of updates alone, and with validations and saves."""
+
     def checkpoint_name(self, update: int) -> str | None:
         """The original's name; None: ours, which is that of the PyTorch program without its ending."""
+
+    def average_name(self, how: str) -> str | None:
+        """Of the average of checkpoints; `how`: such as exp_0.97 or N_4; None: ours."""
 
 
 class Falconet:
@@ -117,6 +153,9 @@ class Falconet:
 
     def begin(self, facts: Facts) -> None:
         """The plan says it all."""
+
+    def begin_epoch(self, epoch: int, of: int) -> None:
+        """The progress bar shows it."""
 
     def log(self, point: Point) -> None:
         """The progress bar shows it."""
@@ -133,5 +172,11 @@ class Falconet:
     def saved(self, folder: Path) -> None:
         """Said at the end."""
 
+    def end(self, *, trained: float, whole: float) -> None:
+        """The summary says it."""
+
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def average_name(self, how: str) -> str | None:  # noqa: ARG002
         return None

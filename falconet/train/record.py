@@ -17,6 +17,7 @@ from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
 from falconet.report.styles import Falconet, Point, RunLog, Style, Validated
 from falconet.report.throughput import Laps, Rate, Stopwatch
+from falconet.train.drawing import Draw, no_drawing
 from falconet.train.evaluate import Evaluation
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.plan import Plan
@@ -61,6 +62,8 @@ class Record:
     best: tuple[float, int] | None = None  # validation accuracy in percent, update
     last_saved: Path | None = None
     style: Style | None = None  # None: our own
+    draw: Draw = no_drawing  # of the weights
+    write_times: Callable[[int, Sequence[float]], None] = lambda *_: None  # seconds of each update
 
     def __post_init__(self) -> None:
         progress = self.state.progress
@@ -69,8 +72,21 @@ class Record:
         self._epoch_laps = Laps(self.stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
+        self._begun = self.stopwatch.clock()
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The epoch after `epoch` whole ones."""
+        self._style.begin_epoch(epoch + 1, self.plan.last_epoch)
+
+    def end(self) -> None:
+        """All updates are made."""
+        self._style.end(trained=self.stopwatch.lap()[0], whole=self.stopwatch.clock() - self._begun)
+
+    def average_name(self, how: str) -> str | None:
+        """What the style calls an average of checkpoints."""
+        return self._style.average_name(how)
 
     def log(self, meter: Meter) -> None:
         """A log point: the only place where training waits for the device."""
@@ -88,6 +104,8 @@ class Record:
                 **self._scale_metrics(totals),
             }
         )
+        self.draw(update)
+        self.write_times(update, self.stopwatch.update_seconds())
         self._style.log(self._point(totals, rate))
         self.screen.note(f"loss {totals.mean_loss:.4f}  {rate.images_per_second:,.0f} images/s")
 
@@ -117,7 +135,11 @@ class Record:
             seconds = self.stopwatch.clock() - begun
             averaged = self.evaluate(self.state.ema.model) if self.state.ema else None
         accuracy = max(found.accuracy, averaged.accuracy if averaged else 0.0)
-        self._write(_named("validation", found) | (_named("validation_ema", averaged) if averaged else {}))
+        self._write(
+            _named("validation", found)
+            | {"validation/seconds": seconds}
+            | (_named("validation_ema", averaged) if averaged else {})
+        )
         self._style.validated(self._validated(found, seconds))
         if averaged:
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")

@@ -30,6 +30,9 @@ def training(folder, rates, *, batch=64, waiting=10.0, summary=True):
     ]
     lines = [json.dumps(point) for point in points]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"update": 99, "validation/accuracy": 5}', '{"half']))
+    times = [{"update": point["update"], "milliseconds": [90.0, 110.0]} for point in points]
+    times[-1]["milliseconds"] = [150.0, 250.0]
+    (folder / "updates.jsonl").write_text("\n".join([*map(json.dumps, times), '{"half']))
     if summary:
         (folder / "summary.json").write_text(json.dumps({"peak_memory_bytes": 3 << 30}))
 
@@ -41,8 +44,10 @@ def test_a_training_run_without_its_warm_up(tmp_path):
     assert found.steady.first == 1
     assert found.throughput == pytest.approx(1280 / 2.2)
     assert found.waiting_percent == pytest.approx(10.0)
-    assert found.latency()["p50"] == pytest.approx(100.0)  # ms of an update
-    assert found.latency()["max"] == pytest.approx(200.0)
+    # milliseconds of every update, not means over stretches: as many of 90 as of 110, and two of the last one
+    assert found.latency()["p50"] == pytest.approx(110.0)
+    assert found.latency()["max"] == pytest.approx(250.0)
+    assert len(found.latencies) == 22 - 1
     assert found.peak_memory == 3 << 30
     assert found.metrics["throughput"] == found.throughput
 

@@ -13,8 +13,19 @@ from falconet.bench.inference import Series
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
 
 
-def test_the_lines_that_tools_of_the_originals_read(falconet):
+def test_our_own_lines_have_one_throughput_and_no_words_of_the_originals(falconet):
     answer = falconet(SMALL)
+    assert answer.code == 0, answer.err
+    heading, rate, latency, dropped, memory = answer.out.splitlines()
+    assert heading == "resnet8-cifar, batches of 4, data generated, torch.float32"
+    assert re.fullmatch(r"on the device: \S+ images/s \(95 % \S+ to \S+\)", rate)
+    assert re.fullmatch(r"on the device: latency of a batch in ms: p50 \S+  p90 \S+  p99 .*", latency)
+    assert "batches dropped as warm-up" in dropped
+    assert memory.startswith("peak memory")
+
+
+def test_the_lines_that_tools_of_the_originals_read(falconet):
+    answer = falconet(f"{SMALL} --log-style pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -45,13 +56,12 @@ def test_a_checkpoint_brings_its_model_and_data(falconet):
     assert falconet(f"train {TINY} --model resnet14-cifar --run-dir r").code == 0
     answer = falconet("bench infer --checkpoint-input-path r --iterations 8 --threads 1")
     assert answer.code == 0, answer.err
-    assert "resnet14-cifar results:" in answer.out
-    assert "micro_batch_size: 8" in answer.out
+    assert "resnet14-cifar, batches of 8, data generated" in answer.out
 
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])
 def test_other_data(falconet, data):
-    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1")
+    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1 --log-style pytorch")
     assert answer.code == 0, answer.err
     assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
 
@@ -81,15 +91,14 @@ def test_images_travel_as_the_options_say_and_the_model_sees_the_same(falconet, 
 
 
 def test_half_precision_says_what_it_computes_in(falconet):
-    assert "data_type: torch.bfloat16" in falconet(f"{SMALL} --precision bf16.bf16").out
+    assert "data generated, torch.bfloat16" in falconet(f"{SMALL} --precision bf16.bf16").out
 
 
 @pytest.mark.dist
 def test_processes_side_by_side_are_counted_together(falconet):
     answer = falconet(f"{SMALL} --replicas 2 --output o.json")
     assert answer.code == 0, answer.err
-    assert answer.out.count("results:") == 1
-    assert "num_ipus: 2" in answer.out
+    assert answer.out.count("resnet8-cifar, batches of 4 in each of 2 processes") == 1
     assert json.loads(Path("o.json").read_text())["images_per_batch"] == 8
 
 

@@ -9,7 +9,7 @@ from tiny import TINY
 FILES = {
     "pytorch": {"app.json", "log.txt", "training.csv", "validation.csv"},
     "tensorflow": {"arguments.json", "log.txt", "training.csv", "validation.csv"},
-    "popart": {"log.txt"},
+    "popart": {"log.txt", "log_str.txt"},
 }
 PLACES = {
     "pytorch": r"logs/resnet8-cifar_bs8_32\.32fp_r1_di1_\w{3}",

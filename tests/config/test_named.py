@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.config import named, rules
+from falconet.config import effects, named, rules
 from falconet.config.catalogue import page
 from falconet.config.load import load, parse
 from falconet.config.options import options_of
@@ -104,7 +104,7 @@ def test_the_recipe_is_the_one_worked_out_by_hand(name):
 def test_nothing_in_a_config_is_without_effect(name):
     loaded = trained(name)
     unused = {"--data-dir has no effect without --data imagenet, folder, cifar10 or cifar100"}
-    assert set(rules.notes(loaded.options, loaded.sources)) <= unused
+    assert set(effects.notes(loaded.options, loaded.sources)) <= unused
 
 
 @pytest.mark.parametrize("use", ["train", "bench infer"])

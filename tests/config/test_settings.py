@@ -156,7 +156,7 @@ def test_what_is_written_is_read_back_the_same(tmp_path):
 
 
 def test_options_without_effect_are_said_once_and_only_when_asked_for():
-    from falconet.config.rules import notes
+    from falconet.config.effects import notes
 
     result = loaded("--rmsprop-decay 0.9 --lr-decay 0.1")
     assert list(notes(result.options, result.sources)) == [

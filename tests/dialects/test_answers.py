@@ -71,7 +71,8 @@ REFUSED = [
     ),
     ("tf1:train.py", f"{IMAGENET} --optimiser LARS", "--base-learning-rate: is needed with --optimiser LARS"),
     ("tf1:train.py", f"{IMAGENET} --optimiser RMSprop --base-learning-rate -9", "--rmsprop-decay: is needed with"),
-    ("tf1:upload_run.py", "--base-folder a --name b", "upload_run.py: has no counterpart; train with --wandb"),
+    ("tf1:upload_run.py", "--base-folder a", "--name: is needed by upload_run.py"),
+    ("pytorch:train.py", "--wandb-weight-histogram", "--wandb-weight-histogram: needs --wandb"),
     ("tf1:weight_avg.py", "--restore-path a", "--filename: is needed by weight_avg.py"),
     ("popart:resnet_main.py", "", "--data-dir: is needed by resnet_main.py"),
     (
@@ -84,7 +85,16 @@ REFUSED = [
         "--data-dir d --num-ipus 3 --replication-factor 2",
         "--num-ipus: got 3, wanted a multiple",
     ),
-    ("popart:resnet_main.py", "--data-dir d --learning-rate-decay 1,0.5,0.1", "--learning-rate-decay: got 1,0.5,0.1"),
+    (
+        "popart:resnet_main.py",
+        "--data-dir d --learning-rate-decay 1,0.5,0",
+        "--learning-rate-decay: got 1,0.5,0, wanted",
+    ),
+    (
+        "popart:resnet_main.py",
+        "--data-dir d --learning-rate-decay 1,0.5",
+        "--learning-rate-decay: got 2 multipliers, wanted 3",
+    ),
     ("pytorch:train.py", "--config resnet50", "--config resnet50: no configs.yml is known here"),
     ("pytorch:tran.py", "", "'pytorch:tran.py' is not a program of the originals; did you mean 'pytorch:train.py'?"),
 ]

@@ -139,7 +139,7 @@ def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path)
         updates_per_epoch=100,
         warmup_epochs=rate.warmup_epoch,
         changes_per_epoch=rate.lr_scheduler_freq,
-        decay=rate.lr_decay,
+        decay=rate.lr_decay[0],
         drops=rate.lr_epoch_decay,
     )
     whole = 100 * options.training.epoch

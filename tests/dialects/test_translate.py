@@ -151,8 +151,8 @@ TENSORFLOW = [
     ),
     # Where run folders go, and what one is called.
     (f"{IMAGENET} --logs-path a/b --log-dir c", {"run-dir": "a/b"}),
-    (f"{IMAGENET} --name-suffix x", {"run-dir": "./logs/resnet18_x"}),
-    (f"{IMAGENET} --log-dir c --name-suffix x", {"run-dir": "c/resnet18_x"}),
+    (f"{IMAGENET} --name-suffix x", {"name-suffix": "x", "run-dir": "auto"}),
+    (f"{IMAGENET} --log-dir c --name-suffix x", {"name-suffix": "x", "run-dir": "auto"}),
     # Data.
     (f"{IMAGENET} --init-path runs/a --dataset-percentage-to-use 10", {"init-path": "runs/a"}),
     # 1,281 updates of 1,000 are an epoch of 1,281,167 images, and 10 epochs of a tenth of them.
@@ -248,6 +248,7 @@ POPART = [
     ("--num-ipus 4", {"pipeline-splits": "auto:4", "pipeline-schedule": "sequential"}),
     ("--precision 32 --no-prng", {"precision": "32.32", "enable-stochastic-rounding": None}),
     ("--learning-rate-decay 0.5,0.25 --learning-rate-schedule 0.5", {"lr": "0.25", "lr-decay": "0.5"}),
+    ("--learning-rate-decay 1,0.5,0.1", {"lr": "0.5", "lr-decay": "0.5 0.2", "lr-epoch-decay": "15 22.5"}),
     ("--recompute", {"enable-recompute": ""}),
     ("--steps-per-log 2 --batches-per-step 100", {"logs-per-epoch": "7"}),  # 50,000 / 32 = 1,562 updates
 ]

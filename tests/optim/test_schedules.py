@@ -106,6 +106,24 @@ def test_a_drop_between_two_changes_waits_for_the_next_one():
     assert next(u for u in range(EPOCHS * UPDATES) if rates.lr(u) < 0.4) == 25
 
 
+def test_drops_with_factors_of_their_own_multiply_by_those_that_are_passed():
+    """PopART's 1, 0.5, 0.1 of the first rate, from 0.5 and 0.75 of training on."""
+    rates = schedule("step", epochs=8, drops=(4, 6), factors=(0.5, 0.2))
+    got = [rates.lr(update) for update in range(8 * UPDATES)]
+    np.testing.assert_allclose(got, 0.4 * np.repeat([1.0, 0.5, 0.1], [40, 20, 20]), rtol=1e-12)
+
+
+def test_a_factor_belongs_to_its_drop_in_whatever_order_they_stand():
+    rates = schedule("step", drops=(4, 2), factors=(0.5, 0.1))
+    assert [rates.lr(10 * epoch) for epoch in (1, 3, 5)] == pytest.approx([0.4, 0.04, 0.02])
+
+
+def test_equal_factors_are_one_factor():
+    one, many = schedule("step", drops=(2, 5), decay=0.1), schedule("step", drops=(2, 5), factors=(0.1, 0.1))
+    assert [one.lr(u) for u in range(60)] == pytest.approx([many.lr(u) for u in range(60)], rel=1e-15)
+    assert one.describe() == many.describe()
+
+
 def test_a_schedule_past_its_end_stays_at_its_end():
     assert schedule("cosine").lr(10 * EPOCHS * UPDATES) == 0.0
     assert schedule("polynomial", end_ratio=0.25).lr(10 * EPOCHS * UPDATES) == 0.1
@@ -164,6 +182,11 @@ LINES = {
     },
     "step from 0.4, times 0.5 at epoch 2, 4": {"kind": "step", "drops": (2, 4)},
     "step from 0.4": {"kind": "step"},
+    "step from 0.4, times 0.5 at epoch 2, 4, times 0.2 at epoch 5": {
+        "kind": "step",
+        "drops": (2, 4, 5),
+        "factors": (0.5, 0.5, 0.2),
+    },
     "exponential from 0.4, times 0.97 every 2.36 epochs, warm-up 5 epochs": {
         "kind": "exponential",
         "decay": 0.97,

@@ -43,7 +43,7 @@ def test_the_name_of_the_pytorch_program():
 
 FOLDERS = {
     "falconet": r"runs/timm-a-b_imagenet_\d{8}-\d{6}",
-    "pytorch": r"logs/timm-a-b_bs8_16\.16fp_r16_di1_\w{3}",
+    "pytorch": r"logs/timm-a-b_bs8_16\.16fp_r16_di1_[A-Z0-9]{3}",
     "tensorflow": r"logs/timm-a-b_bs8x16rx8a_GN32_16\.16_v1\.2_[A-Z0-9]{3}",
     "popart": r"logs/\d{8}-\d{6}/timm:a b/net",
 }
@@ -63,3 +63,17 @@ def test_the_variable_says_where_new_folders_go(tmp_path, monkeypatch):
     monkeypatch.setenv("FALCONET_RUNS", str(tmp_path))
     assert fresh("tensorflow", RN50, version="1").parent == tmp_path
     assert fresh("falconet", RN50, version="1").parent == Path(tmp_path)
+
+
+SUFFIXED = {
+    "falconet": r"runs/resnet50_imagenet_\d{8}-\d{6}_my_run",
+    "pytorch": r"logs/resnet50_bs8_16\.16fp_r16_di1_my_run_[A-Z0-9]{3}",
+    "tensorflow": r"logs/RN50_bs8x16rx8a_GN32_16\.16_my_run_v1\.2_[A-Z0-9]{3}",
+    "popart": r"logs/\d{8}-\d{6}/50/my_run",
+}
+
+
+@pytest.mark.parametrize(("style", "pattern"), SUFFIXED.items())
+def test_a_suffix_stands_where_the_originals_had_it(style, pattern, monkeypatch):
+    monkeypatch.delenv("FALCONET_RUNS", raising=False)
+    assert re.fullmatch(pattern, str(fresh(style, replace(RN50, suffix="my_run"), version="1.2")))

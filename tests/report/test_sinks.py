@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError
-from falconet.report.sinks import JsonLines, Several, TensorBoard, WeightsAndBiases
+from falconet.report.histograms import Histogram
+from falconet.report.sinks import JsonLines, Several, TensorBoard, UpdateTimes, WeightsAndBiases
 
 
 def strictly(line):
@@ -108,12 +109,40 @@ def test_weights_and_biases_gets_every_metric_at_its_update(tmp_path, monkeypatc
         def finish(self):
             self.calls.append("finished")
 
+        def Histogram(self, *, np_histogram):
+            return np_histogram
+
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     sink = WeightsAndBiases(tmp_path, project="p", name="n", config={"lr": 0.1})
     sink.write(5, {"train/loss": 0.5})
+    sink.write_weights(5, {"fc.bias": Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])})
     sink.close()
     opened = {"project": "p", "name": "n", "dir": str(tmp_path), "config": {"lr": 0.1}}
-    assert Wandb.calls == [opened, (5, {"train/loss": 0.5}), "finished"]
+    drawn = {"weights/fc.bias": ([1, 2], [0.0, 1.0, 2.0])}
+    assert Wandb.calls == [opened, (5, {"train/loss": 0.5}), (5, drawn), "finished"]
+
+
+def test_tensorboard_draws_weights_too(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.write_weights(7, {"fc.bias": Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Histograms("weights/fc.bias")
+    found = event.histogram_value
+    assert (event.step, found.min, found.max, found.num, found.sum, found.sum_squares) == (7, 0.0, 2.0, 3.0, 3.0, 5.0)
+    assert (found.bucket_limit, found.bucket) == ([1.0, 2.0], [1.0, 2.0])
+
+
+def test_the_times_of_updates_are_kept_in_milliseconds_and_a_torn_line_is_dropped(tmp_path):
+    path = tmp_path / "updates.jsonl"
+    path.write_text('{"update": 1, "milliseconds": [9.0]}\n{"update": 2, "mil')
+    sink = UpdateTimes(path)
+    sink.write(3, [0.25, 0.0123456])
+    sink.close()
+    assert written(path) == [{"update": 1, "milliseconds": [9.0]}, {"update": 3, "milliseconds": [250.0, 12.346]}]
 
 
 MISSING = {

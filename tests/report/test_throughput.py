@@ -101,3 +101,39 @@ def test_waiting_is_the_time_until_an_update_is_there(clock):
     rate = laps.end(8)
     assert rate.waiting == 0.25
     assert rate.seconds == 10.0
+
+
+def test_an_update_lasts_from_the_one_before_or_from_the_end_of_a_pause(clock):
+    watch = Stopwatch(clock)
+    for seconds in (2.0, 1.0):
+        clock.pass_by(seconds)
+        watch.updated()
+    with watch.standing():
+        clock.pass_by(50.0)
+    clock.pass_by(4.0)
+    watch.updated()
+    assert watch.update_seconds() == [2.0, 1.0, 4.0]
+    assert watch.update_seconds() == []
+
+
+def test_moments_of_a_device_are_asked_for_late_and_once(clock):
+    class Marks:
+        """A device whose marks are numbers, and whose times are known when they are asked for."""
+
+        marked, asked = 0, 0
+
+        def mark(self):
+            self.marked += 1
+            return self.marked
+
+        def between(self, first, second):
+            self.asked += 1
+            return 10.0 * (second - first)
+
+    marks = Marks()
+    watch = Stopwatch(clock, marks)
+    for _ in range(3):
+        watch.updated()
+    assert (marks.marked, marks.asked) == (4, 0)
+    assert watch.update_seconds() == [10.0, 10.0, 10.0]
+    assert marks.asked == 3

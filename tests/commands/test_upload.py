@@ -1,0 +1,74 @@
+"""`falconet upload`: a finished run to Weights & Biases, here to one that only writes down what it gets."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TINY
+
+from falconet.originals import main
+
+
+class Wandb:
+    """What of the package is used, writing down its calls."""
+
+    Histogram = None
+
+    def __init__(self):
+        self.opened, self.logged, self.finished = {}, {}, False
+
+    def init(self, **options):
+        self.opened = options
+        return self
+
+    def log(self, metrics, *, step):
+        assert step >= max(self.logged, default=0), "Weights & Biases refuses a step back"
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_run_of_ours_is_uploaded_with_its_config(falconet, wandb):
+    assert falconet(f"train {TINY} --logs-per-epoch 2 --run-dir runs/first").code == 0
+    answer = falconet("upload runs/first --wandb-project classifiers")
+    assert answer.code == 0, answer.err
+    assert answer.out == "uploaded 4 moments of runs/first as first to the project classifiers\n"
+    assert (wandb.opened["project"], wandb.opened["name"]) == ("classifiers", "first")
+    assert wandb.opened["config"]["micro-batch-size"] == "8"
+    assert list(wandb.logged) == [2, 4, 6, 8]
+    assert {"train/loss", "validation/accuracy", "epoch"} <= wandb.logged[8].keys()
+    assert wandb.finished
+
+
+def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd):
+    assert falconet(f"train {TINY} --log-style tensorflow --run-dir r").code == 0
+    assert main("tf1:upload_run.py", "upload_run.py", ["--base-folder", "r", "--name", "mine"]) == 0
+    assert (wandb.opened["project"], wandb.opened["name"]) == ("large-scale-cnn", "mine")
+    assert wandb.opened["config"]["micro_batch_size"] == "8"
+    assert wandb.logged[4].keys() == {
+        *("epoch", "learning_rate", "loss_avg", "train_accuracy", "train_img_per_sec", "total_time"),
+        "validation_accuracy",
+    }
+
+
+REFUSED = {
+    "upload": "falconet upload: --source: is needed: a run folder",
+    "upload nowhere": "falconet upload: --source: nowhere is not a folder",
+    "upload empty": "falconet upload: empty: no run in it; wanted metrics.jsonl, or training.csv of an original",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_no_run_is_answered_in_one_line(falconet, wandb, line):
+    Path("empty").mkdir()
+    answer = falconet(line)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert answer.err.startswith(REFUSED[line])

@@ -1,0 +1,80 @@
+"""Options without effect: said for every command that has them, once, and only where somebody asked."""
+
+import pytest
+
+from falconet.config import schema
+from falconet.config.effects import ELSEWHERE, OTHERWISE, notes
+from falconet.config.load import load
+from falconet.config.options import options_of
+from falconet.config.settings import from_checkpoint, from_line
+
+COMMANDS = {
+    "train": schema.TrainOptions,
+    "validate": schema.ValidateOptions,
+    "average": schema.AverageOptions,
+    "bench infer": schema.InferOptions,
+    "data bench": schema.DataBenchOptions,
+}
+
+
+def said(line):
+    command = next(name for name in COMMANDS if line.startswith(name))
+    kind = COMMANDS[command]
+    loaded = load(kind, from_line(line.removeprefix(command).split(), options_of(kind)))
+    return list(notes(loaded.options, loaded.sources))
+
+
+WITHOUT_EFFECT = {
+    "train --wandb-project x": "--wandb-project has no effect without --wandb",
+    "validate --norm-num-groups 8": "--norm-num-groups has no effect without --norm-type group",
+    "validate --iterations 5": "--iterations has no effect without --data generated or synthetic",
+    "validate --batchnorm-momentum 0.2": "--batchnorm-momentum has no effect on a model that is not trained",
+    "average --micro-batch-size 8": "--micro-batch-size has no effect without --validate or --batchnorm-images",
+    "average --device cpu": "--device has no effect without --validate or --batchnorm-images",
+    "average --weight-avg-exp-decay 0.5": (
+        "--weight-avg-exp-decay has no effect without --weight-avg-strategy exponential"
+    ),
+    "bench infer --classes 7": "--classes has no effect without --data generated or synthetic",
+    "bench infer --dataset-cache": "--dataset-cache has no effect where batches are read once, before the clock starts",
+    "bench infer --data synthetic --dataloader-workers 2": (
+        "--dataloader-workers has no effect without data from the host, not --data synthetic"
+    ),
+    "data bench --norm-type group": "--norm-type has no effect on the input alone, without a model",
+    "data bench --mixup-alpha 0.2": "--mixup-alpha has no effect on the input alone, without a model",
+    "data bench --split validation --augment none": "--augment has no effect without --split train",
+    "data bench --md5 --seconds 3": "--seconds has no effect beside --md5",
+}
+
+
+@pytest.mark.parametrize("line", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_said(line):
+    assert said(line) == [WITHOUT_EFFECT[line]]
+
+
+WITH_EFFECT = [
+    "validate --data generated --iterations 5",
+    "validate --model resnet50 --norm-type group --norm-num-groups 8 --micro-batch-size 8",
+    "average --validate --micro-batch-size 8 --device cpu",
+    "average --batchnorm-images 100 --micro-batch-size 8",
+    "average --weight-avg-strategy exponential --weight-avg-exp-decay 0.5",
+    "bench infer --iterations 5 --model resnet50 --micro-batch-size 8",
+    "data bench --augment none --micro-batch-size 8 --dataloader-workers 2",
+    "data bench --data generated --iterations 5",
+]
+
+
+@pytest.mark.parametrize("line", WITH_EFFECT)
+def test_an_option_with_effect_is_not(line):
+    assert said(line) == []
+
+
+def test_what_a_checkpoint_brings_along_is_not_said():
+    options = options_of(schema.AverageOptions)
+    loaded = load(schema.AverageOptions, from_checkpoint({"micro-batch-size": {"value": "8"}}, options))
+    assert list(notes(loaded.options, loaded.sources)) == []
+
+
+def test_the_tables_name_real_options():
+    for command, rows in ELSEWHERE.items():
+        assert {name for name, _, _ in rows} <= options_of(command).keys()
+    assert all(name in options_of(command) for command, name in OTHERWISE)

@@ -1,0 +1,81 @@
+"""Histograms against numpy's, of every format and with what is no number in them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from falconet.report.histograms import BINS, counted, nothing, read
+
+VALUES = {
+    "normal": torch.randn(5000, generator=torch.Generator().manual_seed(0)),
+    "of a convolution": torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1)),
+    "whole numbers": torch.arange(65.0),
+    "all alike": torch.ones(7),
+    "one": torch.tensor([-3.0]),
+    "a single number": torch.tensor(2.5),
+}
+
+
+def numpys(values):
+    exact = values.reshape(-1).double().numpy()
+    return np.histogram(exact, bins=BINS)
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_histogram_is_numpys(name, dtype):
+    values = VALUES[name].to(dtype)
+    (found,) = read(counted(values)[None])
+    counts, edges = numpys(values)
+    np.testing.assert_allclose(found.edges, edges, rtol=1e-6, atol=1e-6)
+    assert sum(found.counts) == found.count == values.numel()
+    # A value on an edge may fall to either side of it, as numpy's is counted in float64.
+    assert np.abs(np.cumsum(found.counts) - np.cumsum(counts)).max() <= (BINS if dtype != torch.float32 else 1)
+    exact = values.reshape(-1).double()
+    assert found.sum == pytest.approx(float(exact.sum()), abs=1e-9)
+    assert found.squares == pytest.approx(float(exact.square().sum()))
+    assert (found.smallest, found.largest) == (float(values.min()), float(values.max()))
+
+
+def test_what_is_not_finite_is_left_out():
+    values = torch.tensor([1.0, float("nan"), 3.0, float("inf"), -float("inf"), 3.0])
+    (found,) = read(counted(values)[None])
+    assert (found.smallest, found.largest, found.count, found.sum) == (1.0, 3.0, 3, 7.0)
+    assert (found.counts[0], found.counts[-1], sum(found.counts)) == (1, 2, 3)
+
+
+def test_nothing_but_what_is_not_finite_is_an_empty_histogram():
+    (found,) = read(counted(torch.full((4,), float("nan")))[None])
+    assert (found.smallest, found.largest, found.count, sum(found.counts)) == (0.0, 0.0, 0, 0)
+    assert all(np.diff(found.edges) > 0)
+
+
+def test_a_row_of_another_process_is_added_to_nothing():
+    row = counted(VALUES["normal"])
+    assert read((row + nothing(row.device))[None]) == read(row[None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=50))
+def test_every_value_lies_in_one_bin_whatever_the_range(values):
+    (found,) = read(counted(torch.tensor(values))[None])
+    assert sum(found.counts) == len(values)
+    assert found.edges[0] <= min(values)
+    assert max(values) <= found.edges[-1]
+
+
+@pytest.mark.gpu
+def test_counting_never_waits_for_the_device_and_is_reproducible():
+    weights = VALUES["normal"].cuda()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = torch.stack([counted(weights), counted(weights.half())])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(before)
+    found, _ = read(rows)
+    assert list(found.counts) == list(read(counted(VALUES["normal"])[None])[0].counts)

@@ -1,0 +1,42 @@
+"""The time of every update, on the host and by events of the device."""
+
+import pytest
+import torch
+
+from falconet.report.throughput import HostMoments, Stopwatch
+from falconet.train.timed import DeviceMoments, TimedStep, moments_of
+
+
+def test_a_timed_step_is_the_step_and_tells_the_stopwatch():
+    calls = []
+
+    def step(micro_batches, *, update, lr):
+        calls.append((micro_batches, update, lr))
+        return "made"
+
+    watch = Stopwatch()
+    timed = TimedStep(step, watch)
+    assert timed([1, 2], update=7, lr=0.5) == "made"
+    assert timed([3], update=8, lr=0.25) == "made"
+    assert calls == [([1, 2], 7, 0.5), ([3], 8, 0.25)]
+    assert len(watch.update_seconds()) == 2
+
+
+def test_the_host_is_timed_by_its_clock():
+    assert isinstance(moments_of(torch.device("cpu")), HostMoments)
+
+
+@pytest.mark.gpu
+def test_the_device_is_timed_without_waiting_for_it():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watch = Stopwatch(moments=moments_of(torch.device("cuda")))
+        for cycles in (1_000_000, 40_000_000):
+            torch.cuda._sleep(cycles)
+            watch.updated()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    short, long = watch.update_seconds()
+    assert isinstance(moments_of(torch.device("cuda")), DeviceMoments)
+    assert long > 5 * short > 0
