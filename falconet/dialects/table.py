@@ -53,6 +53,7 @@ class Old:
     choices: tuple[str, ...] = ()
     bare: str | None = None  # the value of a `maybe` option that is given without one
     required: bool = False
+    least: int | None = None  # the smallest number that means something
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The TensorFlow program's options of training: length, batch, optimizer, learning rate, checkpoints, logs."""
 
 from collections.abc import Iterable
-from math import isclose
 
 from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.rows import becomes, nothing, part_of, same
@@ -18,14 +17,18 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    exact, whole = facts.epochs(old), facts.whole_epochs(old)
-    if not facts.is_random(old) and not isclose(exact, whole):
-        yield Say(f"epochs are whole here: {whole} instead of {exact:.3g}")
-    yield To("epoch", (str(whole),))
+    """Whole epochs as such, a part of one in updates."""
+    updates = facts.updates(old)
+    if updates is None:
+        yield To("epoch", (str(facts.whole_epochs(old)),))
+    elif not old.has("--iterations"):
+        yield To("updates", (str(updates),))
 
 
 def iterations(old: Values) -> Iterable[Effect]:
     """Random data has as many updates an epoch as the real data would, or as were asked for."""
+    if old.has("--iterations") and facts.updates(old) is not None:
+        yield To("updates", (old.text("--iterations"),))
     if facts.is_random(old):
         yield To("iterations", (str(facts.updates_per_epoch(old)),))
 
@@ -33,7 +36,7 @@ def iterations(old: Values) -> Iterable[Effect]:
 def learning_rate(old: Values) -> Iterable[Effect]:
     """2**x times the total batch. A warm-up longer than training is cut where training ends, at the rate it has."""
     rate, warm, whole = facts.peak(old), facts.warmup(old), facts.whole_epochs(old)
-    if warm > whole:
+    if warm > whole and facts.updates(old) is None:
         reached = short(rate * whole / warm)
         yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
         yield To("lr", (reached,))
@@ -44,16 +47,16 @@ def learning_rate(old: Values) -> Iterable[Effect]:
 
 
 def schedule(old: Values) -> Iterable[Effect]:
-    kind, whole = old.text("--lr-schedule"), facts.whole_epochs(old)
+    kind, length = old.text("--lr-schedule"), facts.length(old)
     known = {"stepped": "step", "polynomial_decay_lr": "polynomial"}
     yield To("lr-schedule", (known.get(kind, kind),))
     if kind == "stepped":
         yield To("lr-decay", (old.text("--learning-rate-decay"),))
-        yield To("lr-epoch-decay", tuple(short(share * whole) for share in _drops(old)))
+        yield To("lr-epoch-decay", tuple(short(share * length) for share in _drops(old)))
     if kind == "exponential":
         rate, drops = _exponential(old)
         yield To("lr-decay", (short(rate),))
-        yield To("lr-scheduler-freq", (short(drops / whole),))
+        yield To("lr-scheduler-freq", (short(drops / length),))
     if kind == "polynomial_decay_lr":
         yield To("lr-power", (old.text("--poly-lr-decay-power"),))
         yield To("lr-end-ratio", (short(_end_ratio(old)),))
@@ -84,14 +87,13 @@ def _end_ratio(old: Values) -> float:
 
 
 def optimiser(old: Values) -> Iterable[Effect]:
-    name = old.text("--optimiser")
-    ours = {"SGD": "sgd", "momentum": "sgd", "RMSprop": "rmsprop_tf", "LARS": "lars"}
-    yield To("optimizer", (ours["RMSprop" if name == "RMSProp" else name],))
+    name = facts.optimiser(old)
+    yield To("optimizer", ({"SGD": "sgd", "momentum": "sgd", "RMSprop": "rmsprop_tf", "LARS": "lars"}[name],))
     yield To("momentum", ("0" if name == "SGD" else old.text("--momentum"),))
-    if ours.get(name) == "lars":
+    if name == "LARS":
         yield To("lars-eeta", (old.text("--lars-eeta"),))
         yield To("optimizer-eps", (old.text("--lars-epsilon"),))
-    elif ours.get(name, "rmsprop_tf") == "rmsprop_tf":
+    elif name == "RMSprop":
         yield To("rmsprop-decay", (short(facts.rmsprop_decay(old)),))
         yield To("optimizer-eps", (old.text("--rmsprop-epsilon"),))
 
@@ -184,12 +186,21 @@ LENGTH: tuple[Old, ...] = (
         batch_size,
         "the same; its default depends on model and data, as it did",
         aliases=("--micro-batch-size",),
+        least=1,
     ),
-    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
+    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same", least=1),
     becomes(
-        "--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here", aliases=("--epoch",)
+        "--epochs", "number", None, "epoch updates", epochs, "the same; 2.5 is said in updates", aliases=("--epoch",)
     ),
-    becomes("--iterations", "whole", None, "iterations", iterations, "random data: updates; else whole epochs of them"),
+    becomes(
+        "--iterations",
+        "whole",
+        None,
+        "updates iterations",
+        iterations,
+        "updates in all, which count more than --epochs; with random data alone: updates of the one epoch",
+        least=1,
+    ),
 )
 RATE: tuple[Old, ...] = (
     becomes(
@@ -217,7 +228,7 @@ SCHEDULE: tuple[Old, ...] = (
     part_of("--learning-rate-schedule", "text", None, "lr-epoch-decay", "shares of training times --epochs"),
     part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
     part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
-    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch"),
+    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch", least=1),
     part_of("--poly-lr-decay-power", "number", "2.0", "lr-power", "the same"),
     part_of("--poly-lr-end-ratio", "number", "1e-05", "lr-end-ratio", "the same"),
     part_of("--abs-end-learning-rate", "number", None, "lr-end-ratio", "divided by the peak"),
@@ -287,7 +298,7 @@ KEEPING: tuple[Old, ...] = (
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
     part_of("--name-suffix", "text", None, "run-dir", "the run folder is --log-dir/<model>_<suffix>"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
-    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
+    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations", least=1),
     nothing("--no-logs", "flag", "the run folder is always written; delete it afterwards"),
     nothing("--log-all-instances", "text", LOGGED_ONCE),
     nothing("--mlperf-logging", "flag", "metrics.jsonl in the run folder holds every figure instead"),

@@ -20,7 +20,6 @@ NOTED = [
     ("pytorch:train.py", "--fine-tune-lr 0.1", "--fine-tune-lr: has no effect without --half-res-training"),
     ("pytorch:train.py", "--device-iterations 4", "--device-iterations: the host starts every update itself"),
     ("tf1:train.py", f"{IMAGENET} --epochs 1", "warm-up of 5 epochs is longer than the training: it ends at"),
-    ("tf1:train.py", f"{IMAGENET} --epochs 2.5 --warmup-epochs 0", "epochs are whole here: 3 instead of 2.5"),
     (
         "tf1:train.py",
         "--generated-data --dataset imagenet --mixup-alpha 0.2",
