@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config import fine_tuning
+from falconet.config.averages import further
 from falconet.config.options import options_of, value_of
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import MODELS, Augmentation, Numerics, Parallel
@@ -125,6 +126,18 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
         return f"--checkpoints-kept: got {kept}, wanted all, because --weight-avg-N all averages every checkpoint"
     if last > kept:
         return f"--weight-avg-N: got {last}, wanted at most --checkpoints-kept, which is {kept}"
+    return None
+
+
+def _further_averages_are_known(options: Any) -> str | None:
+    for text in options.averaging.weight_avg_also:
+        if further(text) is None:
+            return f"--weight-avg-also: got '{text}', wanted mean:N, mean:all or exponential:DECAY, such as mean:5"
+    if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
+        return "--weight-avg-also: is for further averages; wanted the first one by --weight-avg-strategy"
+    kept = options.checkpoints.checkpoints_kept
+    if options.averaging.weight_avg_also and isinstance(kept, int):
+        return f"--checkpoints-kept: got {kept}, wanted all or auto, because --weight-avg-also averages older ones"
     return None
 
 
@@ -270,6 +283,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+    (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_of_epochs),
     (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),

@@ -126,17 +126,20 @@ def validation(old: Values) -> Iterable[Effect]:
 
 
 def averaging(old: Values) -> Iterable[Effect]:
-    exponential, last = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
-    if exponential:
+    """The first one, exponential ones before means, and all others beside it."""
+    apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
+    decays = old.texts("--weight-avg-exp")
+    # Theirs counts epochs and takes the checkpoint at the beginning of the first one too.
+    counts = [str(int(int(epochs) / apart) + 1) for epochs in old.texts("--weight-avg-N")]
+    if decays:
         yield To("weight-avg-strategy", ("exponential",))
-        yield To("weight-avg-exp-decay", (exponential[0],))
-    elif last:
+        yield To("weight-avg-exp-decay", (decays[0],))
+    elif counts:
         yield To("weight-avg-strategy", ("mean",))
-        apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
-        yield To("weight-avg-N", (str(int(int(last[0]) / apart) + 1),))  # theirs counts epochs, the first one too
-    rest = [*exponential[1:], *(last if exponential else last[1:])]
-    if rest:
-        yield Say(f"one average a run: `falconet average` makes those of {', '.join(rest)} afterwards")
+        yield To("weight-avg-N", (counts[0],))
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"mean:{count}" for count in counts]
+    if rest[0 if decays else 1 :]:
+        yield To("weight-avg-also", tuple(rest[0 if decays else 1 :]))
 
 
 def accumulation(old: Values) -> Iterable[Effect]:
@@ -284,13 +287,19 @@ KEEPING: tuple[Old, ...] = (
         "--weight-avg-exp",
         "number",
         None,
-        "weight-avg-strategy weight-avg-exp-decay",
+        "weight-avg-strategy weight-avg-exp-decay weight-avg-also",
         averaging,
-        "the first one; others by `falconet average`",
+        "the first one; all others by --weight-avg-also",
         count="some",
     ),
     part_of(
-        "--weight-avg-N", "whole", None, "weight-avg-strategy weight-avg-N", "epochs become checkpoints", count="some"
+        "--weight-avg-N",
+        "whole",
+        None,
+        "weight-avg-strategy weight-avg-N weight-avg-also",
+        "epochs become checkpoints",
+        count="some",
+        least=0,
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),

@@ -25,11 +25,6 @@ NOTED = [
         "--generated-data --dataset imagenet --mixup-alpha 0.2",
         "--mixup-alpha and --cutmix-lambda: random",
     ),
-    (
-        "tf1:train.py",
-        f"{IMAGENET} --weight-avg-exp 0.97 0.99",
-        "one average a run: `falconet average` makes those of 0.99",
-    ),
     ("popart:resnet_main.py", "--data-dir d --get-reports", "--get-reports: had no effect"),
     ("pytorch:validate.py", "--checkpoint-input-path p", None),
 ]

@@ -95,3 +95,23 @@ def test_rmsprop_is_known_by_the_documents_spelling_too():
     coded, documented = (translate("tf1:train.py", [*line.split(), name]) for name in ("RMSprop", "RMSProp"))
     assert documented.settings == coded.settings
     assert {setting.option: setting.values for setting in coded.settings}["lr"] == (str(4 / 2**14),)
+
+
+AVERAGES = [
+    ("--weight-avg-exp 0.97", {"weight-avg-exp-decay": "0.97", "weight-avg-also": None}),
+    ("--weight-avg-exp 0.97 0.99", {"weight-avg-exp-decay": "0.97", "weight-avg-also": "exponential:0.99"}),
+    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-N": "4", "weight-avg-also": "mean:6"}),
+    (
+        "--weight-avg-exp 0.9 0.97 --weight-avg-N 3 5 --ckpts-per-epoch 2",
+        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 mean:7 mean:11"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), AVERAGES)
+def test_every_average_of_a_list_is_made(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert not any("average" in note for note in translation.notes)
+    load(TrainOptions, translation.settings)
