@@ -9,6 +9,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.average import Averaging, average, select
 from falconet.checkpoint.foreign import load_weights
 from falconet.config import keeping, schema
+from falconet.config.averages import further
 from falconet.parallel.world import World
 from falconet.train.record import Record
 
@@ -37,14 +38,24 @@ def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str,
     files.write(to, tensors, content | {"averaged": averaged, "metrics": {}})
 
 
-def averaged_name(newest: Path) -> Path:
-    """`<model>_<data>_<epoch>_averaged`, beside the others."""
-    return newest.with_name(newest.name.partition("+")[0] + "_averaged")
+def averaged_name(newest: Path, suffix: str = "") -> Path:
+    """`<model>_<data>_<epoch>_averaged`, beside the others; further ones with a suffix."""
+    return newest.with_name("_".join([newest.name.partition("+")[0], "averaged", *([suffix] if suffix else [])]))
 
 
 def after_training(record: Record, options: schema.TrainOptions, *, world: World, say: Say) -> Path:
+    """Make every average that was asked for; the first one is what a next phase begins with."""
+    first = _averaged(rule_of(options.averaging), "", record, world=world, say=say)
+    for text in options.averaging.weight_avg_also:
+        more = further(text)
+        assert more is not None, "the rules of the options refuse others"
+        how = Averaging(strategy=more.strategy, decay=more.decay, last=more.last)
+        _averaged(how, more.suffix, record, world=world, say=say)
+    return first
+
+
+def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say: Say) -> Path:
     """Average the phase's checkpoints, on the first process, and measure the result, on all of them."""
-    how = rule_of(options.averaging)
 
     def written() -> str:
         # Not what an interruption saved: the average must be that of a run without one.
@@ -52,7 +63,7 @@ def after_training(record: Record, options: schema.TrainOptions, *, world: World
         in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
         folders = select(in_turn, how.last, phase=record.plan.phase)
         name = record.average_name(f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{len(folders)}")
-        to = folders[-1].with_name(name) if name else averaged_name(folders[-1])
+        to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
         return str(to)
@@ -60,7 +71,7 @@ def after_training(record: Record, options: schema.TrainOptions, *, world: World
     to = Path(world.once(written))
     if record.plan.validation_mode != "none":
         weights = record.state.stages.own(files.read_tensors(to, "model", verified=files.verify(to)))
-        record.validate_average(_with(record.state.model, weights, where=str(to)))
+        record.validate_average(_with(record.state.model, weights, where=str(to)), suffix)
     return to
 
 

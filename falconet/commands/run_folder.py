@@ -80,7 +80,9 @@ def kept(options: schema.TrainOptions) -> int | None:
         return asked
     if options.averaging.weight_avg_strategy == "none":
         return KEPT
-    return None if last in ("all", -1) else max(KEPT, int(last))
+    if last in ("all", -1) or options.averaging.weight_avg_also:
+        return None
+    return max(KEPT, int(last))
 
 
 def write_config(folder: Path, loaded: Loaded[schema.TrainOptions], plan: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -158,11 +159,12 @@ class Run:
     def plan(self) -> Plan:
         options, rate = self.options, self.options.learning_rate
         images = len(self.images.splits.train)
+        per_epoch, limit = updates_in_epoch(images, self.shape.global_batch), options.training.updates
         schedule = Schedule(
             kind=rate.lr_schedule,
             peak=rate.lr,
-            epochs=options.training.epoch,
-            updates_per_epoch=updates_in_epoch(images, self.shape.global_batch),
+            epochs=options.training.epoch if limit is None else limit / per_epoch,
+            updates_per_epoch=per_epoch,
             warmup_epochs=rate.warmup_epoch,
             changes_per_epoch=rate.lr_scheduler_freq,
             decay=rate.lr_decay[0],
@@ -173,7 +175,8 @@ class Run:
         )
         synthetic = options.data.data == "synthetic"
         return Plan(
-            epochs=options.training.epoch,
+            epochs=options.training.epoch if limit is None else ceil(limit / per_epoch),
+            limit=limit,
             images=images,
             micro_batch=self.shape.micro_batch,
             accumulation=self.shape.accumulation,

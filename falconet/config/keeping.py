@@ -33,6 +33,8 @@ class Averaging:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
+    weight_avg_also: tuple[str, ...] = ()
+    """Further averages, each made and validated: mean:N, mean:all or exponential:DECAY."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
     """What a run goes through, in order."""
     tuning = options.fine_tuning
     if not tuning.half_res_training:
-        return (Phase(number=1, count=1, options=options),)
+        length = "--epoch" if options.training.updates is None else "--updates"
+        return (Phase(number=1, count=1, options=options, length=length),)
     return (
         Phase(number=1, count=2, options=options, is_reduced=True),
         Phase(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from falconet.config import fine_tuning, keeping, model, reporting
+from falconet.config.averages import further
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.errors import ConfigError
@@ -70,7 +71,7 @@ def _cutmix_bounds_are_ordered(options: Any) -> str | None:
 
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if warmup > epochs:
+    if warmup > epochs and options.training.updates is None:  # else the data decides on the epochs
         return f"--warmup-epoch: got {warmup:g}, wanted at most --epoch, which is {epochs}"
     return None
 
@@ -92,6 +93,26 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
         return f"--checkpoints-kept: got {kept}, wanted all, because --weight-avg-N all averages every checkpoint"
     if last > kept:
         return f"--weight-avg-N: got {last}, wanted at most --checkpoints-kept, which is {kept}"
+    return None
+
+
+def _further_averages_are_known(options: Any) -> str | None:
+    for text in options.averaging.weight_avg_also:
+        if further(text) is None:
+            return f"--weight-avg-also: got '{text}', wanted mean:N, mean:all or exponential:DECAY, such as mean:5"
+    if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
+        return "--weight-avg-also: is for further averages; wanted the first one by --weight-avg-strategy"
+    kept = options.checkpoints.checkpoints_kept
+    if options.averaging.weight_avg_also and isinstance(kept, int):
+        return f"--checkpoints-kept: got {kept}, wanted all or auto, because --weight-avg-also averages older ones"
+    return None
+
+
+def _phases_are_of_epochs(options: Any) -> str | None:
+    if options.training.updates is not None and options.fine_tuning.half_res_training:
+        return "--updates: not with --half-res-training, whose phases are whole epochs; wanted --epoch"
+    if options.training.updates is not None and options.numerics.initial_loss_scaling is not None:
+        return "--updates: not with --initial-loss-scaling, which doubles after whole epochs; wanted --epoch"
     return None
 
 
@@ -224,6 +245,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("learning_rate",), _factors_are_of_drops),
     (("logging",), lambda options: reporting.missing(options.logging)),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
+    (("averaging", "checkpoints"), _further_averages_are_known),
+    (("fine_tuning", "training", "numerics"), _phases_are_of_epochs),
     (("fine_tuning", "averaging"), _fine_tuning_is_whole),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _scale_is_of_one_kind),
@@ -289,6 +312,7 @@ _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation"
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
+    ("epoch", "a length in epochs: --updates says it", lambda options: options.training.updates is None),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),

@@ -67,6 +67,8 @@ class Training:
 
     epoch: Annotated[int, AtLeast(1)] = 30
     """Passes over the training images."""
+    updates: Annotated[int, AtLeast(1)] | None = None
+    """Length of the training in updates, instead of --epoch; it may end within an epoch."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches in one update."""
     init_path: Path | None = None

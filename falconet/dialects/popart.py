@@ -7,7 +7,7 @@ from itertools import pairwise
 from falconet.dialects.pytorch import FP_EXCEPTIONS
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To, Variable
-from falconet.dialects.values import Values, short
+from falconet.dialects.values import Values, power_of_two, short
 from falconet.errors import ConfigError
 
 IMAGES = {"IMAGENET": 1_281_167, "CIFAR-10": 50_000}
@@ -72,7 +72,8 @@ def norm(old: Values) -> Iterable[Effect]:
 def learning_rate(old: Values) -> Iterable[Effect]:
     """2**x times the batch of all replicas; accumulation does not count."""
     first = _multipliers(old)[0]
-    yield To("lr", (short(2.0 ** old.whole("--base-learning-rate") * old.whole("--batch-size") * first),))
+    rate = power_of_two("--base-learning-rate", old.whole("--base-learning-rate")) * old.whole("--batch-size")
+    yield To("lr", (short(rate * first),))
 
 
 def schedule(old: Values) -> Iterable[Effect]:
@@ -96,7 +97,10 @@ def schedule(old: Values) -> Iterable[Effect]:
 
 
 def _multipliers(old: Values) -> list[float]:
-    return _shares(old, "--learning-rate-decay")
+    found = _shares(old, "--learning-rate-decay")
+    if not found:
+        raise ConfigError("--learning-rate-decay: got no number, wanted the first rate's multiplier too, such as 1,0.1")
+    return found
 
 
 def _shares(old: Values, name: str) -> list[float]:
@@ -188,7 +192,7 @@ MAIN: tuple[Old, ...] = (
     becomes("--dataset", "text", "CIFAR-10", "data", data, "imagenet or cifar10", choices=("IMAGENET", "CIFAR-10")),
     same("--data-dir", "text", required=True),
     same("--num-workers", "whole", "16", new="dataloader-workers", effect="threads instead of processes"),
-    becomes("--batch-size", "whole", "32", "micro-batch-size", batch_size, "divided by --replication-factor"),
+    becomes("--batch-size", "whole", "32", "micro-batch-size", batch_size, "divided by --replication-factor", least=1),
     becomes(
         "--size",
         "text",
@@ -231,15 +235,24 @@ MAIN: tuple[Old, ...] = (
     same("--epochs", "whole", "30", new="epoch"),
     becomes("--no-validation", "flag", None, "validation-mode", validation, "validation-mode none, else during"),
     nothing("--valid-per-epoch", "number", "had no effect; an epoch is validated once", "1"),
-    becomes("--steps-per-log", "whole", "1", "logs-per-epoch", logs, "log points in an epoch: updates / steps"),
+    becomes(
+        "--steps-per-log", "whole", "1", "logs-per-epoch", logs, "log points in an epoch: updates / steps", least=1
+    ),
     same("--weight-decay", "number", "0"),
-    becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "divided by --replication-factor: stages"),
-    becomes("--replication-factor", "whole", "1", "replicas", replicas, "the same"),
+    becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "divided by --replication-factor: stages", least=1),
+    becomes("--replication-factor", "whole", "1", "replicas", replicas, "the same", least=1),
     becomes("--recompute", "flag", None, "enable-recompute recompute-mode", recompute, "the same"),
     part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential; stages of equal cost"),
-    part_of("--batches-per-step", "whole", "250", "logs-per-epoch", "updates of a step; the host starts each itself"),
+    part_of(
+        "--batches-per-step",
+        "whole",
+        "250",
+        "logs-per-epoch",
+        "updates of a step; the host starts each itself",
+        least=1,
+    ),
     nothing("--simulation", "flag", "runs on what is here; --device cpu leaves the GPU alone"),
-    same("--gradient-accumulation-factor", "whole", "1", new="gradient-accumulation"),
+    same("--gradient-accumulation-factor", "whole", "1", new="gradient-accumulation", least=1),
     nothing("--ckpt", "text", "checkpoints are folders in the run folder; `falconet export` is to write ONNX"),
     nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
     nothing("--max-bytes-per-tile", "whole", COLLECTIVES),
@@ -275,8 +288,8 @@ SYNTHETIC: tuple[Old, ...] = (
         choices=("infer", "eval", "train"),
     ),
     part_of("--use-generated-data", "flag", None, "data", "--data generated instead of synthetic"),
-    part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches"),
-    part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches"),
+    part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches", least=1),
+    part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches", least=1),
     nothing("--simulation", "flag", IPU),
     _HELP,
 )

@@ -54,6 +54,7 @@ class Old:
     bare: str | None = None  # the value of a `maybe` option that is given without one
     required: bool = False
     lower: bool = False  # its value is read in small letters
+    least: int | None = None  # the smallest number that means something
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -42,7 +42,13 @@ def discard(old: Values) -> Iterable[Effect]:
 
 _VALIDATING: tuple[Old, ...] = (
     becomes(
-        "--repeat", "whole", "1", "iterations", repeats, "without --restore-path: passes over the validation images"
+        "--repeat",
+        "whole",
+        "1",
+        "iterations",
+        repeats,
+        "without --restore-path: passes over the validation images",
+        least=1,
     ),
     nothing("--inference", "text", "what is measured is always said"),
     nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),

@@ -2,10 +2,10 @@
 
 import json
 import re
-from math import ceil
+from math import ceil, isclose
 from typing import Any
 
-from falconet.dialects.values import Values
+from falconet.dialects.values import Values, power_of_two
 from falconet.errors import ConfigError
 
 IMAGES = {"imagenet": 1_281_167, "cifar-10": 50_000, "cifar-100": 50_000}
@@ -120,47 +120,71 @@ def images(old: Values) -> int:
 
 def epochs(old: Values) -> float:
     if old.has("--epochs"):
-        return old.number("--epochs")
-    if old.has("--iterations"):
-        return old.whole("--iterations") * total_batch(old) / images(old)
+        asked = old.number("--epochs")
+        if asked <= 0:
+            raise ConfigError(f"--epochs: got {asked:g}, wanted more than 0")
+        return asked
     known = (350, 300) if family(old) == "efficientnet" else (100, 160)
     return known[0 if is_imagenet(old) else 1]
 
 
+def length(old: Values) -> float:
+    """Epochs until training ends: --iterations counts more than --epochs."""
+    return old.whole("--iterations") / updates_per_epoch(old) if old.has("--iterations") else epochs(old)
+
+
 def whole_epochs(old: Values) -> int:
-    """Passes over the images; a part of one is a whole one here, random data with --iterations has one alone."""
-    if is_random(old) and old.has("--iterations") and not old.given("--epochs"):
-        return 1
-    return max(1, ceil(round(epochs(old), 9)))
+    return max(1, ceil(round(length(old), 9)))
+
+
+def updates(old: Values) -> int | None:
+    """The length of training in updates, where that is no number of epochs."""
+    if old.has("--iterations"):
+        return None if _is_one_epoch(old) else old.whole("--iterations")
+    if isclose(length(old), whole_epochs(old)):
+        return None
+    return max(1, round(length(old) * updates_per_epoch(old)))
 
 
 def updates_per_epoch(old: Values) -> int:
-    if is_random(old) and old.has("--iterations") and not old.given("--epochs"):
+    """By the numbers of images that the program takes for granted."""
+    if _is_one_epoch(old):
         return old.whole("--iterations")
     return max(1, images(old) // total_batch(old))
+
+
+def _is_one_epoch(old: Values) -> bool:
+    """Random data of --iterations alone is one epoch of that many updates."""
+    return is_random(old) and old.has("--iterations") and not old.has("--epochs")
 
 
 def base_exponent(old: Values) -> float:
     """x of the learning rate 2**x times the total batch."""
     if old.has("--base-learning-rate"):
         return old.number("--base-learning-rate")
-    kind, optimiser = family(old), old.text("--optimiser")
     if not is_imagenet(old):
-        return -10.0 if kind == "squeezenet" else -6.0
-    known = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0} if kind == "efficientnet" else _RESNET_EXPONENTS
-    if optimiser not in known:
-        raise ConfigError(f"--base-learning-rate: is needed with --optimiser {optimiser}, or --abs-learning-rate")
-    return known[optimiser]
+        return -10.0 if family(old) == "squeezenet" else -6.0
+    known = _EFFICIENTNET_EXPONENTS if family(old) == "efficientnet" else _RESNET_EXPONENTS
+    rule = optimiser(old)
+    if rule not in known:
+        raise ConfigError(f"--base-learning-rate: is needed with --optimiser {rule}, or --abs-learning-rate")
+    return known[rule]
 
 
 _RESNET_EXPONENTS = {"SGD": -8.0, "momentum": -11.0}
+_EFFICIENTNET_EXPONENTS = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0}
+
+
+def optimiser(old: Values) -> str:
+    """As the program's code spells it; its documents write RMSProp."""
+    return {"RMSProp": "RMSprop"}.get(old.text("--optimiser"), old.text("--optimiser"))
 
 
 def peak(old: Values) -> float:
     """The learning rate after warm-up."""
     if old.has("--abs-learning-rate"):
         return old.number("--abs-learning-rate")
-    return float(2.0 ** base_exponent(old)) * total_batch(old)
+    return power_of_two("--base-learning-rate", base_exponent(old)) * total_batch(old)
 
 
 def warmup(old: Values) -> float:
@@ -180,7 +204,7 @@ def rmsprop_decay(old: Values) -> float:
         exponent = -14.0
     else:
         raise ConfigError("--rmsprop-decay: is needed with --optimiser RMSprop, or --rmsprop-base-decay-exp")
-    decay = 1.0 - float(2.0**exponent) * total_batch(old)
+    decay = 1.0 - power_of_two("--rmsprop-base-decay-exp", exponent) * total_batch(old)
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(
             f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, wanted 0 to 1"

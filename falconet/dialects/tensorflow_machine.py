@@ -114,7 +114,9 @@ def distributed(old: Values) -> Iterable[Effect]:
 
 
 MACHINE: tuple[Old, ...] = (
-    becomes("--replicas", "whole", "1", "replicas", replicas, "times the workers; a launcher's number counts more"),
+    becomes(
+        "--replicas", "whole", "1", "replicas", replicas, "times the workers; a launcher's number counts more", least=1
+    ),
     becomes("--distributed", "flag", None, "replicas", distributed, "the workers are read from TF_CONFIG"),
     becomes(
         "--max-cross-replica-buffer-size",
@@ -132,7 +134,7 @@ MACHINE: tuple[Old, ...] = (
         pipeline,
         "with --shards and --pipeline-splits; on one device: recomputation between the splits",
     ),
-    part_of("--shards", "whole", "1", "pipeline-splits", "stages: one more than splits"),
+    part_of("--shards", "whole", "1", "pipeline-splits", "stages: one more than splits", least=1),
     part_of("--pipeline-splits", "text", None, "pipeline-splits", "renamed: b1/2/relu is layer1/2/act3", count="some"),
     part_of(
         "--pipeline-schedule",

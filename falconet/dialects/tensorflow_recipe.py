@@ -1,7 +1,6 @@
 """The TensorFlow program's options of training: length, batch, optimizer, learning rate, checkpoints, logs."""
 
 from collections.abc import Iterable
-from math import isclose
 
 from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.rows import becomes, nothing, part_of, same
@@ -18,14 +17,18 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    exact, whole = facts.epochs(old), facts.whole_epochs(old)
-    if not facts.is_random(old) and not isclose(exact, whole):
-        yield Say(f"epochs are whole here: {whole} instead of {exact:.3g}")
-    yield To("epoch", (str(whole),))
+    """Whole epochs as such, a part of one in updates."""
+    updates = facts.updates(old)
+    if updates is None:
+        yield To("epoch", (str(facts.whole_epochs(old)),))
+    elif not old.has("--iterations"):
+        yield To("updates", (str(updates),))
 
 
 def iterations(old: Values) -> Iterable[Effect]:
     """Random data has as many updates an epoch as the real data would, or as were asked for."""
+    if old.has("--iterations") and facts.updates(old) is not None:
+        yield To("updates", (old.text("--iterations"),))
     if facts.is_random(old):
         yield To("iterations", (str(facts.updates_per_epoch(old)),))
 
@@ -33,7 +36,7 @@ def iterations(old: Values) -> Iterable[Effect]:
 def learning_rate(old: Values) -> Iterable[Effect]:
     """2**x times the total batch. A warm-up longer than training is cut where training ends, at the rate it has."""
     rate, warm, whole = facts.peak(old), facts.warmup(old), facts.whole_epochs(old)
-    if warm > whole:
+    if warm > whole and facts.updates(old) is None:
         reached = short(rate * whole / warm)
         yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
         yield To("lr", (reached,))
@@ -44,16 +47,16 @@ def learning_rate(old: Values) -> Iterable[Effect]:
 
 
 def schedule(old: Values) -> Iterable[Effect]:
-    kind, whole = old.text("--lr-schedule"), facts.whole_epochs(old)
+    kind, length = old.text("--lr-schedule"), facts.length(old)
     known = {"stepped": "step", "polynomial_decay_lr": "polynomial"}
     yield To("lr-schedule", (known.get(kind, kind),))
     if kind == "stepped":
         yield To("lr-decay", (old.text("--learning-rate-decay"),))
-        yield To("lr-epoch-decay", tuple(short(share * whole) for share in _drops(old)))
+        yield To("lr-epoch-decay", tuple(short(share * length) for share in _drops(old)))
     if kind == "exponential":
         rate, drops = _exponential(old)
         yield To("lr-decay", (short(rate),))
-        yield To("lr-scheduler-freq", (short(drops / whole),))
+        yield To("lr-scheduler-freq", (short(drops / length),))
     if kind == "polynomial_decay_lr":
         yield To("lr-power", (old.text("--poly-lr-decay-power"),))
         yield To("lr-end-ratio", (short(_end_ratio(old)),))
@@ -84,14 +87,13 @@ def _end_ratio(old: Values) -> float:
 
 
 def optimiser(old: Values) -> Iterable[Effect]:
-    name = old.text("--optimiser")
-    ours = {"SGD": "sgd", "momentum": "sgd", "RMSprop": "rmsprop_tf", "LARS": "lars"}
-    yield To("optimizer", (ours["RMSprop" if name == "RMSProp" else name],))
+    name = facts.optimiser(old)
+    yield To("optimizer", ({"SGD": "sgd", "momentum": "sgd", "RMSprop": "rmsprop_tf", "LARS": "lars"}[name],))
     yield To("momentum", ("0" if name == "SGD" else old.text("--momentum"),))
-    if ours.get(name) == "lars":
+    if name == "LARS":
         yield To("lars-eeta", (old.text("--lars-eeta"),))
         yield To("optimizer-eps", (old.text("--lars-epsilon"),))
-    elif ours.get(name, "rmsprop_tf") == "rmsprop_tf":
+    elif name == "RMSprop":
         yield To("rmsprop-decay", (short(facts.rmsprop_decay(old)),))
         yield To("optimizer-eps", (old.text("--rmsprop-epsilon"),))
 
@@ -129,17 +131,20 @@ def validation(old: Values) -> Iterable[Effect]:
 
 
 def averaging(old: Values) -> Iterable[Effect]:
-    exponential, last = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
-    if exponential:
+    """The first one, exponential ones before means, and all others beside it."""
+    apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
+    decays = old.texts("--weight-avg-exp")
+    # Theirs counts epochs and takes the checkpoint at the beginning of the first one too.
+    counts = [str(int(int(epochs) / apart) + 1) for epochs in old.texts("--weight-avg-N")]
+    if decays:
         yield To("weight-avg-strategy", ("exponential",))
-        yield To("weight-avg-exp-decay", (exponential[0],))
-    elif last:
+        yield To("weight-avg-exp-decay", (decays[0],))
+    elif counts:
         yield To("weight-avg-strategy", ("mean",))
-        apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
-        yield To("weight-avg-N", (str(int(int(last[0]) / apart) + 1),))  # theirs counts epochs, the first one too
-    rest = [*exponential[1:], *(last if exponential else last[1:])]
-    if rest:
-        yield Say(f"one average a run: `falconet average` makes those of {', '.join(rest)} afterwards")
+        yield To("weight-avg-N", (counts[0],))
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"mean:{count}" for count in counts]
+    if rest[0 if decays else 1 :]:
+        yield To("weight-avg-also", tuple(rest[0 if decays else 1 :]))
 
 
 def accumulation(old: Values) -> Iterable[Effect]:
@@ -192,12 +197,21 @@ LENGTH: tuple[Old, ...] = (
         batch_size,
         "the same; its default depends on model and data, as it did",
         aliases=("--micro-batch-size",),
+        least=1,
     ),
-    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
+    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same", least=1),
     becomes(
-        "--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here", aliases=("--epoch",)
+        "--epochs", "number", None, "epoch updates", epochs, "the same; 2.5 is said in updates", aliases=("--epoch",)
     ),
-    becomes("--iterations", "whole", None, "iterations", iterations, "random data: updates; else whole epochs of them"),
+    becomes(
+        "--iterations",
+        "whole",
+        None,
+        "updates iterations",
+        iterations,
+        "updates in all, which count more than --epochs; with random data alone: updates of the one epoch",
+        least=1,
+    ),
 )
 RATE: tuple[Old, ...] = (
     becomes(
@@ -225,7 +239,7 @@ SCHEDULE: tuple[Old, ...] = (
     part_of("--learning-rate-schedule", "text", None, "lr-epoch-decay", "shares of training times --epochs"),
     part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
     part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
-    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch"),
+    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch", least=1),
     part_of("--poly-lr-decay-power", "number", "2.0", "lr-power", "the same"),
     part_of("--poly-lr-end-ratio", "number", "1e-05", "lr-end-ratio", "the same"),
     part_of("--abs-end-learning-rate", "number", None, "lr-end-ratio", "divided by the peak"),
@@ -292,13 +306,19 @@ KEEPING: tuple[Old, ...] = (
         "--weight-avg-exp",
         "number",
         None,
-        "weight-avg-strategy weight-avg-exp-decay",
+        "weight-avg-strategy weight-avg-exp-decay weight-avg-also",
         averaging,
-        "the first one; others by `falconet average`",
+        "the first one; all others by --weight-avg-also",
         count="some",
     ),
     part_of(
-        "--weight-avg-N", "whole", None, "weight-avg-strategy weight-avg-N", "epochs become checkpoints", count="some"
+        "--weight-avg-N",
+        "whole",
+        None,
+        "weight-avg-strategy weight-avg-N weight-avg-also",
+        "epochs become checkpoints",
+        count="some",
+        least=0,
     ),
     nothing("--syncs-per-epoch", "whole", SYNC, "0"),
     nothing("--epochs-per-sync", "number", SYNC, "0"),
@@ -313,7 +333,7 @@ KEEPING: tuple[Old, ...] = (
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
     part_of("--name-suffix", "text", None, "name-suffix", "the same: behind the name of the run"),
     becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
-    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations"),
+    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations", least=1),
     part_of(
         "--no-logs",
         "flag",

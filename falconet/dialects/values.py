@@ -1,5 +1,6 @@
 """The values of an old line: what was typed, else the program's own default."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from falconet.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from falconet.dialects.table import Old, Place
 
+_LARGEST_EXPONENT = 100  # a rate of 2**100 times a batch is still a float
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -71,9 +73,9 @@ def check(option: "Old", values: tuple[str, ...], *, spelled: str) -> tuple[str,
             meant = did_you_mean(value, option.choices)
             raise ConfigError(f"{spelled}: got '{value}', wanted {wanted(option)}{meant}")
         if option.kind == "whole":
-            _whole(spelled, value)
+            _require_least(option, _whole(spelled, value), spelled=spelled)
         if option.kind == "number":
-            _number(spelled, value)
+            _require_least(option, _number(spelled, value), spelled=spelled)
     return values
 
 
@@ -94,6 +96,18 @@ def short(number: float) -> str:
     return f"{number:.0f}" if number == int(number) and abs(number) < 1e15 else repr(round(number, 15))
 
 
+def power_of_two(name: str, exponent: float) -> float:
+    """2**x, the form of the originals' learning rates."""
+    if exponent > _LARGEST_EXPONENT:
+        raise ConfigError(f"{name}: got {exponent:g}, wanted an exponent of 2, at most {_LARGEST_EXPONENT}")
+    return float(2.0**exponent)
+
+
+def _require_least(option: "Old", number: float, *, spelled: str) -> None:
+    if option.least is not None and number < option.least:
+        raise ConfigError(f"{spelled}: got {number:g}, wanted at least {option.least}")
+
+
 def _whole(name: str, text: str) -> int:
     try:
         return int(text)
@@ -103,6 +117,9 @@ def _whole(name: str, text: str) -> int:
 
 def _number(name: str, text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ConfigError(f"{name}: got '{text}', wanted a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{name}: got '{text}', wanted a number")
+    return number

@@ -52,5 +52,7 @@ def train(
                 watch.save()
             if stopping:
                 raise Interrupted
+            if progress.update == plan.updates:  # maybe within an epoch
+                return
             world.at(f"reading the images of update {progress.update + 1}")
         done = 0

@@ -12,7 +12,7 @@ from falconet.optim.schedules import Schedule
 class Plan:
     """How many updates, of how many images, at which learning rate; when to log, validate and save."""
 
-    epochs: int  # of this phase
+    epochs: int  # of this phase, the last of which may be cut by `limit`
     images: int  # training images in the source
     micro_batch: int
     accumulation: int
@@ -26,6 +26,7 @@ class Plan:
     phase: int = 1
     epochs_before: int = 0  # of earlier phases; epochs and updates are counted through
     updates_before: int = 0
+    limit: int | None = None  # updates of this phase, where it ends within an epoch
 
     @property
     def global_batch(self) -> int:
@@ -43,7 +44,8 @@ class Plan:
     @property
     def updates(self) -> int:
         """How many updates are done at the end."""
-        return self.updates_before + self.updates_per_epoch * self.epochs
+        whole = self.updates_per_epoch * self.epochs
+        return self.updates_before + (whole if self.limit is None else min(whole, self.limit))
 
     def place(self, update: int) -> tuple[int, int]:
         """Whole epochs after `update` updates, and the updates beyond them."""
@@ -63,20 +65,22 @@ class Plan:
         return self.schedule.lr(update - self.updates_before)
 
     def ends_epoch(self, update: int) -> bool:
-        return self.place(update)[1] == 0
+        """Whether an epoch is over, or the part of one that ends the training."""
+        return self.place(update)[1] == 0 or update == self.updates
 
     def logs_at(self, update: int) -> bool:
         """Log points are spread evenly over an epoch, the last one at its end."""
         done = self.place(update - 1)[1] + 1
         points = min(self.logs_per_epoch, self.updates_per_epoch)
-        return done * points // self.updates_per_epoch > (done - 1) * points // self.updates_per_epoch
+        in_turn = done * points // self.updates_per_epoch > (done - 1) * points // self.updates_per_epoch
+        return in_turn or update == self.updates
 
     def validates_at(self, update: int) -> bool:
-        if self.validation_mode == "none" or not self.ends_epoch(update):
+        if self.validation_mode == "none":
             return False
-        epoch = self.place(update)[0]
-        in_turn = self.validation_mode == "during" and epoch % self.validation_frequency == 0
-        return in_turn or epoch == self.last_epoch
+        epoch, within = self.place(update)
+        in_turn = self.validation_mode == "during" and not within and epoch % self.validation_frequency == 0
+        return in_turn or update == self.updates
 
     def saves_at(self, update: int) -> bool:
         """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end.
@@ -104,8 +108,7 @@ class Plan:
         return [
             f"global batch {self.global_batch} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
-            f"{self.updates - self.updates_before:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,}"
-            f" updates of {self.images:,} images{left}",
+            f"{self._length()} updates of {self.images:,} images{left}",
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {self._saving()}at the end",
         ]
@@ -115,6 +118,12 @@ class Plan:
             return ""
         first = f", from epoch {self.first_saved} on," if self._first_saved else ""
         return f"{_every(self.epochs_per_save)}{first} and "
+
+    def _length(self) -> str:
+        updates, whole = self.updates - self.updates_before, self.updates_per_epoch * self.epochs
+        if updates == whole:
+            return f"{updates:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,}"
+        return f"{updates:,} updates = {updates / self.updates_per_epoch:.4g} epochs of {self.updates_per_epoch:,}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

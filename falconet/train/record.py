@@ -147,11 +147,12 @@ class Record:
         if self.best is None or accuracy > self.best[0]:
             self.best = (accuracy, self.state.progress.update)
 
-    def validate_average(self, model: torch.nn.Module) -> None:
-        """Measure the average of the run's checkpoints."""
+    def validate_average(self, model: torch.nn.Module, suffix: str = "") -> None:
+        """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""
         found = self.evaluate(model)
-        self._write(_named("validation_averaged", found))
-        self.screen.line(f"Accuracy on test set of the averaged checkpoints: {found.accuracy:.2f}%")
+        name, which = (f"validation_averaged_{suffix}", f" ({suffix})") if suffix else ("validation_averaged", "")
+        self._write(_named(name, found))
+        self.screen.line(f"Accuracy on test set of the averaged checkpoints{which}: {found.accuracy:.2f}%")
 
     def whole_run(self) -> Rate:
         """The rate of everything this process trained."""

@@ -222,3 +222,27 @@ def test_what_cannot_be_averaged_is_refused_in_one_line_and_nothing_is_changed(f
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+
+
+def test_further_averages_are_made_beside_the_first_and_measured(falconet):
+    line = f"train {TINY} --epoch 3 --run-dir r --lr 0.5 --weight-avg-strategy mean --weight-avg-N 2"
+    answer = falconet(f"{line} --weight-avg-also exponential:0.75 mean:3")
+    assert answer.code == 0, answer.err
+
+    def layer(folder):
+        return weights(Path(folder))["layer2.0.conv1.weight"].double()
+
+    one, two, three = (layer(f"r/checkpoints/resnet8-cifar_generated_{epoch}") for epoch in (1, 2, 3))
+    averaged = "r/checkpoints/resnet8-cifar_generated_3_averaged"
+    expected = {
+        averaged: (two + three) / 2,
+        f"{averaged}_exp_0.75": 0.75 * (0.75 * one + 0.25 * two) + 0.25 * three,
+        f"{averaged}_mean_3": (one + two + three) / 3,
+    }
+    for folder, values in expected.items():
+        torch.testing.assert_close(layer(folder), values, rtol=0, atol=1e-7)
+    for which in ("", " (exp_0.75)", " (mean_3)"):
+        assert re.search(rf"^Accuracy on test set of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
+    refused = falconet(f"{line} --weight-avg-also mean:0")
+    assert refused.code == 2
+    assert "--weight-avg-also: got 'mean:0', wanted mean:N, mean:all or exponential:DECAY" in refused.err

@@ -56,6 +56,20 @@ def test_the_plan_comes_first_and_plan_alone_trains_nothing(falconet):
     assert not Path("runs").exists()
 
 
+def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(falconet):
+    """TINY has 4 updates an epoch."""
+    answer = falconet(f"train {TINY} --run-dir r --updates 6")
+    assert answer.code == 0, answer.err
+    assert "6 updates = 1.5 epochs of 4 updates of 32 images" in answer.out
+    assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
+    assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
+    again = falconet("restore --checkpoint-input-path r")
+    assert "nothing left to train: all 2 epochs are done; a larger --updates goes on" in again.out
+    longer = falconet("restore --checkpoint-input-path r --updates 7")
+    assert longer.code == 0, longer.err
+    assert json.loads(Path("r/summary.json").read_text())["updates"] == 7
+
+
 def test_options_without_effect_are_said(falconet):
     assert (
         "note: --lr-decay has no effect without --lr-schedule step or exponential"

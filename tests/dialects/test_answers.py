@@ -20,16 +20,10 @@ NOTED = [
     ("pytorch:train.py", "--fine-tune-lr 0.1", "--fine-tune-lr: has no effect without --half-res-training"),
     ("pytorch:train.py", "--device-iterations 4", "--device-iterations: the host starts every update itself"),
     ("tf1:train.py", f"{IMAGENET} --epochs 1", "warm-up of 5 epochs is longer than the training: it ends at"),
-    ("tf1:train.py", f"{IMAGENET} --epochs 2.5 --warmup-epochs 0", "epochs are whole here: 3 instead of 2.5"),
     (
         "tf1:train.py",
         "--generated-data --dataset imagenet --mixup-alpha 0.2",
         "--mixup-alpha and --cutmix-lambda: random",
-    ),
-    (
-        "tf1:train.py",
-        f"{IMAGENET} --weight-avg-exp 0.97 0.99",
-        "one average a run: `falconet average` makes those of 0.99",
     ),
     ("tf1:train.py", f"{IMAGENET} --model squeezenet --BN-decay 0.9", "--BN-decay: SqueezeNet has no norms"),
     ("tf1:train.py", f"{IMAGENET} --model squeezenet --group-dim 4", "--group-dim: has no effect on a squeezenet"),

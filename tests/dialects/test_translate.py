@@ -155,10 +155,10 @@ TENSORFLOW = [
     (f"{IMAGENET} --log-dir c --name-suffix x", {"name-suffix": "x", "run-dir": "auto"}),
     # Data.
     (f"{IMAGENET} --init-path runs/a --dataset-percentage-to-use 10", {"init-path": "runs/a"}),
-    # 1,281 updates of 1,000 are an epoch of 1,281,167 images, and 10 epochs of a tenth of them.
+    # 128 updates of 1,000 are an epoch of a tenth of 1,281,167 images.
     (
-        f"{IMAGENET} --dataset-percentage-to-use 10 --batch-size 1000 --iterations 1281",
-        {"dataset-percentage": "10", "epoch": "10"},
+        f"{IMAGENET} --dataset-percentage-to-use 10 --batch-size 1000 --epochs 0.25",
+        {"dataset-percentage": "10", "updates": "32"},
     ),
     ("--generated-data --dataset imagenet --iterations 10", {"data": "generated", "iterations": "10", "epoch": "1"}),
     ("--generated-data --dataset imagenet --iterations 10", {"warmup-epoch": "0"}),

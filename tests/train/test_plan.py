@@ -173,3 +173,23 @@ def test_a_later_phase_counts_on_from_the_one_before():
     halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
     assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
     assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates of 32 images")
+
+
+def test_a_training_of_updates_ends_within_an_epoch_with_all_that_an_end_has():
+    cut = plan(epochs=3, updates_per_epoch=10, limit=23)
+    assert cut.updates == 23
+    assert [update for update in range(1, 24) if cut.ends_epoch(update)] == [10, 20, 23]
+    assert [update for update in range(1, 24) if cut.validates_at(update)] == [10, 20, 23]
+    assert [update for update in range(1, 24) if cut.saves_at(update)] == [10, 20, 23]
+    assert [update for update in range(1, 24) if cut.logs_at(update)] == [10, 20, 23]
+    assert "23 updates = 2.3 epochs of 10 updates of 80 images" in cut.lines()
+
+
+@given(some_epochs, some_updates)
+def test_a_limit_of_whole_epochs_changes_nothing(epochs, updates_per_epoch):
+    whole = plan(epochs=epochs, updates_per_epoch=updates_per_epoch)
+    same = plan(epochs=epochs, updates_per_epoch=updates_per_epoch, limit=epochs * updates_per_epoch)
+    assert same.lines() == whole.lines()
+    for update in range(1, whole.updates + 1):
+        assert same.validates_at(update) == whole.validates_at(update)
+        assert same.logs_at(update) == whole.logs_at(update)

@@ -1,0 +1,117 @@
+"""Numbers at the edge: too small, no number at all, or a length that is no whole number of epochs."""
+
+import pytest
+
+from falconet.config.load import load
+from falconet.config.schema import TrainOptions
+from falconet.dialects.translate import translate
+from falconet.errors import ConfigError
+from falconet.optim.schedules import Schedule
+
+IMAGENET = "--dataset imagenet --data-dir d"
+POPART = "--data-dir d"
+TOO_SMALL = [
+    *(
+        ("tf1:train.py", f"{IMAGENET} {name} {value}", f"{name}: got {value}, wanted at least 1")
+        for name in ("--batch-size", "--gradient-accumulation-count", "--replicas", "--shards", "--iterations")
+        for value in ("0", "-1")
+    ),
+    ("tf1:train.py", f"{IMAGENET} --iterations 1000 --log-freq 0", "--log-freq: got 0, wanted at least 1"),
+    ("tf1:train.py", f"{IMAGENET} --epochs 0", "--epochs: got 0, wanted more than 0"),
+    ("tf1:train.py", f"{IMAGENET} --epochs -2", "--epochs: got -2, wanted more than 0"),
+    ("tf1:validation.py", f"{IMAGENET} --generated-data --batch-size 0", "--batch-size: got 0, wanted at least 1"),
+    ("tf1:validation.py", f"{IMAGENET} --generated-data --replicas 0", "--replicas: got 0, wanted at least 1"),
+    *(
+        ("popart:resnet_main.py", f"{POPART} {name} 0", f"{name}: got 0, wanted at least 1")
+        for name in (
+            *("--batch-size", "--replication-factor", "--num-ipus", "--gradient-accumulation-factor"),
+            *("--steps-per-log", "--batches-per-step"),
+        )
+    ),
+    ("popart:resnet_synthetic_benchmark.py", "--steps 0", "--steps: got 0, wanted at least 1"),
+]
+NO_NUMBERS = [
+    *(
+        ("tf1:train.py", f"{IMAGENET} {name} {value}", f"{name}: got '{value}', wanted a number")
+        for name in ("--epochs", "--abs-learning-rate", "--weight-decay", "--label-smoothing", "--mixup-alpha")
+        for value in ("nan", "inf")
+    ),
+    (
+        "tf1:train.py",
+        f"{IMAGENET} --base-learning-rate 2000",
+        "--base-learning-rate: got 2000, wanted an exponent of 2",
+    ),
+    ("popart:resnet_main.py", f"{POPART} --base-learning-rate 2000", "--base-learning-rate: got 2000, wanted an expon"),
+    ("popart:resnet_main.py", f"{POPART} --learning-rate-decay=", "--learning-rate-decay: got no number"),
+]
+
+
+@pytest.mark.parametrize(("program", "line", "message"), [*TOO_SMALL, *NO_NUMBERS])
+def test_a_number_that_means_nothing_is_refused_under_its_old_name(program, line, message):
+    with pytest.raises(ConfigError) as caught:
+        translate(program, line.split())
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+# 1,281,167 images of batch 4 are 320,291 updates, of batch 1,024 they are 1,251; 50,000 of batch 32 are 1,562.
+LENGTHS = [
+    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0"}),
+    (f"{IMAGENET} --epochs 2.5", {"updates": "800728", "warmup-epoch": "5"}),
+    (f"{IMAGENET} --epochs 3", {"epoch": "3"}),
+    ("--dataset cifar-10 --data-dir d --iterations 781 --lr-schedule cosine", {"updates": "781", "lr": "0.5"}),
+    (f"{IMAGENET} --epochs 65 --iterations 7", {"updates": "7", "warmup-epoch": "5"}),
+    ("--dataset cifar-10 --generated-data --epochs 0.5", {"updates": "781", "iterations": "1562"}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LENGTHS)
+def test_a_length_that_is_no_number_of_epochs_is_kept_to_the_update(line, expected):
+    value = {setting.option: " ".join(setting.values) for setting in translate("tf1:train.py", line.split()).settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert ("epoch" in value) != ("updates" in value)
+
+
+def test_the_steps_of_a_training_by_updates_are_shares_of_it():
+    """781 updates of CIFAR: drops at a half and three quarters, 390.5 and 585.75 updates."""
+    line = "--dataset cifar-10 --data-dir d --iterations 781"
+    options = load(TrainOptions, translate("tf1:train.py", line.split()).settings).options.learning_rate
+    schedule = Schedule(
+        kind="step",
+        peak=1.0,
+        epochs=0.5,
+        updates_per_epoch=1562,
+        decay=options.lr_decay,
+        drops=options.lr_epoch_decay,
+        warmup_epochs=options.warmup_epoch,
+    )
+    assert [schedule.lr(update) for update in (0, 390, 391, 585, 586, 780)] == pytest.approx(
+        [1, 1, 0.1, 0.1, 0.01, 0.01]
+    )
+
+
+def test_rmsprop_is_known_by_the_documents_spelling_too():
+    line = "--model efficientnet --dataset imagenet --data-dir d --batch-size 4 --optimiser"
+    coded, documented = (translate("tf1:train.py", [*line.split(), name]) for name in ("RMSprop", "RMSProp"))
+    assert documented.settings == coded.settings
+    assert {setting.option: setting.values for setting in coded.settings}["lr"] == (str(4 / 2**14),)
+
+
+AVERAGES = [
+    ("--weight-avg-exp 0.97", {"weight-avg-exp-decay": "0.97", "weight-avg-also": None}),
+    ("--weight-avg-exp 0.97 0.99", {"weight-avg-exp-decay": "0.97", "weight-avg-also": "exponential:0.99"}),
+    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-N": "4", "weight-avg-also": "mean:6"}),
+    (
+        "--weight-avg-exp 0.9 0.97 --weight-avg-N 3 5 --ckpts-per-epoch 2",
+        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 mean:7 mean:11"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), AVERAGES)
+def test_every_average_of_a_list_is_made(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert not any("average" in note for note in translation.notes)
+    load(TrainOptions, translation.settings)
