@@ -109,6 +109,20 @@ def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, dtype):
     check_close(found, exact(x, dy, weight, bias, groups), max(5e-6, 2 * torch.finfo(dtype).eps))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scales", "shifts"), [(True, False), (False, True), (False, False)])
+def test_on_the_gpu_a_norm_may_lack_scale_and_shift(scales, shifts):
+    x, dy, weight, bias, groups = (
+        t.cuda() if isinstance(t, torch.Tensor) else t for t in case(SHAPES[1], torch.float32)
+    )
+    given = [weight if scales else None, bias if shifts else None]
+    x.requires_grad_()
+    found, wanted = (compute(x, groups, *given, eps=1e-5) for compute in (group_norm, plain_group_norm))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    slopes = [torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)]
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_strided_groups_are_group_norm_of_the_channels_sorted_by_group(memory):
     torch.manual_seed(0)

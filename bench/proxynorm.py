@@ -1,0 +1,64 @@
+"""What proxy norm costs on a GPU, forward and backward, in channels-last memory: the kernels against plain torch.
+
+python bench/proxynorm.py
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed, proxy_moments
+
+SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 480, 14, 14), (128, 1152, 7, 7)]
+REPEATS = 40
+
+
+class Unfused(ProxyNorm):
+    """The same without kernels: torch's own functions, the input alone kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
+        moments = proxy_moments(factors, self.samples, activation=self.activation, eps=self.eps)
+        y: Tensor = Recomputed.apply(x, factors[:2], torch.stack(moments), self.activation)
+        return y
+
+
+def milliseconds(call: Callable[[], None]) -> float:
+    for _ in range(5):
+        call()
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+
+
+def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
+    x = torch.randn(shape, device="cuda", dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+    return milliseconds(lambda: layer(x).backward(dy))
+
+
+def main() -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fp16, silu, forward and backward")
+    for shape in SHAPES:
+        settings = {"activation": "silu", "proxy": Proxy()}
+        layers = {
+            "silu alone": nn.SiLU(),
+            "kernels": ProxyNorm(shape[1], **settings).cuda(),
+            "plain": Unfused(shape[1], **settings).cuda(),
+            "compiled": torch.compile(ProxyNorm(shape[1], **settings).cuda()),
+            "kept": ProxyNorm(shape[1], activation="silu", proxy=Proxy(recompute=False)).cuda(),
+        }
+        times = "  ".join(f"{name} {measure(layer, shape):.3f} ms" for name, layer in layers.items())
+        least = 1000 * 5 * 2 * torch.Size(shape).numel() / 4.3e12  # 5 passes of 2 bytes at 4.3 TB/s
+        print(f"{shape!s:22s} {times}  ({least:.3f} ms of memory)")
+
+
+if __name__ == "__main__":
+    main()
