@@ -55,10 +55,10 @@ def about(max_batch=8):
 class Running:
     """A server of this process; `port` is where, `batcher` what it counted."""
 
-    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, room=1 << 30):
+    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, room=1 << 30, fronts=1):
         self.served = about(max_batch)
         self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
-        self.front = server.Front(self.served, self.batcher, room=server.Room(room), max_delay=max_delay)
+        self.room, self.max_delay, self.fronts = server.Room(room), max_delay, fronts
         self.socket = server.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -67,7 +67,10 @@ class Running:
         self._thread.start()
 
     async def _run(self):
-        async with server.answering(self.front, self.socket):
+        batcher = self.batcher
+        ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (self.fronts - 1)]
+        options = {"counts": batcher.counts, "room": self.room, "max_delay": self.max_delay}
+        async with server.answering([server.Front(self.served, way, **options) for way in ways], self.socket):
             await self._stop.wait()
         await asyncio.sleep(0.01)  # connections that were closed last are let go in the next turn
         await asyncio.get_running_loop().shutdown_default_executor()

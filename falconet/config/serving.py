@@ -23,6 +23,8 @@ class Serving:
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that may wait; a request beyond is refused with status 503; auto: 16 x --max-batch."""
+    front_ends: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
     capture: bool = True
     """On CUDA, record the computation of each batch size once and replay it: the same scores, less work for the CPU."""
 

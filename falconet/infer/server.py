@@ -3,21 +3,26 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import falconet
 from falconet.errors import ConfigError
 from falconet.infer import protocol
-from falconet.infer.batching import Batcher, OverloadedError
+from falconet.infer.batching import Counts, OverloadedError
+from falconet.infer.predictor import Pixels, Scores
 from falconet.infer.protocol import RequestError, Served
 
 BODY_SECONDS = 60.0  # for a client to send what it announced
@@ -25,7 +30,10 @@ DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to sto
 READ_AHEAD = 1 << 20  # bytes of a connection
 AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Bytes = npt.NDArray[np.uint8]  # one dimension
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Submit = Callable[[Pixels], Coroutine[None, None, Scores]]
+Take = Callable[[socket.socket], None]  # a new connection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +62,27 @@ class Room:
     """Memory for bodies on their way, counted, so that no number of clients can take all of it."""
 
     def __init__(self, most: int) -> None:
-        self._free = most  # bytes
+        self._free, self._lock = most, threading.Lock()  # bytes
 
     @contextlib.contextmanager
-    def taken(self, length: int) -> Iterator[memoryview]:
+    def taken(self, length: int) -> Iterator[Bytes]:
         """A buffer of this many bytes."""
-        if length > self._free:
-            raise OverloadedError("no memory is left for another request; try again later")
-        self._free -= length
+        with self._lock:
+            if length > self._free:
+                raise OverloadedError("no memory is left for another request; try again later")
+            self._free -= length
         try:
-            yield np.empty(length, dtype=np.uint8).data  # unlike a bytearray not filled with zeros first
+            yield np.empty(length, dtype=np.uint8)  # unlike a bytearray not filled with zeros first
         finally:
-            self._free += length
+            with self._lock:
+                self._free += length
 
 
 class Front:
     """Answers requests about one model."""
 
-    def __init__(self, served: Served, batcher: Batcher, *, room: Room, max_delay: float) -> None:
-        self._served, self._batcher, self._room = served, batcher, room
+    def __init__(self, served: Served, submit: Submit, *, counts: Counts, room: Room, max_delay: float) -> None:
+        self._served, self._submit, self._counts, self._room = served, submit, counts, room
         self._config = protocol.configuration(served, max_delay=max_delay)
         self.is_ready = True
 
@@ -107,7 +117,7 @@ class Front:
         return web.json_response({"ready": self.is_ready}, status=200 if self.is_ready else 503)
 
     async def _statistics(self, _: web.Request) -> web.Response:
-        counts = self._batcher.counts
+        counts = self._counts
         return web.json_response(
             {
                 "model_stats": [
@@ -134,15 +144,15 @@ class Front:
             await _read_into(body, request)
             header = request.headers.get(protocol.HEADER)
             if header is None and length > AT_ONCE:
-                asked = await asyncio.to_thread(protocol.read_request, body, header, self._served)
+                asked = await asyncio.to_thread(protocol.read_request, body.data, header, self._served)
             else:
-                asked = protocol.read_request(body, header, self._served)
-            scores = await self._batcher.submit(asked.images)
+                asked = protocol.read_request(body.data, header, self._served)
+            scores = await self._submit(asked.images)
             answer, headers = protocol.write_answer(scores, asked, self._served)
         return web.Response(body=answer, headers=headers)
 
 
-async def serve(front: Front, listening: socket.socket) -> int:
+async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket) -> int:
     """Answer until a signal comes, then finish what is in flight; the exit code: 130 for Ctrl-C, 0 for SIGTERM."""
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[signal.Signals] = loop.create_future()
@@ -157,14 +167,49 @@ async def serve(front: Front, listening: socket.socket) -> int:
 
     for number in SIGNALS:
         loop.add_signal_handler(number, stop, number)
-    async with answering(front, listening):
+    async with answering(fronts(), listening):
         reason = await asked
     return 130 if reason == signal.SIGINT else 0
 
 
 @contextlib.asynccontextmanager
-async def answering(front: Front, listening: socket.socket) -> AsyncIterator[None]:
-    """Within it, requests are answered; at its end, those in flight are finished."""
+async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncIterator[None]:
+    """Within it, connections go to the fronts by turns; at its end, requests in flight are finished.
+
+    The first front works in this thread, each other one in a thread with a loop of its own: reading bodies from the
+    network is what limits a fast device, and half of that work is the kernel's, which needs no lock of Python's.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        takers = [await stack.enter_async_context(_desk(fronts[0]))]
+        for front in fronts[1:]:
+            takers.append(await stack.enter_async_context(_desk_of_its_own(front)))
+        accepting = asyncio.create_task(_accept(listening, takers))
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.wait([accepting])
+            listening.close()
+            for front in fronts:
+                front.is_ready = False
+
+
+async def _accept(listening: socket.socket, takers: Sequence[Take]) -> None:
+    """Hand new connections out by turns."""
+    loop = asyncio.get_running_loop()
+    listening.setblocking(False)
+    for take in itertools.cycle(takers):
+        try:
+            connection, _ = await loop.sock_accept(listening)
+        except OSError:  # it is gone already, or this process has no file handles left: those there go on
+            await asyncio.sleep(0.1)
+            continue
+        take(connection)
+
+
+@contextlib.asynccontextmanager
+async def _desk(front: Front) -> AsyncIterator[Take]:
+    """Answers on the connections that it is given, in the running loop; may be given them from any thread."""
     runner = web.AppRunner(
         front.application(),
         access_log=None,
@@ -175,21 +220,61 @@ async def answering(front: Front, listening: socket.socket) -> AsyncIterator[Non
         auto_decompress=False,
     )
     await runner.setup()
+    assert runner.server is not None
+    loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
+
+    def begin(connection: socket.socket) -> None:
+        task = loop.create_task(loop.connect_accepted_socket(runner.server, connection))  # type: ignore[arg-type]
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    def take(connection: socket.socket) -> None:
+        loop.call_soon_threadsafe(begin, connection)
+
     try:
-        await web.SockSite(runner, listening).start()
-        yield
+        yield take
     finally:
-        front.is_ready = False
         await runner.cleanup()
 
 
-async def _read_into(body: memoryview, request: web.Request) -> None:
+@contextlib.asynccontextmanager
+async def _desk_of_its_own(front: Front) -> AsyncIterator[Take]:
+    """The same in another thread."""
+    begun: Future[tuple[Take, Callable[[], object]]] = Future()
+
+    async def work() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        async with _desk(front) as take:
+            begun.set_result((take, lambda: loop.call_soon_threadsafe(stop.set)))
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C waits for nobody
+    thread.start()
+    take, stop = await asyncio.wrap_future(begun)
+    try:
+        yield take
+    finally:
+        stop()
+        await asyncio.to_thread(thread.join)
+
+
+def from_other_threads(submit: Submit) -> Submit:
+    """`submit` of the running loop, to be called in the loops of other threads."""
+    loop = asyncio.get_running_loop()
+
+    async def submitted(images: Pixels) -> Scores:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(submit(images), loop))
+
+    return submitted
+
+
+async def _read_into(body: Bytes, request: web.Request) -> None:
     """The whole body, chunk by chunk to its place: `request.read()` would copy all of it twice more."""
     at = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.content.iter_any():
-                body[at : at + len(chunk)] = chunk
+                body[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)  # other threads run meanwhile
                 at += len(chunk)
     except TimeoutError:
         raise RequestError(f"{at:,} of {len(body):,} bytes came within {BODY_SECONDS:g} seconds") from None

@@ -68,7 +68,7 @@ def test_a_server_that_runs_already_is_measured_and_another_models_answers_are_t
 MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
-    f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC; did you mean 'SYNC'?",
+    f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC",
     f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
 }
 
@@ -81,17 +81,17 @@ def test_a_mistake_is_one_line(falconet, line, message):
     assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interruption_leaves_no_process(tmp_path, number):
     argv = [sys.executable, "-m", "falconet", *SMALL.split(), "--iterations", "1000", "--clients", "2"]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     started = []
     while len(started) < 3 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.05)
         started = children(process.pid)  # the server and two clients
-    assert len(started) == 3
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
+    assert len(started) == 3
     assert (process.returncode, said) == (130, b"")
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)

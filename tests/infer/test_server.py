@@ -21,9 +21,9 @@ from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import HEADER, MOST_JSON
 
 
-@pytest.fixture(scope="module")
-def small():
-    with running() as found:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
+def small(request):
+    with running(fronts=request.param) as found:
         yield found
 
 
@@ -40,8 +40,9 @@ class Held:
         return self.lane(portions)
 
 
-def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores():
-    with running(max_delay=0.05) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
+@pytest.mark.parametrize("fronts", [1, 3])
+def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores(fronts):
+    with running(max_delay=0.05, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
         images = [pixels(1, seed=number) for number in range(64)]
         answers = list(threads.map(found.scores, images))
         (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
@@ -173,9 +174,10 @@ def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
         assert found.request(body, headers)[0] == 200
 
 
-def test_a_client_that_goes_away_takes_nothing_with_it():
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
     held = Held()
-    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
+    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
         working = threads.submit(found.scores, pixels(8))
         assert held.begun.acquire(timeout=10)
         body, headers = binary(pixels(4))
@@ -204,9 +206,10 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
         assert b"3 of 999 bytes came within 0.2 seconds" in slow.recv(1000)
 
 
-def test_what_is_in_flight_is_finished_and_nothing_new_begins():
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
     held = Held()
-    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
+    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
         assert held.begun.acquire(timeout=10)
         while found.batcher._queued < 8:

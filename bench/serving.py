@@ -1,0 +1,184 @@
+"""A model behind the server beside the same model without it: images a second, and what limits the difference.
+
+    python bench/serving.py                                        ResNet-50 in 16 bits, 90 images a request
+    python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40 --front-ends 1
+
+`local` is the predictor in this process: images in the host's memory, gathered, copied, computed and the scores copied
+back, by as many lanes as the server has. `transport` is the server with a model that computes nothing. `served` is
+`falconet serve` in a process of its own. Clients are processes; SYNC waits for each answer, ASYNC has four requests in
+flight. Local is measured before and after everything, so that a change of the machine's speed is seen.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+
+from falconet.bench import serving
+from falconet.bench.client import Job
+from falconet.bench.serving import Target
+from falconet.bench.spread import percentile
+from falconet.commands.predicting import open_classifier
+from falconet.commands.reading import read_line
+from falconet.config.schema import ServeOptions
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.infer import server
+from falconet.infer.batching import Batcher, Policy
+from falconet.infer.predictor import Pixels, Predictor, Scores
+from falconet.infer.protocol import Served
+
+HELD, WINDOW = 4, 4
+LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
+
+
+def serve_nothing(args: argparse.Namespace) -> None:
+    """The server with a lane that answers at once."""
+
+    def lane(portions: Sequence[Pixels]) -> list[Scores]:
+        return [np.zeros((len(portion), 1000), dtype=np.float16) for portion in portions]
+
+    preprocessing = Preprocessing(
+        image_size=args.image_size, resize=args.image_size, mean=IMAGENET_MEAN, std=IMAGENET_STD
+    )
+    names = tuple(map(str, range(1000)))
+    served = Served(
+        name="nothing", preprocessing=preprocessing, class_names=names, output="float16", max_batch=args.batch
+    )
+    policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
+    batcher, room = Batcher([lane, lane], policy), server.Room(1 << 34)
+
+    def fronts() -> list[server.Front]:
+        ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (args.nothing - 1)]
+        return [server.Front(served, way, counts=batcher.counts, room=room, max_delay=0.0) for way in ways]
+
+    with server.Address(host="127.0.0.1", port=0).open() as listening:
+        print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)
+        asyncio.run(server.serve(fronts, listening))
+    batcher.close()
+
+
+@contextmanager
+def nothing_served(args: argparse.Namespace, front_ends: int) -> Iterator[Target]:
+    argv = [sys.executable, __file__, "--nothing", str(front_ends), "--batch", str(args.batch)]
+    process = subprocess.Popen([*argv, "--image-size", str(args.image_size)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = serving.STARTED.match(process.stdout.readline())
+    assert found, "the server did not start"
+    try:
+        yield Target.at(found[2], found[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
+    """Images a second of all lanes, each fed by a thread from memory."""
+    lanes = predictor.lanes()
+    counts = [0] * len(lanes)
+    end = time.monotonic() + seconds
+
+    def work(number: int) -> None:
+        while time.monotonic() < end:
+            lanes[number]([images[counts[number] % HELD]])
+            counts[number] += 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lanes))]
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) * images.shape[1] / (time.monotonic() - begun)
+
+
+def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, clients: int) -> tuple[float, str]:
+    """Images a second, and the latency in words."""
+    window = WINDOW if kind == "ASYNC" else 1
+    job = Job(
+        host=target.host,
+        port=target.port,
+        path=f"{target.path}/infer",
+        input="input_0",
+        output="output_0",
+        images=str(images),
+        expected=None,
+        tolerance=0.0,
+        window=window,
+        count=args.requests,
+    )
+    found = serving.together(serving.run_clients(replace(job), clients), in_flight=clients * window)
+    rate = found.requests * len(found.spacing) * args.batch / sum(found.spacing)
+    return rate, "  ".join(f"p{p} {1000 * percentile(found.latencies, p):7.1f} ms" for p in (50, 99))
+
+
+def compare(args: argparse.Namespace) -> None:
+    line = f"--model {args.model} --image-size {args.image_size} --precision {args.precision} --max-batch {args.batch}"
+    classifier, _ = open_classifier(read_line(ServeOptions, line.split()), lambda _: None)
+    size = args.batch * 3 * args.image_size**2
+    images = np.random.default_rng(0).integers(
+        0, 256, (HELD, args.batch, 3, args.image_size, args.image_size), dtype=np.uint8
+    )
+    where = torch.cuda.get_device_name() if classifier.device.type == "cuda" else "CPU"
+    print(f"{line}; {size / 1e6:.1f} MB a request; {where}, {os.cpu_count()} cores, torch {torch.__version__}")
+    captured = Predictor(classifier, max_batch=args.batch)
+    plain = local(Predictor(classifier, max_batch=args.batch, captured=False), images, args.seconds)
+    print(f"local, launched kernel by kernel  {plain:10,.0f} images/s")
+    base = local(captured, images, args.seconds)
+    print(f"local, as served                  {base:10,.0f} images/s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "images.npy"
+        np.save(path, images)
+        for front_ends in args.front_ends:
+            with nothing_served(args, front_ends) as target:
+                tell(target, args, path, f"transport, {front_ends} front ends", base)
+            more = f"--port 0 --max-queue {64 * args.batch} --front-ends {front_ends}"
+            with serving.started(["serve", *line.split(), *more.split()]) as target:
+                tell(target, args, path, f"served, {front_ends} front ends", base)
+    again = local(captured, images, args.seconds)
+    print(f"local, as served, again           {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")
+
+
+def tell(target: Target, args: argparse.Namespace, images: Path, name: str, base: float) -> None:
+    for kind, clients in LOADS:
+        rate, latency = measured(target, args, images, kind, clients)
+        volume = rate * 3 * args.image_size**2 / 1e9
+        print(
+            f"{name:24} {kind:5} x {clients}  {rate:10,.0f} images/s  {100 * rate / base:5.1f} % of local"
+            f"  {volume:5.2f} GB/s  {latency}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--precision", default="16.16")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=90)
+    parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each local measurement")
+    parser.add_argument("--nothing", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.nothing:
+        serve_nothing(args)
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()
