@@ -15,19 +15,21 @@ from falconet.bench.measured import INFERENCE, Measured, Sample
 from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
-from falconet.commands import launching, opening, parts
+from falconet.commands import launching, numbers, opening, parts
 from falconet.commands.reading import idle_lines, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
 from falconet.errors import ConfigError
+from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind, open_world
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
+from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -61,8 +63,35 @@ def run(line: Sequence[Setting]) -> int:
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):
             launching.screen_of(world).line(note)
-        _measure(subject, world)
+        _go(subject, world)
     return 0
+
+
+def _go(subject: Subject, world: World) -> None:
+    """Say what was decided, then measure, or trace, or neither."""
+    options, screen = subject.options, launching.screen_of(world)
+    said = [half_partials(True, world.device)] if options.inference.half_partial else []
+    for text in [*said, *numbers.workspace_lines(options.workspace, device=world.device)]:
+        screen.line(text)
+    if options.inference.plan:
+        data = options.data
+        screen.line(
+            f"would measure {options.model.model} in {options.machine.precision} on {world.device}:"
+            f" {min(data.iterations, MOST):,} batches of {data.micro_batch_size}, --data {data.data}"
+        )
+    elif options.inference.profile:
+        _trace(subject, world)
+    else:
+        _measure(subject, world)
+
+
+def _trace(subject: Subject, world: World) -> None:
+    """A few batches under the profiler, on the first process."""
+    predict, folder = _predictor(subject, world), Path(os.environ.get(RUNS) or "profile")
+    images = [batch.images.to(world.device) for batch in _batches(subject, world)]
+    if world.is_first:
+        write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
+        launching.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
 
 
 def _devices(options: InferOptions) -> int:

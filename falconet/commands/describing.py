@@ -51,6 +51,9 @@ def _lines(run: "Run") -> list[str]:
             device=world.device,
         ),
         *numbers.lines(options, regime=run.regime, device=world.device),
+        *numbers.workspace_lines(
+            options.workspace, device=world.device, stage=run.grid.stages.rank, stages=run.grid.stages.size
+        ),
         *run.placement.lines(),
         *run.plan.lines(),
         f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",

@@ -4,11 +4,13 @@ import torch
 from torch import nn
 
 from falconet.config import rules, schema
+from falconet.config.workspace import Workspace, share_of
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import Regime
 from falconet.numerics.recompute import automatic, recompute
 from falconet.numerics.rounding import Rounding
 from falconet.numerics.scaling import AutomaticScale, FixedScale, Scale, SteppedScale, doublings
+from falconet.numerics.workspace import limit_workspace
 from falconet.parallel.world import World
 
 GIB = 2**30
@@ -47,6 +49,12 @@ def lines(options: schema.TrainOptions, *, regime: Regime, device: torch.device)
     if options.numerics.half_partial:
         lines.append(half_partials(True, device))
     return lines
+
+
+def workspace_lines(workspace: Workspace, *, device: torch.device, stage: int = 0, stages: int = 1) -> list[str]:
+    """Bound what convolutions take beside their data, if that was asked for; what it is, in words."""
+    share = share_of(workspace.available_memory_proportion, stage=stage, stages=stages)
+    return [] if share is None else [limit_workspace(share, device)]
 
 
 def training_bytes(model: nn.Module, options: schema.TrainOptions, *, regime: Regime) -> int:

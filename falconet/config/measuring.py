@@ -63,3 +63,9 @@ class Inference:
     """Processes that predict side by side, one a device; auto: as many as a launcher started, else 1."""
     output: Path | None = None
     """Also write every latency and the result to this JSON file."""
+    half_partial: bool = False
+    """Let matrix products add up in half precision, where the device can."""
+    profile: bool = False
+    """Instead, trace three batches with torch.profiler: profile/profile.json (chrome://tracing) and profile.txt."""
+    plan: bool = False
+    """Say what would be measured, and exit."""

@@ -208,6 +208,15 @@ def _stages_recompute_whole(options: Any) -> str | None:
     return None
 
 
+def _shares_fit_the_stages(options: Any) -> str | None:
+    shares = len(options.workspace.available_memory_proportion)
+    stages = stages_of(options.parallel)
+    if shares in (0, 1, stages):
+        return None
+    wanted = f"one, or {stages}, one a stage" if stages > 1 else "one, as there is one stage"
+    return f"--available-memory-proportion: got {shares} values, wanted {wanted}"
+
+
 def stages_of(parallel: Parallel) -> int:
     """Stages of one replica that the options ask for."""
     splits = parallel.pipeline_splits
@@ -255,6 +264,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("parallel",), _splits_are_of_one_kind),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),
+    (("parallel", "workspace"), _shares_fit_the_stages),
     (("run",), _resuming_needs_a_folder),
     (("run", "checkpoints"), keeping.temporary_elsewhere),
     (("doctor",), _processes_are_for_the_self_test),

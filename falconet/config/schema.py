@@ -26,6 +26,7 @@ from falconet.config.sections import (
     Verify,
 )
 from falconet.config.serving import Fresh, Load, Serving
+from falconet.config.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class TrainOptions:
     logging: Logging = field(default_factory=Logging)
     style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)
+    workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
 
 
@@ -96,6 +98,7 @@ class InferOptions:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
+    workspace: Workspace = field(default_factory=Workspace)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,7 @@ MODELS = (
 )
 IMAGENET = "/localdata/datasets/imagenet-raw-data"  # where the original looked unless told otherwise
 OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
-MEMORY = (
-    "planned the IPU's temporary memory; cuDNN keeps to the free memory by itself, CUBLASLT_WORKSPACE_SIZE (KiB) bounds"
-    " cuBLAS, --memory-budget bounds activations"
-)
+MEMORY = "the same share, of the GPU's memory: what cuDNN may use for a convolution beside its data"
 FP_EXCEPTIONS = "always so here: a loss that is not a number stops the run and names the update"
 
 
@@ -353,7 +350,7 @@ TRAINING: tuple[Old, ...] = (
     same("--disable-stable-batchnorm", "flag"),
     same("--offload-optimizer", "flag"),
     same("--enable-optimizer-rts", "flag"),
-    nothing("--available-memory-proportion", "number", MEMORY, count="some"),
+    same("--available-memory-proportion", "number", count="some", effect=MEMORY),
     same("--logs-per-epoch", "whole", "1"),
     same("--label-smoothing", "number", "0.0"),
     same("--lr-schedule", "text", "step", choices=("step", "cosine", "exponential")),

@@ -97,6 +97,15 @@ def compile_only(old: Values) -> Iterable[Effect]:
         yield Say(f"--compile-only: {OFFLINE}")
 
 
+def memory_shares(old: Values) -> Iterable[Effect]:
+    """One, or two a stage, for convolutions and matrix products; one where the stages are no longer those."""
+    shares = old.numbers("--available-memory-proportion")[::2]
+    if shares and len(shares) not in (1, old.whole("--shards")):
+        shares = [max(shares)]
+    if shares:
+        yield To("available-memory-proportion", tuple(short(share) for share in shares))
+
+
 def half_partials(old: Values) -> Iterable[Effect]:
     """Meaningless in full precision, where the newest of theirs ignored it too."""
     if old.flag("--enable-half-partials") and old.text("--precision") != "32.32":
@@ -183,7 +192,15 @@ MACHINE: tuple[Old, ...] = (
         choices=("DEVICE_PROFILE", "IPU_PROFILE", "TILE_PROFILE", "NO_PROFILE"),
     ),
     part_of("--dataset-benchmark", "flag", None, "data-bench", "`falconet data bench`"),
-    nothing("--available-memory-proportion", "text", MEMORY, count="some"),
+    becomes(
+        "--available-memory-proportion",
+        "text",
+        None,
+        "available-memory-proportion",
+        memory_shares,
+        f"{MEMORY}; of two a stage, that of the convolutions",
+        count="some",
+    ),
     nothing("--disable-variable-offloading", "flag", "state stays on the device unless --offload-optimizer is given"),
     becomes("--offload-fp32-weight-copy", "flag", None, "offload-optimizer", offloading, "with the optimizer's state"),
     nothing("--min-remote-tensor-size", "whole", "--offload-optimizer takes all of the state", "128"),

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from falconet.data.loader import Batch
+from falconet.report import tracing
+from falconet.report.tracing import BEFORE, TRACED
 from falconet.train.step import Step, Update
-
-BEFORE, TRACED = 3, 3  # updates: the first ones choose kernels and allocate
-TRACE, TABLE = "profile.json", "profile.txt"
-_ROWS = 30
 
 
 class ProfiledStep:
@@ -27,21 +25,10 @@ class ProfiledStep:
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         if self._done == self._first:
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
-            self._profile = profile(activities=kinds, record_shapes=True)
-            self._profile.start()
+            self._profile = tracing.started(self._device)
         made = self._step(micro_batches, update=update, lr=lr)
         self._done += 1
         if self._done == self._last and self._profile is not None:
-            self._write(self._profile)
+            tracing.write(self._profile, self._folder, device=self._device)
             self._profile = None
         return made
-
-    def _write(self, traced: profile) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else the last kernels are missing from the trace
-        traced.stop()
-        traced.export_chrome_trace(str(self._folder / TRACE))
-        order = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = traced.key_averages().table(sort_by=order, row_limit=_ROWS)
-        (self._folder / TABLE).write_text(table + "\n", encoding="utf-8")

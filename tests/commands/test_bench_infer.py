@@ -148,3 +148,23 @@ def test_too_many_batches_are_measured_in_part_and_said(falconet, monkeypatch):
     answer = falconet(f"{SMALL} --log-style tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
+
+
+def test_a_trace_instead_of_a_measurement(falconet):
+    answer = falconet(f"{SMALL} --profile")
+    assert answer.code == 0, answer.err
+    assert "traced 3 batches into profile" in answer.out
+    assert "throughput" not in answer.out
+    events = json.loads(Path("profile/profile.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::conv2d" for event in events)
+    assert "aten::conv2d" in Path("profile/profile.txt").read_text()
+
+
+def test_a_plan_says_what_would_be_measured_and_how(falconet):
+    answer = falconet(f"{SMALL} --plan --half-partial --available-memory-proportion 0.1")
+    assert answer.code == 0, answer.err
+    assert answer.out.splitlines() == [
+        "half partials: no effect on cpu, which sums in fp32",
+        "workspace limit: no effect on cpu",
+        "would measure resnet8-cifar in 32.32 on cpu: 12 batches of 4, --data generated",
+    ]

@@ -2,6 +2,9 @@
 
 import pytest
 
+from falconet.config import rules
+from falconet.config.load import parse
+from falconet.config.schema import TrainOptions
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
@@ -97,3 +100,53 @@ def test_the_host_benchmark_crops_by_boxes_where_there_is_a_file_of_them(tmp_pat
     assert "use-bbox-info" not in translated(HOST, line)[0]
     (tmp_path / "imagenet_2012_bounding_boxes.csv").touch()
     assert "use-bbox-info" in translated(HOST, line)[0]
+
+
+INFER = "pytorch:inference/run_benchmark.py"
+
+
+@pytest.mark.parametrize(
+    ("typed", "option"),
+    [("--half-partial", "half-partial"), ("--profile", "profile"), ("--compile-only", "plan")],
+)
+def test_what_the_inference_benchmark_shares_with_training_has_its_effect(typed, option):
+    settings, notes = translated(INFER, f"--data generated {typed}")
+    assert option in settings
+    assert not any("no effect" in note for note in notes)
+
+
+SHARES = {
+    "--available-memory-proportion 0.16": "0.16",
+    "--pipeline-splits layer3/0 --available-memory-proportion 0.1 0.2": "0.1 0.2",
+}
+
+
+@pytest.mark.parametrize(("typed", "shares"), SHARES.items())
+def test_the_share_of_memory_is_that_of_the_device(typed, shares):
+    assert translated(TRAIN, f"--data generated {typed}")[0]["available-memory-proportion"] == shares
+
+
+def test_shares_of_memory_are_one_or_as_many_as_the_stages():
+    translation = translate(TRAIN, ["--data", "generated", "--available-memory-proportion", "0.1", "0.2"])
+    with pytest.raises(ConfigError, match="--available-memory-proportion: got 2 values, wanted one, as there is one"):
+        rules.check(parse(TrainOptions, translation.settings).options)
+
+
+TF = "--dataset imagenet --data-dir d --model-size 50 --pipeline --shards 2 --pipeline-splits b3/0/relu"
+TF_SHARES = {
+    f"{TF} --available-memory-proportion 0.6 0.5 0.2 0.1": "0.6 0.2",  # convolutions and products by turns
+    f"{TF} --available-memory-proportion 0.6": "0.6",
+    f"{TF} --available-memory-proportion 0.1 0.6 0.2 0.6 0.3 0.6": "0.3",  # of a config with more stages
+}
+
+
+@pytest.mark.parametrize(("line", "shares"), TF_SHARES.items())
+def test_of_tensorflows_shares_those_of_convolutions_are_taken(line, shares):
+    assert translated("tf1:train.py", line)[0]["available-memory-proportion"] == shares
+
+
+def test_rmsprop_is_taken_in_the_programs_own_precision():
+    translation = translate(TRAIN, ["--data", "generated", "--optimizer", "rmsprop", "--loss-scaling", "128"])
+    options = parse(TrainOptions, translation.settings).options
+    rules.check(options)
+    assert (options.optimizer.optimizer, options.machine.precision) == ("rmsprop", "16.16")

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from falconet.train.profiled import TABLE, TRACE, ProfiledStep
+from falconet.report.tracing import TABLE, TRACE
+from falconet.train.profiled import ProfiledStep
 
 
 class Counted:

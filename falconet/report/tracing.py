@@ -1,0 +1,47 @@
+"""Traces of torch.profiler as files: where the time of an update, or of a batch, goes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from falconet.errors import ConfigError
+
+BEFORE, TRACED = 3, 3  # the first ones choose kernels and allocate
+TRACE, TABLE = "profile.json", "profile.txt"
+_ROWS = 30
+
+
+def started(device: torch.device) -> profile:
+    """A profiler that has begun."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    traced = profile(activities=kinds, record_shapes=True)
+    traced.start()
+    return traced
+
+
+def write(traced: profile, folder: Path, *, device: torch.device) -> None:
+    """Stop it, and leave profile.json and profile.txt in a folder."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # else the last kernels are missing from the trace
+    traced.stop()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(str(folder / TRACE))
+        order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        table = traced.key_averages().table(sort_by=order, row_limit=_ROWS)
+        (folder / TABLE).write_text(table + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--profile: cannot write to {folder}: {error.strerror or error}") from error
+
+
+@torch.inference_mode()
+def write_trace(call: Callable[[int], object], folder: Path, *, device: torch.device) -> None:
+    """Call something a few times, numbered from 0, and trace the last ones."""
+    for number in range(BEFORE):
+        call(number)
+    traced = started(device)
+    for number in range(BEFORE, BEFORE + TRACED):
+        call(number)
+    write(traced, folder, device=device)
