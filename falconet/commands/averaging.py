@@ -62,7 +62,9 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
         saved = files.checkpoints_in(record.checkpoints)
         in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
         folders = select(in_turn, how.last, phase=record.plan.phase)
-        name = record.average_name(f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{how.last or len(folders)}")
+        name = record.average_name(
+            f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{how.last or len(folders)}"
+        )
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
