@@ -62,7 +62,9 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
         saved = files.checkpoints_in(record.checkpoints)
         in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
         folders = select(in_turn, how.last, phase=record.plan.phase)
-        name = record.average_name(f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{len(folders)}")
+        name = record.average_name(
+            f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{how.last or len(folders)}"
+        )
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
@@ -71,7 +73,7 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
     to = Path(world.once(written))
     if record.plan.validation_mode != "none":
         weights = record.state.stages.own(files.read_tensors(to, "model", verified=files.verify(to)))
-        record.validate_average(_with(record.state.model, weights, where=str(to)), suffix)
+        record.validate_average(_with(record.state.model, weights, where=str(to)), to.name, suffix=suffix)
     return to
 
 

@@ -62,8 +62,10 @@ def tensorflow_name(shape: RunShape) -> str:
     name += {"group": f"_GN{shape.groups}", "batch": "_BN", "none": "_noBN"}[shape.norm]
     if not family.startswith("EfficientNet"):
         name += f"_{shape.precision}"
-    name += "" if shape.rounds_stochastically else "_noSR"
-    if shape.image_size not in (None, 224) and not shape.data.startswith("cifar"):
+    # In full precision there is nothing to round, and the original's default, on, is not in the options.
+    name += "_noSR" if shape.precision.startswith("16") and not shape.rounds_stochastically else ""
+    cifar = shape.data.startswith("cifar") or (shape.model.endswith("-cifar") and shape.image_size == 32)
+    if shape.image_size not in (None, 224) and not cifar:
         name += f"_{shape.image_size}x{shape.image_size}"
     return name
 

@@ -85,14 +85,17 @@ class PyTorch:
         self._say(f"throughput: {point.rate.images_per_second:.1f} samples/sec")
 
     def validated(self, found: Validated) -> None:
-        self._say("Testing the model")
-        self._say(f"Accuracy on test set: {found.accuracy:.2f}%")
+        self.averaged(found, which="")
         if self._options.get("validation-mode") == "during":
             self._say(f"Validation Accuracy: {found.accuracy:.2f}%")
         update, row = self._row
         if update == found.update:
             row["validation_accuracy"] = found.accuracy
             self.to.row_again("training.csv", row, update=update)
+
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        self._say("Testing the model")
+        self._say(f"Accuracy on test set: {found.accuracy:.2f}%")
         values = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
         named = {f"validation_{name}": value for name, value in values.items()}
         self.to.row("validation.csv", named, update=found.update)
@@ -182,6 +185,9 @@ class TensorFlow:
         if not self.to.has_row("validation.csv", "name", found.name):  # each checkpoint once, as in the original
             self.to.row("validation.csv", row, update=found.update)
 
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        self.validated(found)
+
     def saved(self, folder: Path) -> None:
         initial = "initial " if folder.name == self.checkpoint_name(0) else ""
         self.to.kept_line(f"Saved {initial}checkpoint to {folder}")
@@ -230,6 +236,9 @@ class PopArt:
             f" accuracy: {found.accuracy:6.3f}% loss: {found.loss:6.3f}"
         )
         self.to.scalars(found.update, {"val_acc": found.accuracy})
+
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        self.validated(found)
 
     def saved(self, folder: Path) -> None:
         """The original said nothing."""

@@ -134,6 +134,7 @@ class Style(Protocol):
     def log(self, point: Point) -> None: ...
     def end_epoch(self, point: Point) -> None: ...
     def validated(self, found: Validated) -> None: ...
+    def averaged(self, found: Validated, *, which: str) -> None: ...  # the same of an average of checkpoints
     def saved(self, folder: Path) -> None: ...
     def end(self, *, trained: float, whole: float) -> None:
         """Training is over: seconds of updates alone, and with validations and saves."""
@@ -168,6 +169,10 @@ class Falconet:
 
     def validated(self, found: Validated) -> None:
         self.to.line(f"Accuracy on test set: {found.accuracy:.2f}%")
+
+    def averaged(self, found: Validated, *, which: str) -> None:
+        named = f" ({which})" if which else ""
+        self.to.line(f"Accuracy on test set of the averaged checkpoints{named}: {found.accuracy:.2f}%")
 
     def saved(self, folder: Path) -> None:
         """Said at the end."""

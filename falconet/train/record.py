@@ -140,19 +140,19 @@ class Record:
             | {"validation/seconds": seconds}
             | (_named("validation_ema", averaged) if averaged else {})
         )
-        self._style.validated(self._validated(found, seconds))
+        self._style.validated(self._validated(found, seconds, self._checkpoint_name()))
         if averaged:
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
         if self.best is None or accuracy > self.best[0]:
             self.best = (accuracy, self.state.progress.update)
 
-    def validate_average(self, model: torch.nn.Module, suffix: str = "") -> None:
+    def validate_average(self, model: torch.nn.Module, name: str, *, suffix: str = "") -> None:
         """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""
+        begun = self.stopwatch.clock()
         found = self.evaluate(model)
-        name, which = (f"validation_averaged_{suffix}", f" ({suffix})") if suffix else ("validation_averaged", "")
-        self._write(_named(name, found))
-        self.screen.line(f"Accuracy on test set of the averaged checkpoints{which}: {found.accuracy:.2f}%")
+        self._write(_named(f"validation_averaged_{suffix}" if suffix else "validation_averaged", found))
+        self._style.averaged(self._validated(found, self.stopwatch.clock() - begun, name), which=suffix)
 
     def whole_run(self) -> Rate:
         """The rate of everything this process trained."""
@@ -204,10 +204,10 @@ class Record:
             seconds=self.stopwatch.lap()[0],
         )
 
-    def _validated(self, found: Evaluation, seconds: float) -> Validated:
+    def _validated(self, found: Evaluation, seconds: float, name: str) -> Validated:
         update = self.state.progress.update
         return Validated(
-            name=self._checkpoint_name(),
+            name=name,
             update=update,
             epoch=self.plan.epoch_at(update),
             accuracy=found.accuracy,

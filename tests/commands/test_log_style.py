@@ -13,7 +13,7 @@ FILES = {
 }
 PLACES = {
     "pytorch": r"logs/resnet8-cifar_bs8_32\.32fp_r1_di1_\w{3}",
-    "tensorflow": r"logs/RN8_bs8_BN_32\.32_noSR_16x16_v[\d.]+_\w{3}",
+    "tensorflow": r"logs/RN8_bs8_BN_32\.32_16x16_v[\d.]+_\w{3}",
     "popart": r"logs/[\d-]+/8/net",
 }
 PATTERNS = {

@@ -26,6 +26,10 @@ NAMES = {
     "RN50_bs8x16rx8a_GN32_16.16": {},
     "RN50_bs8x16rx8p_GN32_16.16_noSR": {"pipelined": True, "rounds_stochastically": False},
     "RN20_bs32_BN_16.16": {"model": "resnet20-cifar", "data": "cifar10", "micro_batch": 32, "image_size": 32, **SMALL},
+    "RN20_bs32_BN_32.32": {
+        **{"model": "resnet20-cifar", "data": "generated", "micro_batch": 32, "image_size": 32, "precision": "32.32"},
+        **SMALL,
+    },
     "RNX101_bs6_noBN_32.32": {"model": "resnext101", "micro_batch": 6, "precision": "32.32", **SMALL, "norm": "none"},
     "EfficientNet-B1_bs8_BN_240x240": {"model": "efficientnet-b1", "image_size": 240, **SMALL},
     "mobilenet-v3-small_bs8_BN_16.16": {"model": "mobilenet-v3-small", **SMALL},

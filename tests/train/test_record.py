@@ -299,7 +299,7 @@ def test_the_restored_checkpoint_is_good_once_an_update_from_it_was(desk, tmp_pa
 def test_the_average_of_the_checkpoints_is_measured_under_its_own_name(desk):
     at = desk()
     at.accuracies = [found(160)]
-    at.record.validate_average(nn.Linear(2, 3))
+    at.record.validate_average(nn.Linear(2, 3), "averaged")
     assert at.notes[0][1]["validation_averaged/accuracy"] == 80.0
     assert at.text.getvalue() == "Accuracy on test set of the averaged checkpoints: 80.00%\n"
     assert at.record.best is None
