@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from falconet import __version__
+from falconet.commands import early
 from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.load import parse, print_help
@@ -166,6 +167,7 @@ def _run(name: str, rest: list[str]) -> int:
         return DONE
     line = read_line(command.options, _named(command, rest))
     parse(command.options, line)
+    early.check(command.options, line)
     # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
     code: int = import_module(f"falconet.commands.{name.replace(' ', '_')}").run(line)
     return code

@@ -16,6 +16,7 @@ from falconet.checkpoint.manifest import MANIFEST, SUFFIX, by_name, write_manife
 from falconet.checkpoint.manifest import Manifest as Manifest
 from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest
+from falconet.checkpoint.places import require_folder
 from falconet.errors import CheckpointError, did_you_mean
 from falconet.parallel.slices import Slice, joined
 
@@ -89,10 +90,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """`path` itself, or the checkpoints in the folder or run folder it names: oldest first, unreadable ones last."""
-    if not path.is_dir():
-        what = "a file; wanted a checkpoint or a folder of them" if path.exists() else "no such file or folder"
-        names = [p.name for p in path.parent.glob("[!.]*") if p.is_dir()] if path.parent.is_dir() else []
-        raise CheckpointError(f"{path}: {what}{did_you_mean(path.name, names)}")
+    require_folder(path)
     if (path / MANIFEST).exists():
         return [path]
     inner = path / "checkpoints"

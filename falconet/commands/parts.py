@@ -23,6 +23,7 @@ from falconet.data.open import RandomImages, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
+from falconet.data.sources import published
 from falconet.errors import CheckpointError
 from falconet.models import zoo
 from falconet.models.norms import Norm
@@ -126,8 +127,7 @@ def open_images(
     percentage: float = 100.0,
 ) -> Images:
     """The data that the options name, at the model's size; `percentage`: of the training images, if not made up."""
-    size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
-    zoo.check_image_size(model, size)
+    size = _size(data, model)
     splits = open_source(
         data.data,
         data_dir=data.data_dir,
@@ -141,6 +141,19 @@ def open_images(
     )
     if data.data not in ("generated", "synthetic"):
         splits = share.reduced(splits, percentage=percentage)
+    return images_of(splits, data, size=size)
+
+
+def published_images(data: sections.Data, *, model: str, percentage: float = 100.0) -> Images | None:
+    """The data that the options name as it was published, for a plan; None where it can be opened, or is unknown."""
+    splits = published.instead_of(data.data, data.data_dir)
+    if splits is None:
+        return None
+    return images_of(share.reduced(splits, percentage=percentage), data, size=_size(data, model))
+
+
+def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
+    """Splits at a size, normalised as the options say."""
     preprocessing = splits.preprocessing(size)
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
@@ -151,6 +164,12 @@ def open_images(
         training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
     )
+
+
+def _size(data: sections.Data, model: str) -> int:
+    size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
+    zoo.check_image_size(model, size)
+    return size
 
 
 def build_model(model: Model, *, classes: int, seed: int) -> nn.Module:

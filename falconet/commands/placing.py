@@ -122,8 +122,8 @@ class WholeModel:
         setup = self._setup
         model = setup.built()
         asked = setup.options.parallel.pipeline_splits
-        if asked and not asked[0].startswith("auto:"):
-            splits.split(model, asked)  # stages that share a process change nothing, but their names must be right
+        if asked:
+            splits.require(model, asked)  # stages that share a process change nothing, but they must be possible
         model = setup.regime.prepare(model, setup.grid.world.device)
         return model, freeze(model, before=setup.first_trained)
 

@@ -105,14 +105,19 @@ class Run:
 
     @cached_property
     def full_size(self) -> parts.Images:
-        """The data, opened once for all phases."""
+        """The data, opened once for all phases; for a plan alone it need not be there."""
+        percentage = self.options.training.dataset_percentage
+        if self.options.run.plan:
+            published = parts.published_images(self.options.data, model=self.options.model.model, percentage=percentage)
+            if published is not None:
+                return published
         return parts.open_images(
             self.options.data,
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
             use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
-            percentage=self.options.training.dataset_percentage,
+            percentage=percentage,
         )
 
     @property

@@ -4,14 +4,15 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from falconet.config import fine_tuning, keeping, model, reporting
+from falconet.config import data_rules, fine_tuning, keeping, model, reporting
 from falconet.config.averages import further
+from falconet.config.data_rules import PHOTOS as PHOTOS
+from falconet.config.data_rules import only_planned as only_planned
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.errors import ConfigError
 
 _AUTO = re.compile(r"auto:\d{1,4}")
-PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 
 
 def check(options: object) -> None:
@@ -31,28 +32,6 @@ def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
 
 def uses_cutmix(augmentation: Augmentation) -> bool:
     return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
-
-
-def _folder_needs_a_place(options: Any) -> str | None:
-    kind = options.data.data
-    if kind in PHOTOS and options.data.data_dir is None:
-        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
-    return None
-
-
-def _bytes_are_not_normalised_yet(options: Any) -> str | None:
-    if options.data.normalization_location == "host" and options.data.eight_bit_io:
-        return (
-            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
-            " --no-eight-bit-io beside it"
-        )
-    return None
-
-
-def _decoded_there_is_not_copied(options: Any) -> str | None:
-    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
-        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
-    return None
 
 
 def _mixing_needs_partners(options: Any) -> str | None:
@@ -192,6 +171,16 @@ def _splits_are_of_one_kind(options: Any) -> str | None:
     return None
 
 
+def _one_pass_sees_one_replica(options: Any) -> str | None:
+    span, model = options.parallel.batchnorm_span, options.model
+    if span > 1 and model.disable_stable_batchnorm and model.norm_type == "batch":
+        return (
+            f"--batchnorm-span: got {span}, which --disable-stable-batchnorm cannot have: its one pass sees one"
+            " replica; wanted 1, or no --disable-stable-batchnorm"
+        )
+    return None
+
+
 def _interleaving_needs_micro_batches(options: Any) -> str | None:
     stages, accumulation = stages_of(options.parallel), options.training.gradient_accumulation
     if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
@@ -245,9 +234,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("model",), model.of_another_family),
     (("model",), model.proxy_without_norm),
     (("model", "optimizer"), model.proxy_with_lars),
-    (("data",), _folder_needs_a_place),
-    (("data",), _bytes_are_not_normalised_yet),
-    (("data",), _decoded_there_is_not_copied),
+    (("data",), data_rules.folder_needs_a_place),
+    (("data",), data_rules.bytes_are_not_normalised_yet),
+    (("data",), data_rules.decoded_there_is_not_copied),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
@@ -262,6 +251,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _divided_lars_adapts_one_type),
     (("parallel",), _splits_are_of_one_kind),
+    (("parallel", "model"), _one_pass_sees_one_replica),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_recompute_whole),
     (("parallel", "workspace"), _shares_fit_the_stages),

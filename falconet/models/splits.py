@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from falconet.errors import ConfigError
 from falconet.numerics.segments import computed, cut, name_of, owner, trace
 
 OPTION = "--pipeline-splits"
+NUMBER = re.compile(r"\d+")
 RUNS = 3  # of every layer when its cost is measured; the fastest counts
 
 
@@ -51,11 +53,10 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     is that of the forward pass: the backward pass takes about twice as long for every layer alike.
     """
     traced = _traced(model)
+    names = _candidates(traced)
+    _check_count(count, names)
     costs = _costs(traced, example)
     nodes = computed(traced)
-    names = _candidates(traced)
-    if count > len(names) + 1:
-        raise ConfigError(f"{OPTION}: got auto:{count}, wanted at most auto:{len(names) + 1} for this model")
     sums = [0.0, *itertools.accumulate(costs[node] for node in nodes)]
     weighty = [0, *itertools.accumulate(_has_weights(traced, node) for node in nodes)]
     ends = [*sorted(names), len(nodes)]
@@ -75,6 +76,19 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     if len(nodes) not in best:
         raise ConfigError(f"{OPTION}: got auto:{count}, wanted fewer stages: not every one would have weights")
     return [names[place] for place in best[len(nodes)][1]]
+
+
+def require(model: nn.Module, asked: Sequence[str]) -> None:
+    """Refuse splits that the model cannot have; for those that nobody makes, because its stages share a process."""
+    if asked[0].startswith("auto:"):
+        _check_count(int(asked[0].removeprefix("auto:")), _candidates(_traced(model)))
+    else:
+        split(model, asked)
+
+
+def _check_count(stages: int, places: Mapping[int, str]) -> None:
+    if stages > len(places) + 1:
+        raise ConfigError(f"{OPTION}: got auto:{stages}, wanted at most auto:{len(places) + 1} for this model")
 
 
 def legal_names(model: nn.Module) -> list[str]:
@@ -108,9 +122,16 @@ def place_of(given: str, known: Mapping[str, int], *, option: str) -> int:
     """The place at which the layer that `option` names begins."""
     name = given.replace(".", "/")
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-        raise ConfigError(f"{option}: '{given}' is no layer; the nearest are {_listed(near)}")
+        raise ConfigError(f"{option}: '{given}' is no layer; the nearest are {_listed(_nearest(name, known))}")
     return known[name]
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Three layers of like names; those with the same numbers first, as the originals' b2/0/relu is in our layer2/0."""
+    numbers = NUMBER.findall(name)
+    same = [each for each in known if NUMBER.findall(each)[: len(numbers)] == numbers] if numbers else []
+    near = [*difflib.get_close_matches(name, same, cutoff=0.0), *difflib.get_close_matches(name, known, cutoff=0.0)]
+    return list(dict.fromkeys(near))[:3]
 
 
 def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:

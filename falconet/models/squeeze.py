@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from torchvision.models.squeezenet import Fire, SqueezeNet
+from torch import nn
 
 NAMES = ("squeezenet", "squeezenet-cifar")
 SMALLEST = {"squeezenet": 21, "squeezenet-cifar": 8}  # pixels a side: below, nothing is left for the last layers
@@ -17,20 +16,14 @@ class SqueezeNetShape:
     bypass: bool = False  # fire 3, 5, 7 and 9 add their input: the simple bypass of Iandola et al.
 
 
-class BypassedFire(Fire):  # type: ignore[misc]  # torchvision has no types
-    """A fire module around which its input goes as well."""
-
-    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W, both
-        out: Tensor = x + super().forward(x)
-        return out
-
-
 def create(name: str, *, classes: int, shape: SqueezeNetShape | None) -> nn.Module:
     """A new network of that name; its weights come from torch's generator.
 
     They begin as the original's did, after Glorot and Bengio: with torchvision's larger ones the bypass, which no norm
     tames, overflows within ten updates at the original's learning rate (docs/log.md).
     """
+    from falconet.models.fire import BypassedFire, SqueezeNet  # torchvision takes two seconds to import
+
     model: nn.Module = SqueezeNet("1_0", num_classes=classes)
     if name == "squeezenet-cifar":
         model.set_submodule("features.0", nn.Conv2d(3, 96, 3, padding=1))  # 32 pixels are 32, 16, 8, 4; not 13, 6, 3, 1

@@ -299,7 +299,7 @@ def test_checkpoints_are_found_oldest_first_with_unreadable_ones_last(tmp_path):
 
 
 def test_a_mistyped_folder_is_answered_with_the_nearest(tmp_path):
-    (tmp_path / "digits-run").mkdir()
+    (tmp_path / "digits-run/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="no such file or folder; did you mean 'digits-run'"):
         files.checkpoints_in(tmp_path / "digit-run")
 

@@ -79,6 +79,8 @@ def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet,
 
 MISTAKES = {
     "--pipeline-splits layer5/0": "--pipeline-splits: 'layer5/0' is no layer; the nearest are 'layer",
+    "--pipeline-splits b2/0/relu": "--pipeline-splits: 'b2/0/relu' is no layer; the nearest are 'layer2/0/relu",
+    "--pipeline-splits auto:200": "--pipeline-splits: got auto:200, wanted at most auto:",
     "--pipeline-splits layer3/0 layer2/0": "--pipeline-splits: 'layer2/0' runs before 'layer3/0' does",
     "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', wanted layers, such as layer2/0 layer3/0, or auto:N",
     "--pipeline-splits auto": "--pipeline-splits: got 'auto', wanted layers",

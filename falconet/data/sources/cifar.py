@@ -100,6 +100,11 @@ def load(data_dir: Path | None, *, kind: Kind) -> Splits:
     )
 
 
+def is_there(data_dir: Path | None, *, kind: Kind) -> bool:
+    """Whether `load` would read without a download."""
+    return _found(data_dir or DEFAULT_DIR, CIFARS[kind]) is not None
+
+
 def _wanted(kind: Kind, data_dir: Path) -> str:
     cifar = CIFARS[kind]
     return f"{kind}: not found under {data_dir} (looked for {cifar.binary.folder}/, {cifar.python.folder}/)"

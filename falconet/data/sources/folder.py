@@ -12,6 +12,7 @@ from PIL import Image
 
 from falconet.data.index import Array, Found, indexed
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from falconet.data.roots import require_folder
 from falconet.data.source import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
@@ -23,8 +24,7 @@ SPLITS = ("train", "validation")
 
 def load(data_dir: Path) -> Splits:
     """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
-    if not data_dir.is_dir():
-        raise DataError(f"{data_dir}: no such folder, wanted one with train/ and val/")
+    require_folder(data_dir)
     roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
     found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots))
     class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])

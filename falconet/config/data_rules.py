@@ -1,0 +1,32 @@
+"""What may not be combined about data; rules like those of `rules`, which calls them."""
+
+from typing import Any
+
+PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
+
+
+def folder_needs_a_place(options: Any) -> str | None:
+    kind = options.data.data
+    if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    return None
+
+
+def only_planned(options: Any) -> bool:
+    """Whether a run is planned and not made, on data whose published size is known."""
+    return options.data.data == "imagenet" and hasattr(options, "run") and options.run.plan
+
+
+def bytes_are_not_normalised_yet(options: Any) -> str | None:
+    if options.data.normalization_location == "host" and options.data.eight_bit_io:
+        return (
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
+            " --no-eight-bit-io beside it"
+        )
+    return None
+
+
+def decoded_there_is_not_copied(options: Any) -> str | None:
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
+    return None
