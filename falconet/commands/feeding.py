@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 
 from falconet.config import sections
-from falconet.data import memory
 from falconet.data.augment import Augment, Crops
 from falconet.data.cache import PixelCache
+from falconet.data.free_memory import available
 from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, ValueLanding
 from falconet.data.memory import Ring, Shape
 from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
@@ -37,7 +37,7 @@ class Reading:
 def free_memory() -> int:
     """Bytes for this process; those of the host are divided among its processes."""
     place = find_place(os.environ)
-    return memory.available() // (place.local_size if place else 1)
+    return available() // (place.local_size if place else 1)
 
 
 def decode_device(data: sections.Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
