@@ -177,7 +177,7 @@ def test_a_shard_that_is_there_twice_is_not_read_twice(records):
 def test_a_folder_in_place_of_a_shard_is_told_in_one_line(records):
     (records / "train-00001-of-00003").unlink()
     (records / "train-00001-of-00003").mkdir()
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(DataError, match=r"cannot be opened \(a folder, not a file\)"):
         photos.load(records)
 
 
