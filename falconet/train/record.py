@@ -141,15 +141,23 @@ class Record:
             | (_named("validation_ema", averaged) if averaged else {})
         )
         self._style.validated(self._validated(found, seconds))
+        self._warn(found, "the validation")
         if averaged:
+            self._warn(averaged, "the moving average's validation")
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
         if self.best is None or accuracy > self.best[0]:
             self.best = (accuracy, self.state.progress.update)
 
+    def _warn(self, found: Evaluation, what: str) -> None:
+        warning = found.warning(what)
+        if warning:
+            self.screen.line(warning)
+
     def validate_average(self, model: torch.nn.Module) -> None:
         """Measure the average of the run's checkpoints."""
         found = self.evaluate(model)
+        self._warn(found, "the averaged checkpoints' validation")
         self._write(_named("validation_averaged", found))
         self.screen.line(f"Accuracy on test set of the averaged checkpoints: {found.accuracy:.2f}%")
 
