@@ -77,11 +77,6 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     return [names[place] for place in best[len(nodes)][1]]
 
 
-def legal_names(model: nn.Module) -> list[str]:
-    """Every layer that a stage may begin with, in the order they run."""
-    return list(beginnings(_traced(model)))
-
-
 def _traced(model: nn.Module) -> fx.GraphModule:
     training = trace(model, wanted_by=OPTION)
     if sum(node.op == "placeholder" for node in training.graph.nodes) > 1:

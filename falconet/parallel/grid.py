@@ -33,10 +33,6 @@ class Grid:
             for begin in range(0, replicas, span)
         ]
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stages.rank == self.stages.size - 1
-
 
 def divide(world: World, *, stages: int) -> Grid:
     """The grid of a world whose processes are divided into replicas of `stages` processes each."""
