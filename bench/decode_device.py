@@ -122,7 +122,9 @@ def main() -> None:
         rates: dict[str, list[float]] = {}
         for _ in range(args.rounds):
             for portion in args.portions[1:4]:
-                device = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS, portion=portion)
+                device = DeviceLanding(
+                    DEVICE, encoded=bytes_of(source), crops=CROPS, allowance=Allowance(portion=portion)
+                )
                 rates.setdefault(f"device, {portion:3} at once", []).append(loaded(source, host, device, workers))
             pixels = PixelLanding(Allowance(ring=Ring(pin=True)))
             rates.setdefault("native", []).append(loaded(source, host, pixels, workers))

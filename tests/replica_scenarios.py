@@ -30,6 +30,7 @@ from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
 from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.offload import HostedState
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.grid import divide
 from falconet.parallel.replicas import digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
@@ -84,7 +85,7 @@ def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
 def spanning(world, name, span, updates=2):
     """The state after some updates of a model whose batch norm spans replicas."""
     model = zoo.build(name, classes=CLASSES, seed=0).float()
-    span_batchnorm(model, world, span=span)
+    span_batchnorm(model, divide(world, stages=1), span=span)
     copied = copy.deepcopy(model)
     step = stepper(model, "sgd", replicas(model, world, bucket=0.05, sharded=False))
     for update in range(updates):
@@ -101,13 +102,22 @@ def one_layer(world, span, kind):
     nn.init.uniform_(layer.bias, -1, 1)
     whole = torch.randn(8, 5, 3, 3) * 3 + 100
     weights = torch.randn(8, 5, 3, 3)
-    span_batchnorm(layer_in(layer), world, span=span)
+    span_batchnorm(layer_in(layer), divide(world, stages=1), span=span)
     part = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
     x = whole[part].clone().requires_grad_()
     out = layer(x)
     (out * weights[part]).sum().backward()
     grads = [world.sum(layer.weight.grad), world.sum(layer.bias.grad)]
     return [t.detach().numpy() for t in (out, x.grad, *grads, layer.running_mean, layer.running_var)]
+
+
+def groups_made(world, stages, span):
+    """The ranks of every group that this process takes part in making, in order, and those of the one it uses."""
+    grid, made, plain = divide(world, stages=stages), [], dist.new_group
+    dist.new_group = lambda ranks, **kept: made.append(ranks) or plain(ranks, **kept)
+    layer = nn.BatchNorm2d(5) if grid.stages.rank == 0 else nn.Identity()  # a stage may have no batch norm at all
+    span_batchnorm(layer_in(layer), grid, span=span)
+    return made, dist.get_process_group_ranks(layer.span.group) if hasattr(layer, "span") else None
 
 
 def layer_in(layer):

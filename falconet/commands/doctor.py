@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from falconet.commands import decoders, launching, parts, selftest
 from falconet.commands.reading import load_options
 from falconet.config.schema import DoctorOptions
 from falconet.config.settings import LINE, Setting
-from falconet.errors import DeviceError
+from falconet.errors import ConfigError, DeviceError
 from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
@@ -21,6 +21,7 @@ MEASURED = 1.0  # seconds for each decoder
 
 def run(line: Sequence[Setting]) -> int:
     options, place = load_options(DoctorOptions, line).options, environment.find_place(os.environ)
+    _check_effective({setting.option for setting in line if setting.source == LINE}, options)
     if place is None:
         for text in machine():
             launching.spoken()(text)
@@ -38,6 +39,15 @@ def run(line: Sequence[Setting]) -> int:
         workers = Workers(argv=argv, processes=count, restarts=0)
         return launch(workers, progress=lambda: None, say=launching.spoken())
     return _check(options, place)
+
+
+def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
+    """An option must not seem to be obeyed."""
+    for name in ("precision", "deterministic", "no-deterministic"):
+        if name in given:
+            raise ConfigError(f"--{name}: has no effect on doctor, whose checks have their own")
+    if "threads" in given and not options.doctor.distributed:
+        raise ConfigError("--threads: has no effect on doctor without --distributed; wanted both")
 
 
 def machine() -> list[str]:

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 
 from falconet.config import sections
-from falconet.data import memory
 from falconet.data.augment import Augment, Crops
 from falconet.data.cache import PixelCache
+from falconet.data.free_memory import available
 from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, ValueLanding
 from falconet.data.memory import Ring, Shape
 from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
@@ -37,7 +37,7 @@ class Reading:
 def free_memory() -> int:
     """Bytes for this process; those of the host are divided among its processes."""
     place = find_place(os.environ)
-    return memory.available() // (place.local_size if place else 1)
+    return available() // (place.local_size if place else 1)
 
 
 def decode_device(data: sections.Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
@@ -49,9 +49,11 @@ def decode_device(data: sections.Data, source: Source, device: torch.device) -> 
     return "cuda"
 
 
-def most_ahead() -> int:
-    """Bytes of images that may be read ahead of their use."""
-    return min(MOST_AHEAD, free_memory() // SHARE)
+def most_ahead(data: sections.Data, source: Source, device: torch.device) -> int:
+    """Bytes of images that may be read ahead of their use, in the memory that they come to lie in."""
+    on_device = decode_device(data, source, device) == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_device else free_memory()
+    return min(MOST_AHEAD, free // SHARE)
 
 
 def lines(data: sections.Data, *, train: Reading, validation: Reading, device: torch.device) -> list[str]:
@@ -61,9 +63,9 @@ def lines(data: sections.Data, *, train: Reading, validation: Reading, device: t
     on_device = decode_device(data, train.source, device) == "cuda"
     form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as numbers"
     where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}
+    most = most_ahead(data, train.source, device) / 1e6
     said = [
-        f"loader: at most {most_ahead() / 1e6:,.0f} MB of images read ahead, pixels {form} and"
-        f" {where[data.normalization_location]}"
+        f"loader: at most {most:,.0f} MB of images read ahead, pixels {form} and {where[data.normalization_location]}"
     ]
     if _caches(data, train.source):
         said += [
@@ -91,13 +93,10 @@ def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: to
     """Where a micro-batch comes to lie, and in which form."""
     asked = data.dataloader_rebatch_size
     portion = None if asked == "auto" else min(asked, data.micro_batch_size)
+    most = most_ahead(data, reading.source, device)
     if decode_device(data, reading.source, device) == "cuda":
-        return _on_device(reading, device, portion)
-    allowance = Allowance(
-        ring=Ring(pin=True) if device.type == "cuda" else None,
-        portion=portion,
-        most=most_ahead(),
-    )
+        return _on_device(reading, device, Allowance(portion=portion, most=most))
+    allowance = Allowance(ring=Ring(pin=True) if device.type == "cuda" else None, portion=portion, most=most)
     if data.eight_bit_io:
         return PixelLanding(allowance)
     on_host = data.normalization_location == "host"
@@ -105,13 +104,13 @@ def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: to
     return ValueLanding(Normalise(preprocessing, dtype=regime.formats(device)["activations"]), allowance)
 
 
-def _on_device(reading: Reading, device: torch.device, portion: int | None) -> Landing:
+def _on_device(reading: Reading, device: torch.device, allowance: Allowance) -> Landing:
     from falconet.data.device.landing import DeviceLanding, bytes_of
 
     source = reading.source
     assert not isinstance(source, ArraySource)
     crops = Crops.of(reading.preprocessing, augment=reading.augment, seed=reading.seed, objects=source.objects)
-    return DeviceLanding(device, encoded=bytes_of(source), crops=crops, portion=portion)
+    return DeviceLanding(device, encoded=bytes_of(source), crops=crops, allowance=allowance)
 
 
 def cached(reader: Reader, data: sections.Data, reading: Reading) -> Reader:

@@ -17,7 +17,7 @@ from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
 from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
-from falconet.errors import CheckpointError, ConfigError
+from falconet.errors import CheckpointError, ConfigError, WorldError
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
@@ -75,10 +75,19 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     if options.run.temporary:
         say(run_folder.temporary_line(home))
     workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
-    code = run_workers(workers, progress=lambda: _names(saved), say=say)
+    try:
+        code = run_workers(workers, progress=lambda: _names(saved), say=say)
+    except WorldError as error:
+        raise WorldError(f"{error}; {_how_to_continue(home, saved)}") from None
     if options.run.temporary and code == 0:
         run_folder.throw_away(home, say)
     return code
+
+
+def _how_to_continue(home: Path, saved: Path) -> str:
+    if not _names(saved):
+        return "nothing was saved yet"
+    return f"to continue: falconet restore --checkpoint-input-path {home}"
 
 
 def screen_of(world: World) -> Screen:

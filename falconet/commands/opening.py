@@ -98,4 +98,8 @@ def measure(opened: Opened, note: parts.Note) -> Evaluation:
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     parts.check_classes(images, opened.class_names, where=opened.name)
     evaluator = parts.evaluator(images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note)
-    return evaluator(opened.model)
+    found = evaluator(opened.model)
+    warning = found.warning(f"{opened.name}: the validation")
+    if warning:
+        note(warning)
+    return found

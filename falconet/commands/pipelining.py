@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.commands import numbers, parts, sharding
-from falconet.commands.placing import Setup
+from falconet.commands.placing import Setup, move
 from falconet.config import rules
 from falconet.data.feed import singly
 from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader
@@ -18,14 +18,11 @@ from falconet.models.splits import Stage
 from falconet.numerics.footprint import Footprint, measure
 from falconet.numerics.recompute import matching, recompute_stage
 from falconet.numerics.scaling import Offender
-from falconet.optim.half import HalfOptimizer
 from falconet.parallel.pipeline import Place, in_flight
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import Replicas
-from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.stages import SeveralStages, Stages
 from falconet.train.evaluate import Evaluation
-from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.pipelined import (
     Feeding,
     Forward,
@@ -173,25 +170,11 @@ class StagedModel:
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> PipelinedStep:
         setup = self._setup
-        shards = replicas if isinstance(replicas, ShardedReplicas) else None
-        moved = sharding.step(state.optimizer, shards, state.hosted)
-        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device, step=moved)
-        if state.scale is not None:
-            assert isinstance(state.optimizer, HalfOptimizer)
-            own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
-            everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
-            move = ScaledMove(
-                state.model,
-                state.optimizer,
-                state.scale,
-                offender=offender,
-                step=moved,
-                shards=shards,
-                stages=everywhere,
-            )
+        own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
+        everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
         return PipelinedStep(
             state.model,
-            move,
+            move(state, setup.grid.world.device, replicas=replicas, offender=offender, stages=everywhere),
             self._place,
             forward=self._forward,
             loss=setup.loss,

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
@@ -16,7 +17,7 @@ from falconet.data.preprocessing import Normalise
 from falconet.models import splits, zoo
 from falconet.models.freezing import freeze
 from falconet.numerics.precision import Regime
-from falconet.numerics.scaling import Offender
+from falconet.numerics.scaling import NonFinite, Offender
 from falconet.optim.half import HalfOptimizer
 from falconet.parallel.grid import Grid
 from falconet.parallel.replicas import Replicas
@@ -74,6 +75,25 @@ def freezing_lines(setup: Setup) -> list[str]:
     freeze(model, before=setup.first_trained)
     moving = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
+
+
+def move(
+    state: TrainState,
+    device: torch.device,
+    *,
+    replicas: Replicas,
+    offender: Offender,
+    stages: Callable[[NonFinite], NonFinite] = lambda found: found,
+) -> Move:
+    """How the weights move: scaled where there is a loss scale. `stages`: what all stages of a pipeline found."""
+    shards = replicas if isinstance(replicas, ShardedReplicas) else None
+    moved = sharding.step(state.optimizer, shards, state.hosted)
+    if state.scale is None:
+        return PlainMove(state.optimizer, device=device, step=moved)
+    assert isinstance(state.optimizer, HalfOptimizer)
+    return ScaledMove(
+        state.model, state.optimizer, state.scale, offender=offender, step=moved, shards=shards, stages=stages
+    )
 
 
 class Placement(Protocol):
@@ -170,15 +190,9 @@ class WholeModel:
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
         setup = self._setup
-        shards = replicas if isinstance(replicas, ShardedReplicas) else None
-        moved = sharding.step(state.optimizer, shards, state.hosted)
-        move: Move = PlainMove(state.optimizer, device=setup.grid.world.device, step=moved)
-        if state.scale is not None:
-            assert isinstance(state.optimizer, HalfOptimizer)
-            move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=moved, shards=shards)
         return LocalStep(
             state.model,
-            move,
+            move(state, setup.grid.world.device, replicas=replicas, offender=offender),
             normalise=setup.normalise,
             loss=setup.loss,
             regime=setup.regime,

@@ -1,5 +1,6 @@
 """`poprun`: a program as several processes, on this host or over ssh, with the flags of Graphcore's launcher."""
 
+import itertools
 import os
 import shutil
 import sys
@@ -92,7 +93,7 @@ def _processes(asked: Poprun) -> tuple[int, list[str]]:
     everyone = asked.replicas * asked.stages
     if everyone == 1 or not all(map(is_here, asked.hosts)):
         return everyone, []
-    devices, what = _devices()
+    devices, what = _cores() if _is_for_cpu(asked) else _devices()
     fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
     if fitting == everyone:
         return everyone, []
@@ -106,8 +107,19 @@ def _devices() -> tuple[int, str]:
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
             return count, f"{count} CUDA devices are here"
+    return _cores()
+
+
+def _cores() -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0))
     return PROCESSES_PER_CORE * cores, f"{cores} cores are here, for {PROCESSES_PER_CORE} processes each"
+
+
+def _is_for_cpu(asked: Poprun) -> bool:
+    """Whether the program will use no CUDA device, as far as its line says."""
+    words = asked.program
+    hidden = asked.exported.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return hidden or "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
 
 
 def _notes(asked: Poprun) -> list[str]:

@@ -213,7 +213,7 @@ class Run:
             lars_trust=options.lars_eeta,
             undecayed=undecayed_names(self.model, options.weight_decay_exclude),
         )
-        span_batchnorm(self.model, self.grid.replicas, span=self.options.parallel.batchnorm_span)
+        span_batchnorm(self.model, self.grid, span=self.options.parallel.batchnorm_span)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)

@@ -14,6 +14,7 @@ from falconet.commands import selftest_stages, sharding
 from falconet.errors import CheckpointError, DeviceError
 from falconet.optim.build import UpdateRule, build, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.grid import divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
@@ -80,7 +81,7 @@ def _sharded(world: World) -> tuple[bool, str]:
 def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> tuple[bool, str]:
     """Two updates of all processes together, and of this one alone on all of their images."""
     alone, together = _network(norm).to(world.device), _network(norm).to(world.device)
-    span_batchnorm(together, world, span=span)
+    span_batchnorm(together, divide(world, stages=1), span=span)
     exchange = sharding.replicas(together, world, bucket=0.001, sharded=sharded)
     _update(_state(alone, None, world), _images(world, everyone=True))
     _update(_state(together, exchange, world), _images(world, everyone=False), exchange)

@@ -14,7 +14,6 @@ from falconet.data.source import BoolArray
 from falconet.errors import ConfigError
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
-AUGMENTS: tuple[Augment, ...] = ("none", "shift", "shift-flip", "crop-flip")
 FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
 
 AREA = (0.08, 1.0)  # share of the image a random crop covers

@@ -20,12 +20,8 @@ def crc32c(data: bytes) -> int:
     return crc32c_numpy(data) if library is None else library.crc32c(data)
 
 
-def masked(crc: int) -> int:
-    """As TFRecords store it."""
-    return ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF
-
-
 def unmasked(stored: int) -> int:
+    """The checksum that TFRecords store so."""
     turned = (stored - MASK_DELTA) & 0xFFFFFFFF
     return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 

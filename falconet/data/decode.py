@@ -1,5 +1,6 @@
 """Image files to RGB pixels, and the count of those that cannot be read."""
 
+import os
 import struct
 import threading
 import warnings
@@ -12,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from falconet.data.regular import open_regular
 from falconet.errors import DataError
 
 # Pillow warns of odd metadata, which changes no pixel, and of sizes that are refused below.
@@ -43,6 +45,12 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     As torchvision's and timm's loaders do: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
     orientation ignored. Unlike theirs, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
+    if isinstance(file, Path):
+        try:
+            with open_regular(file) as opened:
+                return open_rgb(opened)
+        except OSError as error:
+            raise UnreadableImageError(_os_reason(error)) from None
     try:
         with Image.open(file, formats=_formats()) as image:
             _check_size(image)
@@ -83,9 +91,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _why_unidentified(file: Path | BinaryIO) -> str:
-    empty = file.stat().st_size == 0 if isinstance(file, Path) else file.seek(0, 2) == 0
-    return "empty file" if empty else "not an image"
+def _why_unidentified(file: BinaryIO) -> str:
+    return "empty file" if file.seek(0, os.SEEK_END) == 0 else "not an image"
 
 
 def _os_reason(error: OSError) -> str:

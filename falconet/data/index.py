@@ -9,22 +9,28 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from falconet.data.asides import say
+from falconet.data.columns import Array
+from falconet.data.free_memory import available
+from falconet.data.regular import open_regular
 from falconet.errors import DataError
-
-Array = npt.NDArray[Any]
+from falconet.parallel.environment import is_first
 
 FOLDER = ".falconet-index"
-FORMAT = "falconet index 1"
+FORMAT = "falconet index 2"
 # A change this soon before the search may have the time stamp of one after it: such an index is not believed.
 RACY = 2_000_000_000  # nanoseconds; the coarsest clock of a file system
+SHARE = 4  # an index larger than a quarter of the free memory is none of ours
+# What reading odd bytes raises.
+DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Found(NamedTuple):
@@ -35,19 +41,31 @@ class Found(NamedTuple):
     watched: Sequence[Path]  # files, and folders whose entries count: a change of one makes this worthless
 
 
-def indexed(root: Path, *, kind: str, search: Callable[[], Found], watched: Sequence[Path] | None = None) -> Found:
+Check = Callable[[Found], None]  # raises ValueError, its text the reason
+
+
+def indexed(
+    root: Path,
+    *,
+    kind: str,
+    search: Callable[[], Found],
+    check: Check,
+    watched: Sequence[Path] | None = None,
+) -> Found:
     """What `search` finds under `root`: from an index of an earlier search where nothing has changed since.
 
     The index lies in the data folder, or in the user's cache folder where that cannot be written; where neither can,
-    every run searches anew. `watched` are the files there are now, where they can be listed cheaply; without it, those
-    of the index are looked at.
+    every run searches anew. Whoever can write there can write an index: nothing in it is used that `check` has not
+    found possible, and one that is not is said and made again. `watched` are the files there are now, where they can be
+    listed cheaply; without it, those of the index are looked at.
     """
     places = [folder / f"{kind}.safetensors" for folder in (root / FOLDER, *_users_folders(root))]
-    known = _newest(places, root, watched)
+    reading = _Reading(root, check, watched)
+    known = reading.newest(places, refused=say if is_first(os.environ) else _quietly)
     if known is not None:
         return known
     with _alone(root):  # several processes of one run come here at once: one searches, the others wait for its index
-        known = _newest(places, root, watched)
+        known = reading.newest(places, refused=_quietly)
         if known is not None:
             return known
         began = time.time_ns()
@@ -57,6 +75,10 @@ def indexed(root: Path, *, kind: str, search: Callable[[], Found], watched: Sequ
             if _written(place, data):
                 break
         return found
+
+
+def _quietly(_: str) -> None:
+    """Says nothing."""
 
 
 def _searched(root: Path, search: Callable[[], Found]) -> Found:
@@ -87,53 +109,84 @@ def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
     return stamps
 
 
-def _newest(places: Sequence[Path], root: Path, watched: Sequence[Path] | None) -> Found | None:
-    for place in places:
-        found = _read(place, root, watched)
-        if found is not None:
-            return found
-    return None
+@dataclass(frozen=True)
+class _Reading:
+    """How an index is read that may be anybody's."""
 
+    root: Path
+    check: Check
+    watched: Sequence[Path] | None
 
-def _read(place: Path, root: Path, watched: Sequence[Path] | None) -> Found | None:
-    """The index, if it is whole and nothing has changed since."""
-    try:
-        data = place.read_bytes()
+    def newest(self, places: Sequence[Path], *, refused: Callable[[str], None]) -> Found | None:
+        for place in places:
+            try:
+                found = self._read(place)
+            except OSError:  # not there
+                continue
+            except DAMAGE as error:
+                reason = " ".join(str(error).split())[:80] or type(error).__name__
+                refused(f"{place}: damaged or not made by falconet ({reason}); searching {self.root} again")
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def _read(self, place: Path) -> Found | None:
+        """The index; None if it is of another version, or something has changed since."""
+        with open_regular(place) as file:
+            total = os.fstat(file.fileno()).st_size
+            if total > available() // SHARE:
+                raise ValueError(f"{total:,} bytes")
+            data = file.read()
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])["__metadata__"]
+        if header["format"] != FORMAT:
+            return None
         stamps, began = json.loads(header["stamps"]), int(header["began"])
-        paths = [root / os.fsdecode(bytes.fromhex(name)) for name, _, _ in stamps] if watched is None else watched
-        changed = any(time_ns > began - RACY for _, _, time_ns in stamps)
-        if header["format"] != FORMAT or changed or _stamps(paths, root) != stamps:
+        names = [_name(stamp) for stamp in stamps]
+        if len(set(names)) != len(names):
+            raise ValueError("files named twice")
+        paths = [self.root / name for name in names] if self.watched is None else self.watched
+        if any(time_ns > began - RACY for _, _, time_ns in stamps) or not _are(paths, self.root, stamps):
             return None
         arrays = load(data)
-        if _checksum(arrays) != int(header["checksum"]):
-            return None
-        return Found(arrays, json.loads(header["facts"]), paths)
-    except (
-        OSError,
-        SafetensorError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # not there, torn, another version
-        return None
+        if _checksum(arrays, header["facts"]) != int(header["checksum"]):
+            raise ValueError("its checksum is another")
+        found = Found(arrays, json.loads(header["facts"]), paths)
+        self.check(found)
+        return found
+
+
+def _name(stamp: list[Any]) -> str:
+    """Of a file or folder below the root, or the root itself; nothing else is looked at."""
+    coded, _, _ = stamp
+    name = os.fsdecode(bytes.fromhex(coded))
+    if Path(name).is_absolute() or os.path.normpath(name) != name or name.split("/", 1)[0] == "..":
+        raise ValueError("a file name that leads out of the folder")
+    return name
+
+
+def _are(paths: Sequence[Path], root: Path, stamps: Sequence[list[Any]]) -> bool:
+    """Whether the stamps are still those; stops at the first that is not."""
+    return len(paths) == len(stamps) and all(
+        _stamps([path], root) == [stamp] for path, stamp in zip(paths, stamps, strict=True)
+    )
 
 
 def _coded(found: Found, root: Path, began: int) -> bytes:
+    facts = json.dumps(found.facts)
     metadata = {
         "format": FORMAT,
         "began": str(began),
         "stamps": json.dumps(_stamps(found.watched, root)),
-        "facts": json.dumps(found.facts),
-        "checksum": str(_checksum(found.arrays)),
+        "facts": facts,
+        "checksum": str(_checksum(found.arrays, facts)),
     }
     return bytes(save({name: np.ascontiguousarray(array) for name, array in found.arrays.items()}, metadata))
 
 
-def _checksum(arrays: Mapping[str, Array]) -> int:
-    total = 0
+def _checksum(arrays: Mapping[str, Array], facts: str) -> int:
+    total = zlib.crc32(facts.encode())
     for name in sorted(arrays):
         total = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, zlib.crc32(name.encode(), total))
     return total

@@ -1,16 +1,12 @@
-"""Host memory for micro-batches: new each time, or pinned and used again; and how much of it there is to have."""
+"""Host memory for micro-batches: new each time, or pinned and used again."""
 
 import math
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -98,36 +94,3 @@ def _carved(slot: Tensor, shape: Shape) -> Room:
         begin += count
     labels, box, mixup, images = tensors
     return Room(images, labels, mixup, box)
-
-
-def available() -> int:
-    """Bytes that this process could still take: of the machine, or of its container where that has less."""
-    free = _meminfo()
-    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    return free if limit is None or used is None else min(free, max(0, limit - used + _held_by_files()))
-
-
-def _held_by_files() -> int:
-    """Of the container's memory: counted as used, but the system takes it again when it is needed."""
-    try:
-        lines = (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    # Not `file`, which counts files that have no disk as well: those stay.
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
-
-
-def _meminfo() -> int:
-    try:
-        lines = MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 4 << 30  # not Linux: what any machine that trains has
-    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(kilobytes) << 10
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such limit, or the word max
-        return None

@@ -18,6 +18,7 @@ from PIL import Image
 from falconet.data import native
 from falconet.data.decode import UnreadableImageError, open_rgb
 from falconet.data.native.binding import Library
+from falconet.data.regular import read_regular
 from falconet.data.source import FileSource
 from falconet.data.sources import packed
 from falconet.errors import DataError
@@ -146,7 +147,7 @@ class Packer:
 def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
     """The bytes to store for a file: as it is if nothing can be done to it, damaged ones too."""
     try:
-        original = path.read_bytes()
+        original = read_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     data = original if recipe.resize is None else shrunk(original, recipe.resize)

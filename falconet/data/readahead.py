@@ -3,7 +3,7 @@
 import os
 import threading
 
-from falconet.data.memory import available
+from falconet.data.free_memory import available
 from falconet.data.shards import Shards
 
 STRIDE = 32 << 20  # bytes asked for with each part that is read: many times what the part itself takes

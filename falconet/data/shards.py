@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from falconet.data.regular import open_descriptor
 from falconet.errors import DataError
 
 
@@ -53,7 +54,7 @@ class Shards:
 
 def open_shard(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_descriptor(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
 

@@ -16,6 +16,7 @@ from falconet.data.keyed import IntArray
 from falconet.data.objects import Objects
 from falconet.data.preprocessing import Channels, Preprocessing, short_side
 from falconet.data.readahead import Readahead
+from falconet.data.regular import read_regular
 from falconet.data.shards import Shards
 
 PixelArray = npt.NDArray[np.uint8]
@@ -105,7 +106,7 @@ class FileSource:
 
     def encoded(self, index: int) -> bytes:
         """The file's bytes; OSError where it cannot be read."""
-        return self.path(index).read_bytes()
+        return read_regular(self.path(index))
 
 
 class Ranges(NamedTuple):

@@ -23,6 +23,25 @@ def _tile(pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _row(values, columns, channels, SIZE: tl.constexpr):
+    """The values of the groups that a tile's channels belong to, as a row."""
+    group = tl.program_id(0) * (channels // SIZE) + columns // SIZE
+    return tl.load(values + group, mask=columns < channels, other=0.0)[None, :]
+
+
+@triton.jit
+def _of_tiles(start, pixels, channels, tiles,
+              SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Where the channels of a group stand in some tiles' results, which of them exist, and the pixels of each tile."""
+    image, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+    rows = start + tl.arange(0, TILES)
+    place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
+    inside = (rows < tiles)[:, None] & (columns < SIZE)[None, :]
+    counts = tl.minimum(pixels - rows * PIXELS, PIXELS)[:, None].to(tl.float32)
+    return place, inside, counts
+
+
+@triton.jit
 def _moments(x, means, squares, pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
     """Of each channel of a tile: the mean, and the sum of squares around it (around 0 it would cancel)."""
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
@@ -39,27 +58,19 @@ def _moments(x, means, squares, pixels, channels, PIXELS: tl.constexpr, CHANNELS
 def _statistics(means, squares, mean, rstd, pixels, channels, tiles, eps,
                 SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Of each group of an image, from its tiles: Chan's formula."""
-    image, group = tl.program_id(0), tl.program_id(1)
-    columns = tl.arange(0, COLUMNS)
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
-        rows = start + tl.arange(0, TILES)
-        inside = (rows < tiles)[:, None] & (columns < SIZE)[None, :]
-        place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
-        counts = tl.minimum(pixels - rows * PIXELS, PIXELS)[:, None].to(tl.float32)
+        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, COLUMNS, PIXELS, TILES)
         total += tl.where(inside, tl.load(means + place, mask=inside, other=0.0) * counts, 0.0)
     elements = pixels * SIZE * 1.0  # not .to(): a size of 1 arrives as a plain number
     middle = tl.sum(tl.sum(total, 1), 0) / elements
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
-        rows = start + tl.arange(0, TILES)
-        inside = (rows < tiles)[:, None] & (columns < SIZE)[None, :]
-        place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
-        counts = tl.minimum(pixels - rows * PIXELS, PIXELS)[:, None].to(tl.float32)
+        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, COLUMNS, PIXELS, TILES)
         away = tl.load(means + place, mask=inside, other=0.0) - middle
         total += tl.where(inside, tl.load(squares + place, mask=inside, other=0.0) + counts * away * away, 0.0)
     variance = tl.sum(tl.sum(total, 1), 0) / elements
-    number = image * tl.num_programs(1) + group
+    number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(mean + number, middle)
     tl.store(rstd + number, 1.0 / tl.sqrt(variance + eps))
 
@@ -69,9 +80,7 @@ def _normalise(x, y, weight, bias, mean, rstd, pixels, channels,
                SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    group = tl.program_id(0) * (channels // SIZE) + columns // SIZE
-    middle = tl.load(mean + group, mask=exists, other=0.0)[None, :]
-    factor = tl.load(rstd + group, mask=exists, other=0.0)[None, :]
+    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
     w = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     b = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -85,9 +94,7 @@ def _sums(x, dy, mean, rstd, plain, weighted, pixels, channels,
     """Of each channel of a tile: the sum of dy, and of dy times the normalised input."""
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    group = tl.program_id(0) * (channels // SIZE) + columns // SIZE
-    middle = tl.load(mean + group, mask=exists, other=0.0)[None, :]
-    factor = tl.load(rstd + group, mask=exists, other=0.0)[None, :]
+    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
     normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - middle) * factor
     slope = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
     place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * channels + columns
@@ -100,11 +107,8 @@ def _slopes(dy, x, dx, weight, mean, rstd, plain, weighted, pixels, channels,
             SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    group = tl.program_id(0) * (channels // SIZE) + columns // SIZE
-    middle = tl.load(mean + group, mask=exists, other=0.0)[None, :]
-    factor = tl.load(rstd + group, mask=exists, other=0.0)[None, :]
-    constant = tl.load(plain + group, mask=exists, other=0.0)[None, :]
-    linear = tl.load(weighted + group, mask=exists, other=0.0)[None, :]
+    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
+    constant, linear = _row(plain, columns, channels, SIZE), _row(weighted, columns, channels, SIZE)
     w = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - middle) * factor
     slope = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)

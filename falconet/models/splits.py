@@ -91,11 +91,6 @@ def _check_count(stages: int, places: Mapping[int, str]) -> None:
         raise ConfigError(f"{OPTION}: got auto:{stages}, wanted at most auto:{len(places) + 1} for this model")
 
 
-def legal_names(model: nn.Module) -> list[str]:
-    """Every layer that a stage may begin with, in the order they run."""
-    return list(beginnings(_traced(model)))
-
-
 def _traced(model: nn.Module) -> fx.GraphModule:
     training = trace(model, wanted_by=OPTION)
     if sum(node.op == "placeholder" for node in training.graph.nodes) > 1:

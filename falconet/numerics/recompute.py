@@ -26,13 +26,6 @@ from falconet.numerics.segments import computed, cut, is_random, last_nodes, tra
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def layer_names(model: nn.Module) -> list[str]:
-    """Every layer's name: module paths with slashes, blocks included, and functions as the trace numbers them."""
-    traced = trace(model)
-    functions = [node.name for node in computed(traced) if node.op in ("call_function", "call_method")]
-    return [*(name.replace(".", "/") for name, _ in model.named_modules() if name), *functions]
-
-
 def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Change `model`, in place, to store the outputs of matching layers alone; their names.
 

@@ -1,7 +1,5 @@
 """Stochastic rounding of fp32 to half precision, with noise that depends on where and when and on nothing else."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,17 +24,6 @@ class Rounding:
     """Stochastic rounding, with noise drawn from `seed`."""
 
     seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundingKey:
-    """Which noise: equal keys give equal noise on every replica and device, so there is no state to save."""
-
-    seed: int
-    update: int | Tensor  # a 0-d integer tensor may lie on the device
-    tensor: int  # a parameter's number
-    slot: int = 0  # the parameter itself, or which of its states
-    first: int = 0  # number of the first element, for a piece of a larger tensor
 
 
 class Part(NamedTuple):
@@ -66,39 +53,28 @@ class Nearest:
 
 
 class Stochastic:
-    """Up with probability equal to how far up the value lies; of one update, for tensors numbered below `tensors`."""
+    """Up with probability equal to how far up the value lies; of one update, for tensors numbered below `tensors`.
+
+    A value that the format has stays as it is, infinities and NaN too. Beyond the largest finite number there is no
+    neighbour above to be fair to: there it is IEEE's nearest, which overflows to infinity halfway to the next step.
+    Probabilities are exact, but for fp16 values below 2^-24, where they are right to 2^-25. Equal seeds and numbers
+    give equal noise on every replica and device, so there is no state to save.
+
+    Elements are numbered by their logical index, so the result does not depend on the memory format. For a
+    channels-last tensor that costs a strided copy of the numbers here, two integer divisions in the Triton kernel.
+    """
 
     def __init__(self, rounding: Rounding, *, update: Tensor, tensors: int) -> None:
         numbers = torch.arange(tensors, dtype=torch.int32, device=update.device)
         self._streams = _streams(rounding.seed, update, numbers)
 
     def __call__(self, value: Tensor, dtype: torch.dtype, *, part: Part, slot: int) -> Tensor:
-        if dtype == torch.float32:
-            return value
+        return value if dtype == torch.float32 else _round(value, dtype, self.bits(value, part=part, slot=slot))
+
+    def bits(self, value: Tensor, *, part: Part, slot: int) -> Tensor:
+        """The noise of each element, 32 bits as int32: a hash of (seed, update, tensor, slot, element)."""
         numbers = _logical(_numbered(value, part.first), part.channels, part.pixels)
-        return _round(value, dtype, _hash(numbers, self._streams[part.tensor], slot))
-
-
-def round_stochastically(x: Tensor, dtype: torch.dtype, *, key: RoundingKey) -> Tensor:
-    """fp32 `x` in `dtype` (fp16 or bf16), each value rounded up with probability equal to how far up it lies.
-
-    A value that `dtype` has stays as it is, infinities and NaN too. Beyond the largest finite number there is no
-    neighbour above to be fair to: there it is IEEE's nearest, which overflows to infinity halfway to the next step.
-    Probabilities are exact, but for fp16 values below 2^-24, where they are right to 2^-25.
-
-    Elements are numbered by their logical index, so the result does not depend on the memory format. For a
-    channels-last tensor that costs a strided copy of the numbers here, two integer divisions in the Triton kernel.
-    """
-    stream = _streams(key.seed, key.update, torch.tensor(_signed(key.tensor), dtype=torch.int32, device=x.device))
-    return _round(x, dtype, _hash(_numbered(x, key.first), stream, key.slot))
-
-
-def noise(shape: int | Sequence[int], *, key: RoundingKey, device: torch.device | str) -> Tensor:
-    """32 random bits an element, as int32: a hash of (seed, update, tensor, slot, element)."""
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    elements = torch.arange(math.prod(shape), dtype=torch.int32, device=device).view(shape)
-    number = torch.tensor(_signed(key.tensor), dtype=torch.int32, device=device)
-    return _hash(elements + key.first, _streams(key.seed, key.update, number), key.slot)
+        return _hash(numbers, self._streams[part.tensor], slot)
 
 
 def seed_bits(seed: int) -> int:
@@ -107,10 +83,8 @@ def seed_bits(seed: int) -> int:
     return int(_mix(_mix(low) + high))
 
 
-def _streams(seed: int, update: int | Tensor, tensors: Tensor) -> Tensor:
+def _streams(seed: int, update: Tensor, tensors: Tensor) -> Tensor:
     """One 32-bit number a tensor, which the elements' numbers are mixed with."""
-    if not isinstance(update, Tensor):
-        update = torch.tensor(_signed(update), dtype=torch.int32, device=tensors.device)
     base = _mix(update.to(torch.int32) * _signed(UPDATE_STRIDE) + seed_bits(seed))
     return _mix(tensors * _signed(TENSOR_STRIDE) + base)
 

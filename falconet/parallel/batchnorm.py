@@ -1,6 +1,7 @@
 """Batch norm whose batch is that of several replicas; one code for CPU and CUDA (torch's own refuses CPU tensors)."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
+from falconet.parallel.grid import Grid
 from falconet.parallel.processes import Processes
-from falconet.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,15 @@ class Span:
         return self
 
 
-def span_batchnorm(model: nn.Module, world: World, *, span: int) -> nn.Module:
+def span_batchnorm(model: nn.Module, grid: Grid, *, span: int) -> nn.Module:
     """`model` with every batch norm changed, in place, to one over `span` replicas; 1 leaves it as it is."""
     if span == 1:
         return model
-    if world.size % span:
-        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of the {world.size} replicas that run")
-    assert isinstance(world, Processes)
-    own = Span(world, _own_group(world, span))
+    replicas = grid.replicas.size
+    if replicas % span:
+        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of the {replicas} replicas that run")
+    assert isinstance(grid.world, Processes)
+    own = Span(grid.world, _own_group(grid.world, grid.spans(span)))
     kinds = _kinds()
     for name, layer in model.named_modules():
         if type(layer) in kinds:
@@ -65,11 +67,11 @@ def _kinds() -> dict[type[nn.Module], Any]:
     return {nn.BatchNorm2d: SpanBatchNorm2d, BatchNormAct2d: SpanBatchNormAct2d}
 
 
-def _own_group(world: Processes, span: int) -> dist.ProcessGroup:
-    """Ours of all groups; only its members take part in making it, because other stages have other layers."""
-    begin = world.rank // span * span
-    ranks = [world.global_rank(rank) for rank in range(begin, begin + span)]
-    own = dist.new_group(ranks, use_local_synchronization=True, timeout=timedelta(seconds=world.timeout))
+def _own_group(world: Processes, every: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Ours of all groups; every process takes part in making each, in the same order, whatever layers it has."""
+    wait = timedelta(seconds=world.timeout)
+    made = [dist.new_group(list(ranks), timeout=wait) for ranks in every]
+    own = next(group for group, ranks in zip(made, every, strict=True) if world.rank in ranks)
     assert isinstance(own, dist.ProcessGroup)
     return own
 

@@ -21,9 +21,17 @@ class Grid:
     def is_first_stage(self) -> bool:
         return self.stages.rank == 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stages.rank == self.stages.size - 1
+    def spans(self, span: int) -> list[list[int]]:
+        """Every group of `span` neighbouring replicas, of every stage, in the order in which all processes make them.
+
+        Ranks are the world's.
+        """
+        stages, replicas = self.stages.size, self.replicas.size
+        return [
+            [replica * stages + stage for replica in range(begin, begin + span)]
+            for stage in range(stages)
+            for begin in range(0, replicas, span)
+        ]
 
 
 def divide(world: World, *, stages: int) -> Grid:

@@ -43,6 +43,9 @@ def starts(job: Job) -> list[Start]:
     hosts = list(job.hosts) or ["localhost"]
     if len(hosts) > 1 and hosts[0] in HERE:
         raise ConfigError(f"--host: the first is {hosts[0]}, which means another host to {hosts[1]}; wanted its name")
+    here = [host for host in hosts if is_here(host)]
+    if len(here) > 1:
+        raise ConfigError(f"--host: {' and '.join(here)} are both this host; wanted each host once")
     assert job.processes % len(hosts) == 0, "a replica stays on one host"
     return [_start(job, hosts, number) for number in range(len(hosts))]
 

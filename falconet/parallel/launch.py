@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -47,7 +48,7 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
         what = described(failures)
         if left == 0:
             limit = f" after {attempt} attempts (--max-restarts {workers.restarts})" if workers.restarts else ""
-            raise WorldError(f"{what}; gave up{limit}")
+            raise WorldError(f"{what}{_why(failures)}; gave up{limit}")
         left -= 1
         say(f"{what}; starting all workers again from the newest whole checkpoint")
 
@@ -92,6 +93,13 @@ def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
 def described(failures: Mapping[int, int]) -> str:
     """How the workers ended that failed first."""
     return ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
+
+
+def _why(failures: Mapping[int, int]) -> str:
+    """Where a person looks for the reason."""
+    if -signal.SIGKILL in _first_to_fail(failures).values():
+        return f" on {socket.gethostname()} (by the system, if memory ran out there: `dmesg` tells)"
+    return f" on {socket.gethostname()}"
 
 
 def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:

@@ -58,18 +58,45 @@ class Liveness:
         """The error of this process, naming those that are not where it is."""
         here = self.doing
         self.doing = f"{here}{GAVE_UP}"
+        said, silent = self._asked()
+        # Who gives no sign of life is to blame; the living may wait elsewhere for the same one.
+        missing = sorted(silent) or [rank for rank in self._others if not _is_at(said.get(rank), here)]
+        absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank), rank in silent)}" for rank in missing]
+        found = "; ".join(absent) or "every process is there, so the network between them is to blame"
+        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
+
+    def lost(self, operation: str, error: RuntimeError) -> WorldError:
+        """The error of a process that was cut off from another; comes late, so that the other's own error is the news.
+
+        Our launcher ends this process meanwhile, and says who went, if one has. It cannot see a device that fails.
+        """
+        with contextlib.suppress(ValueError):  # not in autograd's own threads
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
+        time.sleep(COURTESY)
+        said, silent = self._asked()
+        gone = [rank for rank in self._others if rank in silent or rank not in said]
+        absent = [f"rank {rank} on {self._hosts[rank]} {_absent(said.get(rank), rank in silent)}" for rank in gone]
+        found = f"{'; '.join(absent)}; see what it said last" if absent else self._network()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return WorldError(f"rank {self.rank}: lost another process, {operation} ({reason}): {found}{_how()}")
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _network(self) -> str:
+        hosts = ", ".join(sorted(set(self._hosts)))
+        return f"every process gives signs of life, so a device or the network of {hosts} is to blame"
+
+    def _asked(self) -> tuple[dict[int, str], set[int]]:
+        """Each process's last words, where it answers, and those that give no sign of life."""
         said: dict[int, str] = {}
         silent: set[int] = set()
         # In a thread: the store is the first process's, and a client of a store that is stopped waits for ever.
         asking = threading.Thread(target=self._ask, args=(said, silent), name="asking", daemon=True)
         asking.start()
         asking.join(PATIENCE)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        # Who gives no sign of life is to blame; the living may wait elsewhere for the same one.
-        missing = sorted(silent) or [rank for rank in others if not _is_at(said.get(rank), here)]
-        absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank), rank in silent)}" for rank in missing]
-        found = "; ".join(absent) or "every process is there, so the network between them is to blame"
-        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
+        return dict(said), set(silent)
 
     def _place(self, rank: int) -> str:
         """Its host, where there are several."""
@@ -105,15 +132,9 @@ def _absent(words: str | None, is_silent: bool) -> str:
     return f"{what}, it was last seen {time.time() - float(since):.0f} s ago at {doing}"
 
 
-def lost(rank: int, operation: str, error: RuntimeError) -> WorldError:
-    """The error of a process whose neighbour went away; comes late, so that the neighbour's own error is the news."""
-    with contextlib.suppress(ValueError):  # not in autograd's own threads
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
-    time.sleep(COURTESY)
-    if environment.OWN in os.environ:
-        os._exit(1)  # our own launcher says who went away
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return WorldError(f"rank {rank}: another process went away, {operation} ({reason})")
+def _how() -> str:
+    """What to do; our own launcher starts all again, or says it itself."""
+    return "" if environment.OWN in os.environ else "; the same line with --resume goes on from the newest checkpoint"
 
 
 def follow(launcher: int) -> None:

@@ -89,7 +89,7 @@ class Processes(World):
         except RuntimeError as error:  # of gloo and of NCCL; neither has a class of its own for a time-out
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self.alive.timed_out(self.timeout) from error
-            raise liveness.lost(self.alive.rank, operation, error) from error
+            raise self.alive.lost(operation, error) from error
         self.alive.doing = before
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -1,5 +1,6 @@
 """Exact evaluation: every image once."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,6 +33,13 @@ class Evaluation:
     def top5_accuracy(self) -> float:
         """In percent."""
         return 100.0 * self.top5 / self.images
+
+    def warning(self, what: str) -> str | None:
+        """A line where the loss is no number, though the accuracy of other images may look well."""
+        if math.isfinite(self.loss):
+            return None
+        causes = "running statistics of batch norm, or a 16-bit --precision, are the usual causes"
+        return f"warning: {what} loss is {self.loss}, the model gives values that are not finite; {causes}"
 
 
 @torch.inference_mode()

@@ -141,7 +141,9 @@ class Record:
             | (_named("validation_ema", averaged) if averaged else {})
         )
         self._style.validated(self._validated(found, seconds, self._checkpoint_name()))
+        self._warn(found, "the validation")
         if averaged:
+            self._warn(averaged, "the moving average's validation")
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
         if self.best is None or accuracy > self.best[0]:
@@ -151,8 +153,14 @@ class Record:
         """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""
         begun = self.stopwatch.clock()
         found = self.evaluate(model)
+        self._warn(found, "the averaged checkpoints' validation")
         self._write(_named(f"validation_averaged_{suffix}" if suffix else "validation_averaged", found))
         self._style.averaged(self._validated(found, self.stopwatch.clock() - begun, name), which=suffix)
+
+    def _warn(self, found: Evaluation, what: str) -> None:
+        warning = found.warning(what)
+        if warning:
+            self.screen.line(warning)
 
     def whole_run(self) -> Rate:
         """The rate of everything this process trained."""

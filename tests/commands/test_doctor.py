@@ -75,3 +75,19 @@ def test_processes_without_the_self_test_are_refused(falconet):
     answer = falconet("doctor --replicas 2")
     assert answer.code == 2
     assert answer.err == "falconet doctor: --replicas 2: is for --distributed, which starts processes; wanted both\n"
+
+
+IDLE = {
+    "--precision 16.16": "--precision: has no effect on doctor, whose checks have their own",
+    "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor, whose checks have their own",
+    "--replicas 2": "--replicas 2: is for --distributed, which starts processes; wanted both",
+    "--threads 1": "--threads: has no effect on doctor without --distributed; wanted both",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), IDLE.items())
+def test_an_option_without_effect_is_refused(falconet, line, message):
+    answer = falconet(f"doctor {line}")
+    assert answer.code == 2
+    assert answer.err.startswith(f"falconet doctor: {message}")
+    assert answer.err.count("\n") == 1

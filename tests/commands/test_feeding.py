@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from falconet.checkpoint import files
 from falconet.commands import feeding
+from falconet.config import sections
 from falconet.data.native.keeping import can_keep
 from falconet.data.preprocessing import Preprocessing
+from falconet.data.source import FileSource
 
 LINE = (
     "train --data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2"
@@ -155,3 +158,12 @@ def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falc
     out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
     assert "note: --dataset-cache has no effect without --decode-device cpu" in out
     assert "\ncache:" not in out
+
+
+@pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80)])
+def test_what_is_read_ahead_is_bounded_by_the_memory_that_it_comes_to_lie_in(monkeypatch, decoded, free):
+    monkeypatch.setattr(feeding, "free_memory", lambda: 400)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 1000))
+    photos = FileSource.of(Path(), names=["a"], labels=[0], class_names=("c",))
+    asked = sections.Data(data="imagenet", decode_device=decoded)
+    assert feeding.most_ahead(asked, photos, torch.device("cuda", 0)) == free // 4

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +137,36 @@ def test_when_it_goes_its_processes_go(tmp_path, how):
     while mentions(f"# {tmp_path}"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+CPU = {
+    "--device cpu": ["--num-replicas", "2", "falconet", "train", "--device", "cpu"],
+    "--device=cpu": ["--num-replicas", "2", "falconet", "train", "--device=cpu"],
+    "no device to be seen": ["--num-replicas", "2", "--mpi-local-args=-x CUDA_VISIBLE_DEVICES=", "falconet", "train"],
+}
+
+
+@pytest.mark.parametrize("line", CPU.values(), ids=CPU.keys())
+def test_a_program_for_the_cpu_is_not_held_to_the_number_of_cuda_devices(capfd, monkeypatch, line):
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    assert poprun.main(["--dry-run", *line]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "--nproc-per-node=2" in out
+
+
+def test_a_program_for_devices_is_held_to_their_number(capfd, monkeypatch):
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    assert poprun.main(["--dry-run", "--num-replicas", "2", "falconet", "train", "--device", "cuda"]) == 0
+    out, err = capfd.readouterr()
+    assert err == "poprun: 2 processes asked for, 1 CUDA devices are here: 1 are started\n"
+    assert "--nproc-per-node=1" in out
+
+
+def test_two_names_of_this_host_are_a_mistake(capfd, monkeypatch):
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    assert poprun.main(["--num-replicas", "2", "--host", f"{socket.gethostname()},localhost", "true"]) == 2
+    assert capfd.readouterr().err.endswith(" and localhost are both this host; wanted each host once\n")
 
 
 def test_the_lines_are_shown_and_nothing_is_run(capfd, monkeypatch):

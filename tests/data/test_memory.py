@@ -1,4 +1,4 @@
-"""Memory of micro-batches: aligned, lent again only after its copy, and how much there is."""
+"""Memory of micro-batches: aligned, and lent again only after its copy."""
 
 import gc
 import weakref
@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from falconet.data import memory
 from falconet.data.memory import Ring, Shape, fresh
 
 
@@ -67,25 +66,3 @@ def test_a_slot_that_nobody_gives_back_is_freed():
     del room
     gc.collect()
     assert alive() is None
-
-
-USED = {"memory.max": "5000\n", "memory.current": "3000\n"}
-
-
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({}, 2_048_000),
-        ({"memory.max": "max\n", "memory.current": "1000\n"}, 2_048_000),
-        (USED, 2000),
-        (USED | {"memory.stat": "anon 7\nfile 900\nshmem 400\ninactive_file 300\nactive_file 200\n"}, 2500),
-        (USED | {"memory.current": "6000\n"}, 0),
-    ],
-)
-def test_free_memory_is_the_machines_or_the_containers(tmp_path, monkeypatch, files, free):
-    """Memory that holds files of a disk can be taken again; that of files without one cannot."""
-    for name, text in ({"meminfo": "MemTotal: 9000 kB\nMemAvailable:  2000 kB\n"} | files).items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    assert memory.available() == free

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,9 +10,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.numerics.rounding import Nearest, Part, Rounding, RoundingKey, Stochastic, noise, round_stochastically
+from falconet.numerics.rounding import Nearest, Part, Rounding, Stochastic
 
-KEY = RoundingKey(seed=5, update=7, tensor=3)
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """Which noise."""
+
+    seed: int
+    update: int | torch.Tensor
+    tensor: int
+    slot: int = 0
+    first: int = 0
+
+    def store(self):
+        return Stochastic(Rounding(self.seed), update=torch.as_tensor(self.update), tensors=self.tensor + 1)
+
+    def part(self):
+        return Part(self.tensor, self.first)
+
+
+def round_stochastically(x, dtype, *, key):
+    return key.store()(x, dtype, part=key.part(), slot=key.slot)
+
+
+def noise(shape, *, key):
+    return key.store().bits(torch.empty(shape), part=key.part(), slot=key.slot)
+
+
+KEY = Key(seed=5, update=7, tensor=3)
 HALVES = [torch.float16, torch.bfloat16]
 SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: float.fromhex("0x1.fep127")}
@@ -29,7 +55,7 @@ def neighbours(x, dtype):
 
 def draws(value, dtype, count, update=0):
     x = torch.full((count,), value, dtype=torch.float32)
-    return round_stochastically(x, dtype, key=RoundingKey(seed=1, update=update, tensor=0)).double()
+    return round_stochastically(x, dtype, key=Key(seed=1, update=update, tensor=0)).double()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -66,7 +92,7 @@ def test_rounding_is_unbiased(dtype, value):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounding_is_unbiased_over_many_values_and_elements_do_not_depend_on_each_other(dtype):
     x = torch.from_numpy(np.random.default_rng(0).normal(size=20_000).astype(np.float32))
-    keys = [RoundingKey(seed=9, update=update, tensor=0) for update in range(4)]
+    keys = [Key(seed=9, update=update, tensor=0) for update in range(4)]
     errors = torch.stack([round_stochastically(x, dtype, key=key).double() - x for key in keys])
     low, high = (torch.tensor(side).double() for side in zip(*(neighbours(float(v), dtype) for v in x), strict=True))
     usual = ((x - low) * (high - x)).sqrt()  # the standard deviation of a fair choice between the two
@@ -93,7 +119,7 @@ def test_beyond_the_largest_number_rounding_is_ieee_nearest(dtype):
     x = torch.tensor([largest, largest + 0.4 * step, largest + 0.6 * step, 3.4e38, math.inf]).float()
     x = torch.cat([x, -x])
     for update in range(20):
-        found = round_stochastically(x, dtype, key=RoundingKey(seed=0, update=update, tensor=0))
+        found = round_stochastically(x, dtype, key=Key(seed=0, update=update, tensor=0))
         assert torch.equal(found, x.to(dtype))
 
 
@@ -105,14 +131,14 @@ def test_no_nan_becomes_a_number(dtype, payload):
 
 
 def test_noise_is_a_function_of_its_key():
-    same = RoundingKey(seed=3, update=4, tensor=5)
-    first = noise(1000, key=same, device="cpu")
-    assert torch.equal(first, noise((10, 100), key=same, device="cpu").flatten())
-    assert torch.equal(first[:10], noise(10, key=same, device="cpu"))
-    assert torch.equal(first[10:], noise(990, key=replace(same, first=10), device="cpu"))
-    assert torch.equal(first, noise(1000, key=replace(same, update=torch.tensor(4)), device="cpu"))
+    same = Key(seed=3, update=4, tensor=5)
+    first = noise(1000, key=same)
+    assert torch.equal(first, noise((10, 100), key=same).flatten())
+    assert torch.equal(first[:10], noise(10, key=same))
+    assert torch.equal(first[10:], noise(990, key=replace(same, first=10)))
+    assert torch.equal(first, noise(1000, key=replace(same, update=torch.tensor(4))))
     for changed in ({"seed": 4}, {"update": 5}, {"tensor": 6}, {"slot": 1}, {"slot": 2}, {"seed": 3 + 2**32}):
-        other = noise(1000, key=replace(same, **changed), device="cpu")
+        other = noise(1000, key=replace(same, **changed))
         assert (first == other).float().mean() < 0.01, changed
 
 
@@ -128,12 +154,12 @@ def test_noise_is_the_published_hash():
     base = mix((mix((mix(seed % 2**32) + (seed >> 32)) % 2**32) + update * 0x9E3779B1) % 2**32)
     stream = mix((base + tensor * 0x85EBCA77) % 2**32)
     wanted = [mix((mix(element ^ stream) + stream + slot * 0xC2B2AE3D) % 2**32) for element in range(50)]
-    found = noise(50, key=RoundingKey(seed=seed, update=update, tensor=tensor, slot=slot), device="cpu")
+    found = noise(50, key=Key(seed=seed, update=update, tensor=tensor, slot=slot))
     assert [int(number) % 2**32 for number in found] == wanted
 
 
 def test_every_bit_of_noise_is_a_fair_coin():
-    bits = noise(1 << 16, key=RoundingKey(seed=0, update=0, tensor=0), device="cpu")
+    bits = noise(1 << 16, key=Key(seed=0, update=0, tensor=0))
     for bit in range(32):
         ones = ((bits >> bit) & 1).sum().item()
         assert abs(ones - 2**15) < Z * 2**7, bit
@@ -141,8 +167,8 @@ def test_every_bit_of_noise_is_a_fair_coin():
 
 def test_a_weight_and_its_states_have_noise_of_their_own():
     """They share the first half of the hash; bits and their sums must not show it."""
-    keys = [RoundingKey(seed=0, update=0, tensor=3, slot=slot) for slot in range(3)]
-    drawn = [noise(1 << 16, key=key, device="cpu") for key in keys]
+    keys = [Key(seed=0, update=0, tensor=3, slot=slot) for slot in range(3)]
+    drawn = [noise(1 << 16, key=key) for key in keys]
     for one, other in itertools.combinations(drawn, 2):
         for shift in (0, 1, 7, 13, 16, 31):
             turned = (other >> shift) | (other << (32 - shift)) if shift else other
@@ -163,17 +189,15 @@ def test_the_memory_format_changes_nothing(dtype):
 def test_a_piece_is_rounded_as_a_part_of_the_whole():
     x = torch.randn(300)
     whole = round_stochastically(x, torch.float16, key=KEY)
-    piece = RoundingKey(seed=KEY.seed, update=KEY.update, tensor=KEY.tensor, first=100)
+    piece = Key(seed=KEY.seed, update=KEY.update, tensor=KEY.tensor, first=100)
     assert torch.equal(round_stochastically(x[100:], torch.float16, key=piece), whole[100:])
 
 
-def test_a_store_rounds_as_its_name_says():
+def test_the_nearest_is_torchs_and_fp32_stays_as_it_is():
     x = torch.randn(100)
-    stochastic = Stochastic(Rounding(5), update=torch.tensor(7), tensors=4)
     for dtype in HALVES:
-        assert torch.equal(stochastic(x, dtype, part=Part(3), slot=0), round_stochastically(x, dtype, key=KEY))
         assert torch.equal(Nearest()(x, dtype, part=Part(3), slot=0), x.to(dtype))
-    for store in (stochastic, Nearest()):
+    for store in (KEY.store(), Nearest()):
         assert torch.equal(store(x, torch.float32, part=Part(3), slot=0), x)
 
 
@@ -181,7 +205,7 @@ def test_a_thousand_small_steps_are_lost_to_the_nearest_but_not_on_average():
     """1 - 1000 x 1e-4 in fp16, whose spacing below 1 is 4.9e-4."""
     stochastic = nearest = torch.ones(1000, dtype=torch.float16)
     for update in range(1000):
-        key = RoundingKey(seed=0, update=update, tensor=0)
+        key = Key(seed=0, update=update, tensor=0)
         stochastic = round_stochastically(stochastic.float() - 1e-4, torch.float16, key=key)
         nearest = (nearest.float() - 1e-4).half()
     assert (nearest == 1.0).all()

@@ -3,11 +3,12 @@
 import gloo
 import numpy as np
 import pytest
-from replica_scenarios import alone, one_layer, spanning
+from replica_scenarios import alone, groups_made, one_layer, spanning
 from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.grid import divide
 from falconet.parallel.world import ALONE
 
 pytestmark = pytest.mark.dist
@@ -46,8 +47,15 @@ def test_a_span_of_two_among_four_shares_statistics_in_pairs():
         np.testing.assert_allclose(np.concatenate([r[0] for r in pair]), half[0], rtol=1e-4, atol=2e-5)
 
 
+def test_every_process_makes_every_group_in_the_same_order_whatever_its_stage_holds():
+    """NCCL's communicators are split by all processes at once: one that leaves a group out would hang the others."""
+    results = gloo.in_world(4, groups_made, 2, 2)
+    assert [made for made, _ in results] == [[[0, 2], [1, 3]]] * 4
+    assert [own for _, own in results] == [[0, 2], None, [0, 2], None]
+
+
 def test_a_span_of_one_changes_nothing_and_one_that_does_not_divide_is_refused():
     model = nn.Sequential(nn.BatchNorm2d(3))
-    assert type(span_batchnorm(model, ALONE, span=1)[0]) is nn.BatchNorm2d
+    assert type(span_batchnorm(model, divide(ALONE, stages=1), span=1)[0]) is nn.BatchNorm2d
     with pytest.raises(ConfigError, match="--batchnorm-span: got 2, wanted a divisor of the 1 replicas"):
-        span_batchnorm(model, ALONE, span=2)
+        span_batchnorm(model, divide(ALONE, stages=1), span=2)

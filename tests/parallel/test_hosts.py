@@ -1,6 +1,7 @@
 """The lines that start a job: what a shell and torch's own parser make of them."""
 
 import shlex
+import socket
 
 import pytest
 from torch.distributed.run import parse_args
@@ -58,3 +59,10 @@ def test_output_of_some_ranks_alone_is_filtered_on_each_host(shown, filters):
 def test_a_first_host_that_the_others_could_not_find_is_refused():
     with pytest.raises(ConfigError, match="--host: the first is localhost, which means another host to b"):
         starts(job(hosts=["localhost", "b"]))
+
+
+def test_two_names_of_this_host_are_refused():
+    name = socket.gethostname()
+    with pytest.raises(ConfigError) as caught:
+        starts(job(hosts=[name, "localhost"], processes=1))
+    assert str(caught.value) == f"--host: {name} and localhost are both this host; wanted each host once"

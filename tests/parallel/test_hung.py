@@ -41,13 +41,26 @@ def test_a_worker_that_is_stopped_is_named_with_where_it_was(tmp_path, rank):
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "nobody stays behind"
 
 
+# Opening the photo waits for ever once the file `hang` is there, as a dead file server's files do.
+HANGING = """
+import os, time
+opened = os.open
+def patient(path, *rest, **named):
+    while str(path).endswith("train/dark/3.png") and os.path.exists("hang"):
+        time.sleep(0.1)
+    return opened(path, *rest, **named)
+os.open = patient
+"""
+
+
 def test_a_worker_that_waits_for_an_image_is_named_with_that(tmp_path, image_folder):
+    (tmp_path / "sitecustomize.py").write_text(HANGING)
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     data = f"--data folder --data-dir {image_folder} --model resnet8-cifar --image-size 32 --device cpu --threads 1"
-    process = begin(f"train {data} --micro-batch-size 4 {LINE} --warmup-epoch 0 --dataloader-workers 1", tmp_path)
+    line = f"train {data} --micro-batch-size 4 {LINE} --warmup-epoch 0 --dataloader-workers 1"
+    process = begin(line, tmp_path, variables=paths)
     wait_for(lambda: len(updates(tmp_path / "r")) > 5, "update 6")
-    photo = image_folder / "train/dark/3.png"
-    photo.unlink()
-    os.mkfifo(photo)  # opening it waits for a writer who does not come, as a dead file server's files do
+    (tmp_path / "hang").touch()
     err = ended(process, hung=time.monotonic())
     where = rf"rank (\d): waited {TIMEOUT} s in vain at update \d+, [a-z ']+: rank (\d) did not come, it was last seen"
     found = re.search(where + r" \d+ s ago at reading the images of update \d+", err)

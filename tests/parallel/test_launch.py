@@ -27,7 +27,7 @@ def straight(tmp_path_factory):
     return home, *finish(begin(f"train {LINE} --epoch 12 --run-dir r", home))
 
 
-def test_two_workers_train_and_the_first_alone_prints_and_saves(straight):
+def test_two_workers_train_the_first_alone_prints_and_each_saves_its_share(straight):
     home, code, out, err = straight
     assert (code, err) == (0, "")
     assert out.count("global batch 8 = micro-batch 4 x accumulation 1 x replicas 2") == 1

@@ -212,6 +212,32 @@ def test_the_moving_average_is_validated_beside_the_weights_and_may_be_the_best(
     assert "Accuracy on test set of the moving average: 60.00%" in at.text.getvalue()
 
 
+WARNING = (
+    "loss is nan, the model gives values that are not finite;"
+    " running statistics of batch norm, or a 16-bit --precision, are the usual causes"
+)
+
+
+def test_a_validation_loss_that_is_no_number_is_said_and_the_run_goes_on(desk):
+    at = desk(ema=True)
+    at.accuracies += [Evaluation(10, 1, 5, float("nan")), Evaluation(10, 2, 5, 1.5)]
+    at.record.validate()
+    assert at.text.getvalue().count("warning: ") == 1
+    assert f"warning: the validation {WARNING}\n" in at.text.getvalue()
+    at.accuracies += [Evaluation(10, 1, 5, 1.0), Evaluation(10, 2, 5, float("nan"))]
+    at.record.validate()
+    assert f"warning: the moving average's validation {WARNING}\n" in at.text.getvalue()
+    at.record.save()
+    assert files.verify(at.record.finish()).progress.update == 0
+
+
+def test_a_validation_loss_that_is_a_number_is_not_warned_of(desk):
+    at = desk()
+    at.accuracies += [Evaluation(10, 1, 5, 1e30)]
+    at.record.validate()
+    assert "warning" not in at.text.getvalue()
+
+
 def test_a_checkpoint_knows_its_place_its_sums_and_the_metrics_of_its_own_update_alone(desk):
     at = desk()
     at.accuracies = [found(150)]

@@ -12,7 +12,7 @@ from falconet.data.augment import Crops
 from falconet.data.decode import UnreadableImageError
 from falconet.data.device.screen import plain_size
 from falconet.data.keyed import IntArray
-from falconet.data.landing import MOST_AHEAD
+from falconet.data.landing import Allowance
 from falconet.data.memory import Room, Shape, fresh
 from falconet.data.readers import Reader
 from falconet.data.source import BoolArray, PhotoSource
@@ -31,17 +31,20 @@ class DeviceLanding:
 
     ring = None  # nothing is copied
 
-    def __init__(self, device: torch.device, *, encoded: Encoded, crops: Crops, portion: int | None = None) -> None:
-        self._device, self._portion = device, portion or PORTION
+    def __init__(
+        self, device: torch.device, *, encoded: Encoded, crops: Crops, allowance: Allowance | None = None
+    ) -> None:
+        """Of the allowance, `most` is of the device's memory."""
+        self._device, self._allowance = device, allowance or Allowance()
         self._encoded, self._crops = encoded, crops
         self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the batches' memory belongs to it
         self._own = threading.local()
 
     def rows(self, reader: Reader) -> int:  # noqa: ARG002, the host's reader only gets what is left over
-        return self._portion
+        return self._allowance.portion or PORTION
 
     def ahead(self, images: int, *, size: int) -> int:
-        return max(1, min(images, MOST_AHEAD // Shape(images, size).bytes_an_image))
+        return self._allowance.ahead(Shape(images, size))
 
     def room(self, images: int, *, size: int) -> Room:
         small = fresh(Shape(images, 0))

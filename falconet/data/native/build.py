@@ -18,7 +18,6 @@ LIBRARY = "libfalconet_jpeg.so"  # by this name on every system: only ctypes loa
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a fused multiply-add would give other weights on ARM than on x86.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fstack-protector-strong")
-WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
 TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {  # machine -> the flags of each compilation of target.cpp
     "x86_64": ((), ("-mavx2", "-mbmi", "-mbmi2")),
     "AMD64": ((), ("-mavx2", "-mbmi", "-mbmi2")),

@@ -1,6 +1,7 @@
 """Annotated objects beside the photos: ImageNet's CSV file, or its XML files."""
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from falconet.data.index import Array, Found, indexed
+from falconet.data.columns import Array, check_boxes, check_lengths, check_offsets, check_types
+from falconet.data.index import Found, indexed
 from falconet.data.objects import BoxArray, Objects, key, match, proper
+from falconet.data.regular import open_regular, read_regular
 from falconet.data.source import Names, PhotoSource, Splits, names_of
 from falconet.data.sources.photos import INNER
 from falconet.errors import DataError
@@ -64,8 +67,8 @@ def _read_csv(path: Path) -> dict[str, BoxArray]:
     """Rows of `file name, x0, y0, x1, y1`, shares of width and height, without a header; several rows an image."""
     rows: dict[str, list[list[float]]] = {}
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.reader(file), start=1):
+        with open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            for number, row in enumerate(csv.reader(text), start=1):
                 if not row:
                     continue
                 try:
@@ -78,15 +81,25 @@ def _read_csv(path: Path) -> dict[str, BoxArray]:
                 rows.setdefault(key(name.strip()), []).append(box)
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"{path}: is not a text file of name,x0,y0,x1,y1") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
     return {name: proper(np.array(boxes)) for name, boxes in rows.items()}
 
 
 def _read_folder(data_dir: Path, folder: Path) -> dict[str, BoxArray]:
     """Half a million small files take minutes, so what they say is kept as an index is."""
-    found = indexed(data_dir, kind=f"boxes-{folder.name}", search=lambda: _search(folder))
+    found = indexed(data_dir, kind=f"boxes-{folder.name}", search=lambda: _search(folder), check=_check)
     arrays = found.arrays
     names, objects = Names(arrays["names"].tobytes(), arrays["offsets"]), Objects(arrays["boxes"], arrays["firsts"])
     return {names[number]: objects[number] for number in range(len(names))}
+
+
+def _check(found: Found) -> None:
+    arrays = found.arrays
+    check_types(arrays, {"names": np.uint8, "offsets": np.int64, "firsts": np.int64})
+    check_offsets(arrays["offsets"], end=len(arrays["names"]))
+    check_boxes(arrays["boxes"], arrays["firsts"])
+    check_lengths(arrays["offsets"], arrays["firsts"])
 
 
 def _search(folder: Path) -> Found:
@@ -120,7 +133,7 @@ def _xml_files(folder: Path, folders: list[Path]) -> Iterator[Path]:
 
 def parse_xml(path: Path) -> BoxArray:
     """The objects of one PASCAL VOC annotation, as ImageNet has them: pixels of a stated width and height."""
-    data = path.read_bytes()
+    data = read_regular(path)
     if len(data) > MOST_XML or re.search(rb"<!(DOCTYPE|ENTITY)", data):  # entities can be made to fill the memory
         raise DataError(f"{path}: not an annotation: too large, or it has a document type")
     try:

@@ -1,6 +1,7 @@
 """Class folders of image files: train/<class>/ and val/<class>/ (or validation/<class>/)."""
 
 import os
+import stat
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +11,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from falconet.data.index import Array, Found, indexed
+from falconet.data.asides import say
+from falconet.data.columns import Array, check_below, check_lengths, check_paths, check_types
+from falconet.data.index import Found, indexed
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from falconet.data.regular import kind
 from falconet.data.roots import require_folder
 from falconet.data.source import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
@@ -20,13 +24,15 @@ from falconet.report.counting import Counting
 
 VALIDATION_NAMES = ("val", "validation")
 SPLITS = ("train", "validation")
+TYPES = {"names": np.uint8, "offsets": np.int64, "labels": np.int32}
+MOST_SAID = 5  # of what was skipped, by name
 
 
 def load(data_dir: Path) -> Splits:
     """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
     require_folder(data_dir)
     roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
-    found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots))
+    found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots), check=_check)
     class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])
     train, validation = (_source(found, split, root=roots[split], class_names=class_names) for split in SPLITS)
     return Splits(
@@ -37,6 +43,20 @@ def load(data_dir: Path) -> Splits:
         std=IMAGENET_STD,
         layout="class folders",
     )
+
+
+def _check(found: Found) -> None:
+    classes = [os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"]]
+    if len(set(classes)) != len(classes) or any(name in ("", ".", "..") or {"/", "\0"} & {*name} for name in classes):
+        raise ValueError("class names that are none")
+    for split in SPLITS:
+        names, offsets, labels = (found.arrays[f"{split}.{name}"] for name in TYPES)
+        check_types(dict(zip(TYPES, (names, offsets, labels), strict=True)), TYPES)
+        check_paths(names, offsets)
+        check_lengths(offsets[1:], labels)
+        check_below(labels, len(classes), what="labels")
+        if not len(labels):
+            raise ValueError("no image")
 
 
 def _source(found: Found, split: str, *, root: Path, class_names: tuple[str, ...]) -> FileSource:
@@ -53,6 +73,7 @@ class Listing:
     ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
     labels: "array[int]" = field(default_factory=lambda: array("i"))
     folders: list[Path] = field(default_factory=list)  # every one that was looked into
+    skipped: list[str] = field(default_factory=list)  # and why
 
     def add(self, name: str, label: int) -> None:
         self.names += os.fsencode(name)
@@ -77,6 +98,7 @@ def _search(roots: dict[str, Path]) -> Found:
     numbers = {name: number for number, name in enumerate(class_names)}
     arrays: dict[str, Array] = {}
     folders: list[Path] = []
+    skipped: list[str] = []
     with Counting(f"listing {train.parent}", quiet=not is_first(os.environ)) as counting:
         for split, names in zip(SPLITS, (class_names, validation_names), strict=True):
             listing = Listing(folders=[roots[split]])
@@ -85,7 +107,12 @@ def _search(roots: dict[str, Path]) -> Found:
                 _list(roots[split] / name, numbers[name], listing)
                 counting.add(len(listing.labels) - before)
             folders += listing.folders
+            skipped += listing.skipped
             arrays |= listing.arrays(split)
+    for line in skipped[:MOST_SAID]:
+        say(line)
+    if len(skipped) > MOST_SAID:
+        say(f"{train.parent}: {len(skipped) - MOST_SAID:,} more were skipped, none of them a file")
     return Found(arrays, {"classes": [os.fsencode(name).hex() for name in class_names]}, folders)
 
 
@@ -106,30 +133,40 @@ def _class_names(root: Path) -> tuple[str, ...]:
 
 def _list(folder: Path, label: int, listing: Listing) -> None:
     before = len(listing.labels)
-    for name in _image_names(str(folder), "", listing.folders):
+    for name in _image_names(str(folder), "", listing):
         listing.add(name, label)
     if len(listing.labels) == before:
         raise DataError(f"{folder}: no image in this class folder")
 
 
-def _image_names(folder: str, prefix: str, folders: list[Path]) -> Iterator[str]:
+def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
     """Names relative to the class folder, sorted, folders within it included; links to folders are not followed."""
-    folders.append(Path(folder))
+    listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from _image_names(entry.path, f"{prefix}{entry.name}/", folders)
+                yield from _image_names(entry.path, f"{prefix}{entry.name}/", listing)
                 continue
             ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122, a million names
-            if ending in image_extensions() and _may_be_read(entry):
+            why = _why_not(entry) if ending in image_extensions() or entry.is_symlink() else ""
+            if why:
+                listing.skipped.append(f"{entry.path}: skipped, {why}")
+            elif ending in image_extensions():
                 yield prefix + entry.name
 
 
-def _may_be_read(entry: "os.DirEntry[str]") -> bool:
-    """Not a pipe or a device, which would be waited for; a link may lead anywhere, and asking costs a look at it."""
-    return entry.is_symlink() or entry.is_file(follow_symlinks=False)
+def _why_not(entry: "os.DirEntry[str]") -> str:
+    """A pipe would be waited for, a folder could lead round in circles; a broken link is its reader's to name."""
+    if entry.is_file(follow_symlinks=False):
+        return ""
+    try:
+        mode = entry.stat().st_mode  # of what a link leads to: a look at it, once, as reading it would take
+    except OSError:
+        return ""
+    link = "a link to " if entry.is_symlink() else ""
+    return "" if stat.S_ISREG(mode) else f"{link}{kind(mode)}"
 
 
 @cache

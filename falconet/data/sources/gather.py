@@ -2,12 +2,20 @@
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from falconet.data.index import Array
+from falconet.data.columns import (
+    Array,
+    check_below,
+    check_boxes,
+    check_lengths,
+    check_offsets,
+    check_ranges,
+    check_types,
+)
 from falconet.data.objects import BoxArray, Objects
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from falconet.data.readahead import Readahead
@@ -31,6 +39,7 @@ COLUMNS = {  # typecode while they grow, and type when they are done
     "lengths": ("I", np.uint32),
     "labels": ("i", np.int32),
 }
+BLOCKS = {"names": np.uint8, "offsets": np.int64, "boxes": np.float32, "firsts": np.int64}  # where there are some
 
 
 class Gathered:
@@ -93,6 +102,32 @@ def source_of(
         objects=None if boxes is None else Objects(boxes, arrays[f"{split}.firsts"]),
         ahead=Readahead(shards),
     )
+
+
+def check_split(
+    arrays: Mapping[str, Array], split: str, *, columns: Iterable[str], paths: Sequence[Path], classes: int
+) -> None:
+    """That the source of one split's arrays can be made and reads within its files; else ValueError."""
+    own = {name.removeprefix(f"{split}."): array for name, array in arrays.items() if name.startswith(f"{split}.")}
+    wanted: dict[str, type] = {name: COLUMNS[name][1] for name in columns}
+    if not wanted.keys() <= own.keys() <= {*wanted, *BLOCKS}:
+        raise ValueError("other columns than there should be")
+    check_types(own, wanted | {name: BLOCKS[name] for name in ("names", "offsets", "firsts") if name in own})
+    check_lengths(*(own[name] for name in wanted))
+    if not len(own["labels"]):
+        raise ValueError("no image")
+    check_below(own["shards"], len(paths), what="shard numbers")
+    check_below(own["labels"], classes, what="labels")
+    totals = np.array([path.stat().st_size for path in paths], np.int64)
+    check_ranges(own["begins"], own["sizes"], totals[own["shards"]])
+    if "skips" in own:
+        check_ranges(own["skips"], own["lengths"], own["sizes"].astype(np.int64))
+    if own.keys() & {"names", "offsets"}:
+        check_offsets(own["offsets"], end=len(own["names"]))
+        check_lengths(own["labels"], own["offsets"][1:])
+    if own.keys() & {"boxes", "firsts"}:
+        check_boxes(own["boxes"], own["firsts"])
+        check_lengths(own["labels"], own["firsts"][1:])
 
 
 def splits_of(train: ShardSource, validation: ShardSource, *, layout: str) -> Splits:

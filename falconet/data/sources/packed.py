@@ -21,10 +21,11 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save
 
 from falconet.data.checksum import crc32c
-from falconet.data.index import Array
+from falconet.data.columns import Array, check_below, check_class_names, check_lengths, check_offsets, check_types
+from falconet.data.free_memory import available
 from falconet.data.shards import open_shard, pread
 from falconet.data.source import Names, Splits
-from falconet.data.sources.gather import source_of, splits_of
+from falconet.data.sources.gather import MOST_CLASSES, source_of, splits_of
 from falconet.errors import DataError
 
 ENDING = ".falconet"
@@ -32,6 +33,9 @@ MAGIC = b"falconet shard 1"
 PLACE = struct.Struct("<QQII")
 TAIL = PLACE.size + 32 + len(MAGIC)  # bytes
 SPLITS = ("train", "validation")
+MOST_SHARDS = 100_000  # as many as their names have numbers
+SHARE = 4  # an index larger than a quarter of the free memory is damaged
+DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 COLUMNS = {
     "begins": np.int64,
     "sizes": np.uint32,
@@ -104,7 +108,8 @@ def read_head(path: Path) -> Head:
         if len(tail) < TAIL or tail[-len(MAGIC) :] != MAGIC or pread(file, 0, len(MAGIC)) != MAGIC:
             raise DataError(f"{path}: not a whole packed shard of this version; `falconet data pack` makes it again")
         begin, size, checksum, _ = PLACE.unpack(tail[: PLACE.size])
-        index = pread(file, begin, size) if begin + size + TAIL == total else b""
+        fits = begin + size + TAIL == total and size <= available() // SHARE
+        index = pread(file, begin, size) if fits else b""
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     finally:
@@ -115,31 +120,30 @@ def read_head(path: Path) -> Head:
         arrays = load_arrays(index)
         facts = json.loads(json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]["facts"])
         _check(arrays, begin)
-        _check_facts(facts)
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        _check_facts(facts, arrays["labels"])
+    except DAMAGE:
         raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again") from None
     return Head(arrays, facts, tail[PLACE.size : PLACE.size + 32].hex())
 
 
 def _check(arrays: dict[str, Array], end: int) -> None:
     """The columns are of their types and of one length, and the images lie end to end before the index."""
-    if any(arrays[name].dtype != dtype or arrays[name].ndim != 1 for name, dtype in COLUMNS.items()):
-        raise ValueError
-    begins, sizes, offsets = (arrays[name].astype(np.int64) for name in ("begins", "sizes", "offsets"))
-    lengths = {len(arrays[name]) for name in ("begins", "sizes", "checksums", "labels")} | {len(offsets) - 1}
-    ends = np.cumsum([len(MAGIC), *sizes.tolist()])
-    if len(lengths) != 1 or not np.array_equal(begins, ends[:-1]) or ends[-1] != end:
-        raise ValueError
-    if np.any(np.diff(offsets) < 0) or offsets[0] != 0 or offsets[-1] != len(arrays["names"]):
+    check_types(arrays, COLUMNS)
+    offsets = arrays["offsets"]
+    check_offsets(offsets, end=len(arrays["names"]))
+    check_lengths(offsets[1:], *(arrays[name] for name in ("begins", "sizes", "checksums", "labels")))
+    ends = np.cumsum([len(MAGIC), *arrays["sizes"].tolist()], dtype=np.int64)
+    if not np.array_equal(arrays["begins"], ends[:-1]) or ends[-1] != end:
         raise ValueError
 
 
-def _check_facts(facts: dict[str, Any]) -> None:
+def _check_facts(facts: dict[str, Any], labels: Array) -> None:
     """A checksum says that the bytes are those that were written, not by whom."""
-    split, classes = facts["split"], facts["classes"]
-    numbers = all(isinstance(facts[name], int) for name in ("number", "shards"))
-    named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    if not numbers or not named or split not in SPLITS:
+    number, shards = facts["number"], facts["shards"]
+    if type(number) is not int or type(shards) is not int or not 0 <= number < shards <= MOST_SHARDS:
+        raise ValueError
+    check_below(labels, len(check_class_names(facts["classes"], most=MOST_CLASSES)), what="labels")
+    if facts["split"] not in SPLITS:
         raise ValueError
 
 
@@ -161,8 +165,6 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
             own_name = shard_name(head.facts["split"], head.facts["number"])
             if path.name != own_name:
                 raise DataError(f"{path}: says that it is {own_name}; renamed, or a copy?")
-            if np.any((head.arrays["labels"] < 0) | (head.arrays["labels"] >= len(classes))):
-                raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again")
     assert classes is not None
     train, validation = (
         source_of(_joined(heads[split], split), split, paths=paths, class_names=classes)

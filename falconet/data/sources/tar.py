@@ -10,10 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from falconet.data.index import Array, Found, indexed
+from falconet.data.columns import Array, check_class_names
+from falconet.data.index import Found, indexed
+from falconet.data.regular import open_regular
 from falconet.data.source import Splits
 from falconet.data.sources.folder import image_extensions
-from falconet.data.sources.gather import MOST_CLASSES, Gathered, class_names, label_file, source_of, splits_of
+from falconet.data.sources.gather import (
+    MOST_CLASSES,
+    Gathered,
+    check_split,
+    class_names,
+    label_file,
+    source_of,
+    splits_of,
+)
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
 from falconet.report.counting import Counting
@@ -21,6 +31,7 @@ from falconet.report.counting import Counting
 SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|$)")
 LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample's counts
 JSON_KEYS = ("label", "cls", "class", "class_id")
+COLUMNS = ("shards", "begins", "sizes", "labels")
 MOST_LABEL = 1 << 20  # bytes of a label file
 MOST_IMAGE = 1 << 30  # bytes of an image
 MOST_DIGITS = 18  # of a label that is a number
@@ -47,7 +58,15 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
     every = [path for paths in shards.values() for path in paths]
     names = label_file(data_dir)
     watched = every if names is None else [*every, names]
-    found = indexed(data_dir, kind="tar", search=lambda: _search(data_dir, shards, watched), watched=watched)
+
+    def check(found: Found) -> None:
+        known = check_class_names(found.facts["classes"], most=MOST_CLASSES)
+        for split, paths in shards.items():
+            check_split(found.arrays, split, columns=COLUMNS, paths=paths, classes=len(known))
+
+    found = indexed(
+        data_dir, kind="tar", search=lambda: _search(data_dir, shards, watched), check=check, watched=watched
+    )
     classes = tuple(found.facts["classes"])
     arrays = dict(found.arrays)
     train, validation = (source_of(arrays, split, paths=paths, class_names=classes) for split, paths in shards.items())
@@ -64,7 +83,7 @@ class Sample:
 
 
 def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) -> Found:
-    gathered = {split: Gathered("shards", "begins", "sizes", "labels") for split in shards}
+    gathered = {split: Gathered(*COLUMNS) for split in shards}
     said: dict[str, int] = {}  # label as it is written -> its number in the order of being found
     with Counting(f"indexing {data_dir}", quiet=not is_first(os.environ)) as counting:
         for split, paths in shards.items():
@@ -134,7 +153,7 @@ def _samples(path: Path) -> Iterator[Sample]:
     """Neighbours with one key; the key is all before the first dot of the name."""
     sample: Sample | None = None
     try:
-        with tarfile.open(path, mode="r:") as archive:
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte a member
                 if member.size < 0 or archive.offset <= member.offset:  # back to where it was, again and again

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from falconet.data.checksum import crc32c, unmasked
-from falconet.data.index import Array, Found, indexed
+from falconet.data.columns import Array, check_class_names
+from falconet.data.index import Found, indexed
 from falconet.data.shards import open_shard, pread
 from falconet.data.source import Splits
 from falconet.data.sources import example
 from falconet.data.sources.example import Example, MalformedError
-from falconet.data.sources.gather import COLUMNS, MOST_CLASSES, Gathered, class_names, source_of, splits_of
+from falconet.data.sources.gather import COLUMNS, MOST_CLASSES, Gathered, check_split, class_names, source_of, splits_of
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.counting import Counting
@@ -43,8 +44,16 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
     for split, paths in shards.items():
         _check_complete(data_dir, split, paths)
     every = [path for paths in shards.values() for path in paths]
-    found = indexed(data_dir, kind="tfrecords", search=lambda: _search(shards), watched=every)
-    names = class_names(data_dir, count=found.facts["count"], known=found.facts["names"])
+
+    def check(found: Found) -> None:
+        known, count = check_class_names(found.facts["names"], most=MOST_CLASSES), found.facts["count"]
+        if count != len(known):
+            raise ValueError("class names of another number")
+        for split, paths in shards.items():
+            check_split(found.arrays, split, columns=COLUMNS, paths=paths, classes=len(known))
+
+    found = indexed(data_dir, kind="tfrecords", search=lambda: _search(shards), check=check, watched=every)
+    names = class_names(data_dir, count=len(found.facts["names"]), known=found.facts["names"])
     arrays = dict(found.arrays)
     train, validation = (source_of(arrays, split, paths=paths, class_names=names) for split, paths in shards.items())
     return splits_of(train, validation, layout="TFRecords")

@@ -11,6 +11,7 @@ from PIL import Image
 from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.feed import Feed
+from falconet.data.landing import Allowance
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader
@@ -70,7 +71,7 @@ def landing_of(source, augment):
     from falconet.data.device.landing import DeviceLanding, bytes_of
 
     crops = Crops.of(PREPROCESSING, augment=augment, seed=6, objects=None)
-    return DeviceLanding(torch.device("cuda", 0), encoded=bytes_of(source), crops=crops, portion=7)
+    return DeviceLanding(torch.device("cuda", 0), encoded=bytes_of(source), crops=crops, allowance=Allowance(portion=7))
 
 
 def pillow(source, augment):
@@ -160,3 +161,14 @@ def test_memory_is_not_reused_while_the_consumer_computes(source):
             wanted.append(update[0].images.long().sum())
             torch.cuda.synchronize()
     assert torch.equal(torch.stack(sums), torch.stack(wanted))
+
+
+def test_no_more_is_read_ahead_than_the_allowance_says():
+    from falconet.data.device.landing import DeviceLanding
+
+    crops = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
+    landing = DeviceLanding(
+        torch.device("cuda", 0), encoded=lambda _: None, crops=crops, allowance=Allowance(most=10 * 64 * 64 * 3)
+    )
+    assert landing.ahead(256, size=64) == 10
+    assert landing.ahead(4, size=64) == 4

@@ -10,6 +10,8 @@ import pytest
 from falconet.data import native
 from falconet.data.native import binding, build
 
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
+
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
@@ -98,9 +100,9 @@ def test_the_build_needs_only_the_standard_library():
 @pytest.mark.slow
 def test_another_compiler_builds_it_without_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/usr/bin/clang++")
-    build.build(tmp_path, flags=(*build.FLAGS, *build.WARNINGS, "-Werror"))
+    build.build(tmp_path, flags=(*build.FLAGS, *WARNINGS, "-Werror"))
 
 
 def test_it_builds_without_a_warning(library, tmp_path):
-    made = build.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *build.WARNINGS, "-Werror"))
+    made = build.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
     assert binding.Library(made).sources == library.sources

@@ -117,3 +117,17 @@ def test_a_csv_that_is_no_text_is_refused(root):
     (root / CSV).write_bytes(b"\xff\xfe\0\1")
     with pytest.raises(DataError, match="is not a text file of name,x0,y0,x1,y1"):
         found(root)
+
+
+def test_a_csv_file_that_cannot_be_read_is_told_in_one_line(root):
+    (root / CSV).mkdir()
+    with pytest.raises(DataError) as caught:
+        with_objects(photos.load(root), root)
+    assert str(caught.value) == f"{root / CSV}: cannot be read (a folder, not a file)"
+
+
+def test_a_csv_file_that_leads_nowhere_is_told_in_one_line(root):
+    (root / CSV).symlink_to("nowhere")
+    with pytest.raises(DataError) as caught:
+        with_objects(photos.load(root), root)
+    assert str(caught.value) == f"{root / CSV}: cannot be read (No such file or directory)"

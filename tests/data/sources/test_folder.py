@@ -55,14 +55,39 @@ def test_a_link_to_a_folder_above_does_not_go_round_in_circles(root):
     assert len(folder.load(root).train) == 4
 
 
-def test_pipes_are_not_listed_and_broken_links_are_so_that_they_are_named(root):
+def test_only_files_are_listed_and_what_else_there_is_is_named(root, capfd):
     os.mkfifo(root / "train/dog/3.jpg")
-    (root / "train/dog/4.jpg").symlink_to("nowhere")
-    assert paths(folder.load(root).train)[2:] == ["dog/1.JPEG", "dog/2.png", "dog/4.jpg"]
+    (root / "train/dog/4.jpg").symlink_to("nowhere")  # listed, so that the reader names it
+    (root / "train/dog/5.jpg").symlink_to("5.jpg")  # likewise
+    (root / "train/dog/6.jpg").symlink_to("3.jpg")
+    (root / "train/dog/7.jpg").symlink_to("/dev/zero")
+    (root / "train/dog/8.jpg").symlink_to(root / "val/dog/9.bmp")
+    (root / "train/dog/9.jpg").symlink_to(root / "val/dog")
+    (root / "train/dog/above").symlink_to("..")
+    (root / "train/dog/readme").symlink_to("notes.txt")
+    listed = ["dog/1.JPEG", "dog/2.png", "dog/4.jpg", "dog/5.jpg", "dog/8.jpg"]
+    assert paths(folder.load(root).train)[2:] == listed
+    dog = root / "train/dog"
+    assert capfd.readouterr().err.splitlines() == [
+        f"{dog}/3.jpg: skipped, a pipe",
+        f"{dog}/6.jpg: skipped, a link to a pipe",
+        f"{dog}/7.jpg: skipped, a link to a device",
+        f"{dog}/9.jpg: skipped, a link to a folder",
+        f"{dog}/above: skipped, a link to a folder",
+    ]
+
+
+def test_of_many_things_that_are_no_files_the_first_are_named(root, capfd):
+    for number in range(10, 40):
+        os.mkfifo(root / f"train/dog/{number}.jpg")
+    folder.load(root)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == f"{root}: 25 more were skipped, none of them a file"
 
 
 def test_a_folder_that_cannot_be_read_is_told_in_one_line(root, monkeypatch):
-    def refused(folder, prefix, folders):
+    def refused(folder, prefix, listing):
         raise PermissionError(13, "Permission denied", folder)
 
     monkeypatch.setattr(folder, "_image_names", refused)

@@ -2,15 +2,19 @@
 
 import hashlib
 import io
+import json
 import struct
 
 import layouts
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from layouts import pack
 from PIL import Image
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
+from falconet.data.checksum import crc32c
 from falconet.data.decode import UnreadableImageError
 from falconet.data.sources import packed, photos
 from falconet.errors import DataError
@@ -156,3 +160,85 @@ def test_columns_of_other_types_are_refused_though_they_have_their_checksum(root
         writer.finish(head.facts)
     with pytest.raises(DataError, match="its index is damaged"):
         photos.load(root)
+
+
+def forge(path, *, arrays=None, facts=None):
+    """The shard with another index, which has its checksum; the digest of the whole is not looked at on opening."""
+    data, head = path.read_bytes(), packed.read_head(path)
+    begin = struct.unpack("<Q", data[-72:-64])[0]
+    made = bytes(save({**head.arrays, **(arrays or {})}, {"facts": json.dumps({**head.facts, **(facts or {})})}))
+    place = packed.PLACE.pack(begin, len(made), crc32c(made), 0)
+    path.write_bytes(data[:begin] + made + place + data[-48:])
+
+
+COUNTS = {
+    "a number before the first": {"number": -1},
+    "a number beyond the shards": {"number": 4},
+    "a number that is a truth": {"number": True},
+    "no shards": {"shards": 0},
+    "a million million shards": {"shards": 10**12},
+    "fewer classes than labels": {"classes": []},
+    "a million and one classes": {"classes": ["a"] * 1_000_001},
+}
+
+
+@pytest.mark.parametrize("facts", COUNTS.values(), ids=COUNTS.keys())
+def test_counts_out_of_range_are_refused_though_they_have_their_checksum(root, facts):
+    path = root / "train-00001.falconet"
+    forge(path, facts=facts)
+    with pytest.raises(DataError) as caught:
+        photos.load(root)
+    assert str(caught.value) == f"{path}: its index is damaged; `falconet data pack` makes it again"
+
+
+def test_an_index_larger_than_memory_is_not_read(root, monkeypatch):
+    monkeypatch.setattr(packed, "available", lambda: 1000)
+    with pytest.raises(DataError, match="its index is damaged"):
+        photos.load(root)
+
+
+NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1, 16, 255, 2**31 - 1, 2**32 - 1]))
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_numbers_an_index_holds_nothing_beyond_the_shard_is_read(root, data):
+    path = root / "train-00001.falconet"
+    whole = path.read_bytes()
+    name = data.draw(st.sampled_from(sorted(packed.COLUMNS)))
+    column = packed.read_head(path).arrays[name][: data.draw(st.integers(0, 9))].copy()
+    flat = column.view(np.uint8)
+    odd = np.array(data.draw(st.lists(NUMBERS, min_size=1, max_size=4)), np.int64).view(np.uint8)[: len(flat)]
+    begin = data.draw(st.integers(0, (len(flat) - len(odd)) // column.itemsize)) * column.itemsize
+    flat[begin : begin + len(odd)] = odd
+    forge(path, arrays={name: column})
+    try:
+        source = photos.load(root).train
+    except DataError as error:
+        assert "its index is damaged" in str(error)  # noqa: PT017, or it is harmless: another name, label or checksum
+    else:
+        for number in range(len(source)):
+            place, size, _, _ = source._range(number)
+            assert 0 <= place <= place + size <= source.shards.paths[source.places.shards[number]].stat().st_size
+            assert isinstance(source.where(number), str)
+    finally:
+        path.write_bytes(whole)
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_bytes_a_tail_holds_it_is_refused_in_one_line(root, data):
+    path = root / "train-00001.falconet"
+    whole = path.read_bytes()
+    odd = data.draw(st.binary(min_size=1, max_size=24))
+    at = data.draw(st.integers(len(whole) - 72, len(whole) - len(odd)))
+    changed = whole[:at] + odd + whole[at + len(odd) :]
+    path.write_bytes(changed)
+    try:
+        packed.read_head(path)
+    except DataError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    else:  # nothing but the digest of the whole, which `verify` looks at, or the four zeros
+        assert changed[: -72 + 20] == whole[: -72 + 20]
+    finally:
+        path.write_bytes(whole)

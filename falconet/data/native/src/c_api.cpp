@@ -1,4 +1,4 @@
-// The C functions that library.py calls. None throws, none keeps a pointer it was given, and what happens to one image
+// The C functions that binding.py calls. None throws, none keeps a pointer it was given, and what happens to one image
 // happens to no other. A workspace belongs to one thread at a time.
 #include <cstring>
 #include <memory>
@@ -84,7 +84,7 @@ void open_all(Workspace& workspace, int32_t count, int32_t* sizes, int8_t* statu
 
 }  // namespace
 
-// A digest of the sources it was built from: library.py refuses a library that is not theirs.
+// A digest of the sources it was built from: binding.py refuses a library that is not theirs.
 FALCONET_API const char* falconet_sources() { return FALCONET_SOURCES; }
 
 FALCONET_API const char* falconet_processor() { return falconet::best_kernels().name; }
@@ -115,7 +115,8 @@ FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_
         const int64_t* r = ranges + 4 * static_cast<size_t>(i);
         return falconet::Range{files[i], r[0], r[1], r[2], r[3], checksums != nullptr ? checksums[i] : 0};
     };
-    for (int32_t i = 0; i < count; ++i) falconet::expect(range(i));  // a disk or a network likes many requests at once
+    // A disk or a network likes many requests at once.
+    for (int32_t i = 0; i < count; ++i) falconet::expect(range(i), workspace.limits.bytes);
     open_all(workspace, count, sizes, statuses, [&](int32_t i, Image& image) {
         return falconet::read_range(range(i), checksums != nullptr, workspace.limits.bytes, image.file, image.size);
     });

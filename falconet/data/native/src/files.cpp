@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <system_error>
 
@@ -31,7 +32,15 @@ Status read_file(const char* path, int64_t most, Buffer<uint8_t>& buffer, size_t
     return std::fread(data, 1, size, file.get()) == size ? Status::ok : Status::unreadable;
 }
 
-void expect(const Range& range) {
+Status check(const Range& range, int64_t most) {
+    if (range.begin < 0 || range.size < 0 || range.skip < 0 || range.length < 0 || range.skip > range.size ||
+        range.length > range.size - range.skip || range.begin > std::numeric_limits<int64_t>::max() - range.size)
+        return Status::bad_request;
+    return range.size > most ? Status::too_large : Status::ok;
+}
+
+void expect(const Range& range, int64_t most) {
+    if (check(range, most) != Status::ok) return;
 #if defined(POSIX_FADV_WILLNEED)
     constexpr int64_t request = 128 << 10;  // of a longer one Linux reads only a beginning
     for (int64_t done = 0; done < range.size; done += request)
@@ -41,10 +50,8 @@ void expect(const Range& range) {
 }
 
 Status read_range(const Range& range, bool checked, int64_t most, Buffer<uint8_t>& buffer, size_t& size) {
-    if (range.begin < 0 || range.size < 0 || range.skip < 0 || range.length < 0 || range.skip > range.size ||
-        range.length > range.size - range.skip)
-        return Status::bad_request;
-    if (range.size > most) return Status::too_large;
+    const Status possible = check(range, most);
+    if (possible != Status::ok) return possible;
     const size_t wanted = static_cast<size_t>(range.size);
     uint8_t* data = buffer.need(wanted + 1);
     for (size_t have = 0; have < wanted;) {

@@ -1,4 +1,4 @@
-// What became of one image. The numbers are the C interface's: library.py names the same ones.
+// What became of one image. The numbers are the C interface's: binding.py names the same ones.
 #pragma once
 #include <cstdint>
 

@@ -1,0 +1,60 @@
+"""What a process says that was cut off from another: who, where, and what to do."""
+
+import signal
+import socket
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from falconet.parallel import environment, liveness
+from falconet.parallel.liveness import Liveness
+
+BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
+HERE = socket.gethostname()
+BEGIN = "rank 0: lost another process, summing over the processes (Connection closed by peer [127.0.0.1]:5): "
+RESUME = "; the same line with --resume goes on from the newest checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    for name, seconds in {"EVERY": 0.01, "BEAT": 0.02, "SILENCE": 0.5, "COURTESY": 0.01}.items():
+        monkeypatch.setattr(liveness, name, seconds)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def two():
+    store = HashStore()
+    store.set("host/1", HERE)  # the first asks for it before the second is here
+    processes = [Liveness(store, rank=rank, size=2) for rank in range(2)]
+    processes[1].doing = "update 7"
+    time.sleep(0.2)
+    yield processes
+    for process in processes:
+        process.close()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our launcher", "another launcher"])
+def test_a_process_that_is_gone_is_named_with_its_host_and_what_it_was_about(two, monkeypatch, own):
+    if own:
+        monkeypatch.setenv(environment.OWN, "1")
+    two[1].close()
+    said = str(two[0].lost("summing over the processes", BROKEN))
+    assert said.startswith(f"{BEGIN}rank 1 on {HERE} gives no sign of life, it was last seen ")
+    assert said.endswith(" s ago at update 7; see what it said last" + ("" if own else RESUME))
+
+
+def test_where_all_are_there_the_reason_is_not_kept_under_our_own_launcher(two, monkeypatch):
+    """Such as a device that fails: the launcher sees no more than that this process ended."""
+    monkeypatch.setenv(environment.OWN, "1")
+    said = str(two[0].lost("summing over the processes", BROKEN))
+    assert said == f"{BEGIN}every process gives signs of life, so a device or the network of {HERE} is to blame"
+
+
+def test_the_launcher_may_end_a_process_that_waits_for_news(two):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    two[0].lost("summing over the processes", BROKEN)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
