@@ -164,8 +164,9 @@ def _rule_has_a_half_form(options: Any) -> str | None:
 
 def _divided_lars_adapts_one_type(options: Any) -> str | None:
     """Its norms are summed over the replicas in one message, which holds weights of one type; norms' are fp32."""
-    mixed = options.machine.precision in ("16.16", "bf16.bf16") and options.optimizer.weight_decay_exclude == "nothing"
-    if options.parallel.enable_optimizer_rts and options.optimizer.optimizer == "lars" and mixed:
+    lars = options.optimizer
+    mixed = options.machine.precision in ("16.16", "bf16.bf16") and lars.weight_decay_exclude == "nothing"
+    if options.parallel.enable_optimizer_rts and lars.optimizer == "lars" and mixed and not lars.lars_skip:
         return (
             f"--enable-optimizer-rts: not with --optimizer lars, --precision {options.machine.precision} and"
             " --weight-decay-exclude nothing; wanted norms or vectors"
