@@ -20,6 +20,7 @@ from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
 from falconet.errors import ConfigError, Interrupted
 from falconet.models.patterns import matching
+from falconet.models.statistics import move_once
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.scaling import Offender
 from falconet.optim import ema
@@ -204,6 +205,8 @@ class Run:
             undecayed=self._undecayed(),
         )
         span_batchnorm(self.model, self.grid.replicas, span=self.options.parallel.batchnorm_span)
+        if self.options.training.batchnorm_per_update:
+            move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         if shards and rule.name == "lars":
             sharding.require_one_type(self.model, rule.undecayed)

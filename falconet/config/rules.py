@@ -324,6 +324,7 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
+_BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
@@ -344,8 +345,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
     ),
     ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
-    ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
-    ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
+    *((name, "--norm-type batch", lambda options: options.model.norm_type == "batch") for name in _BATCH_NORM_OPTIONS),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
@@ -389,7 +389,6 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "an optimizer that has state: --momentum above 0",
         lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
     ),
-    ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
     *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
     ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),

@@ -21,6 +21,7 @@ def norm(old: Values) -> Iterable[Effect]:
     if facts.uses_batch_norm(old):
         yield To("norm-type", ("batch",))
         yield To("batchnorm-momentum", (short(round(1 - old.number("--BN-decay"), 12)),))
+        yield To("batchnorm-per-update")
         if efficient:
             yield To("norm-eps", (old.text("--norm-epsilon"),))
         return
@@ -133,11 +134,16 @@ MODEL: tuple[Old, ...] = (
     ),
     part_of("--model-size", "text", None, "model", "a part of the model's name"),
     becomes(
-        "--batch-norm", "flag", None, "norm-type batchnorm-momentum norm-eps norm-grouping", norm, "--norm-type batch"
+        "--batch-norm",
+        "flag",
+        None,
+        "norm-type batchnorm-momentum batchnorm-per-update norm-eps norm-grouping",
+        norm,
+        "--norm-type batch, whose statistics move once an update",
     ),
     part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
     part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),
-    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x"),
+    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once an update"),
     same("--BN-span", "whole", "1", new="batchnorm-span"),
     same("--convolution-groups", "whole", new="resnext-groups"),
     becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),

@@ -153,5 +153,5 @@ def test_a_forgotten_script_is_train_py_and_it_is_said(line, expected):
 
 
 def test_where_there_is_none_a_forgotten_script_is_one_line():
-    with pytest.raises(ConfigError, match="python3 --config: names no script; wanted `python3 train.py --config "):
+    with pytest.raises(ConfigError, match="python3 --config: names no script; wanted `python3 "):
         with_script(["python3", "--config", "x"], ["resnet_main.py"])

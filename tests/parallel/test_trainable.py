@@ -34,6 +34,7 @@ STAGES = {
         "--precision 16.16 --auto-loss-scaling --loss-scaling 64 --enable-stochastic-rounding --optimizer lars",
         "--pipeline-splits layer2/0",
     ),
+    "statistics once an update": (".*", "--batchnorm-per-update", "--pipeline-splits layer2/0"),
     "moving average": ("fc", "--ema-half-life 0.1 --norm-type group --norm-num-groups 4", "--pipeline-splits layer2/0"),
 }
 REPLICAS = {
