@@ -21,7 +21,6 @@ def norm(old: Values) -> Iterable[Effect]:
     if facts.uses_batch_norm(old):
         yield To("norm-type", ("batch",))
         yield To("batchnorm-momentum", (short(round(1 - old.number("--BN-decay"), 12)),))
-        yield To("batchnorm-per-update")
         if efficient:
             yield To("norm-eps", (old.text("--norm-epsilon"),))
         return
@@ -137,9 +136,9 @@ MODEL: tuple[Old, ...] = (
         "--batch-norm",
         "flag",
         None,
-        "norm-type batchnorm-momentum batchnorm-per-update norm-eps norm-grouping",
+        "norm-type batchnorm-momentum norm-eps norm-grouping",
         norm,
-        "--norm-type batch, whose statistics move once an update",
+        "--norm-type batch",
     ),
     part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
     part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),

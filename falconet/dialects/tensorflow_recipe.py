@@ -179,7 +179,10 @@ def averaging(old: Values) -> Iterable[Effect]:
 
 
 def accumulation(old: Values) -> Iterable[Effect]:
+    """Batch norm's statistics were accumulated as gradients are, and moved once an update."""
     yield To("gradient-accumulation", (old.text("--gradient-accumulation-count"),))
+    if facts.uses_batch_norm(old):
+        yield To("batchnorm-per-update")
 
 
 def logs(old: Values) -> Iterable[Effect]:
@@ -236,7 +239,14 @@ LENGTH: tuple[Old, ...] = (
         "the same; its default depends on model and data, as it did",
         aliases=("--micro-batch-size",),
     ),
-    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same"),
+    becomes(
+        "--gradient-accumulation-count",
+        "whole",
+        "1",
+        "gradient-accumulation batchnorm-per-update",
+        accumulation,
+        "the same; batch norm's statistics move once an update, as they did",
+    ),
     becomes(
         "--epochs", "number", None, "epoch", epochs, "a part of an epoch is a whole one here", aliases=("--epoch",)
     ),
