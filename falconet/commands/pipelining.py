@@ -117,7 +117,7 @@ class StagedModel:
         options, shape = self._setup.options, self._setup.shape
         kind = options.parallel.pipeline_schedule
         lines = [
-            *self._setup.beginning(),
+            *self._setup.beginning(self._whole),
             f"pipeline of {self._count} stages, {kind}: {shape.accumulation} micro-batches an update; each stage"
             f" recomputes {_RECOMPUTED[self._mode]}",
         ]

@@ -15,7 +15,7 @@ from falconet.config import schema
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
 from falconet.models import splits, zoo
-from falconet.models.freezing import freeze
+from falconet.models.freezing import count_trained, freeze, train_only
 from falconet.numerics.precision import Regime
 from falconet.numerics.scaling import NonFinite, Offender
 from falconet.optim.half import HalfOptimizer
@@ -43,15 +43,21 @@ class Setup:
     first_trained: str | None = None  # layers that run before it stay as they are
 
     def built(self) -> nn.Module:
-        """The whole model in fp32, on the host."""
+        """The whole model in fp32, on the host, with the weights that are not to be trained frozen."""
         model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             opening.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
+        train_only(model, self.options.training.trainable)
         return model
 
-    def beginning(self) -> list[str]:
-        """Whose weights it begins with, for the plan, where it is not the seed that decides."""
-        return [f"begins with the weights of {self.initial}"] if self.initial else []
+    def beginning(self, model: nn.Module) -> list[str]:
+        """For the plan: whose weights it begins with where it is not the seed that decides, and which ones move."""
+        lines = [f"begins with the weights of {self.initial}"] if self.initial else []
+        patterns = self.options.training.trainable
+        if patterns:
+            moving, all_of_them = count_trained(model), zoo.count_parameters(model)
+            lines.append(f"trains {moving:,} of {all_of_them:,} parameters: those that match {' '.join(patterns)}")
+        return lines
 
     @property
     def normalise(self) -> Normalise:
@@ -73,7 +79,7 @@ def freezing_lines(setup: Setup) -> list[str]:
         return []
     model = setup.built()
     freeze(model, before=setup.first_trained)
-    moving = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    moving = count_trained(model)
     return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
 
 
@@ -156,7 +162,7 @@ class WholeModel:
         return [name for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def lines(self) -> list[str]:
-        return [*self._setup.beginning(), *self._recomputed]
+        return [*self._setup.beginning(self.model), *self._recomputed]
 
     @cached_property
     def _recomputed(self) -> list[str]:

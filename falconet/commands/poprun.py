@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from falconet.dialects.launchers import HELP, Poprun, read_poprun
+from falconet.dialects.launchers import HELP, Poprun, read_poprun, with_script
 from falconet.errors import ConfigError, UserError
 from falconet.parallel import environment, prepared, supervise
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.help:
             Screen().line(HELP)
             return DONE
+        asked.program, forgotten = with_script(asked.program, [path.name for path in Path().iterdir()])
+        asked.notes += [forgotten] if forgotten else []
         return _run(asked, say=say)
     except UserError as error:
         say(f"poprun: {error}")

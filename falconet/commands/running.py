@@ -19,6 +19,8 @@ from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
 from falconet.errors import ConfigError, Interrupted
+from falconet.models.patterns import matching
+from falconet.models.statistics import move_once
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.scaling import Offender
 from falconet.optim import ema
@@ -211,10 +213,14 @@ class Run:
             eps=options.optimizer_eps,
             rmsprop_decay=options.rmsprop_decay,
             lars_trust=options.lars_eeta,
-            undecayed=undecayed_names(self.model, options.weight_decay_exclude),
+            undecayed=self._undecayed(),
         )
         span_batchnorm(self.model, self.grid, span=self.options.parallel.batchnorm_span)
+        if self.options.training.batchnorm_per_update:
+            move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
+        if shards and rule.name == "lars":
+            sharding.require_one_type(self.model, rule.undecayed)
         updates = self.plan.updates_per_epoch
         scale = numbers.loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
         trained = shards.trained if shards else self.model
@@ -240,6 +246,13 @@ class Run:
         if options.ema_half_life is not None:
             state.ema = ema.Ema(self.model, ema.decay_for(options.ema_half_life, updates))
         return state
+
+    def _undecayed(self) -> frozenset[str] | None:
+        """The weights that are not decayed, nor scaled by lars; None: vectors."""
+        options = self.options.optimizer
+        if options.optimizer == "lars" and options.lars_skip:
+            return matching(self.placement.trained, options.lars_skip, option="--lars-skip")
+        return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState) -> Step:
         """What makes one update of a state."""
@@ -267,6 +280,12 @@ class Run:
         trained, asked = manifest.config["optimizer"]["value"], self.loaded.options.optimizer.optimizer
         if trained != asked:
             raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
+        patterns, wanted = (" ".join(each) for each in (self.options.training.trainable, _trainable(manifest)))
+        if patterns != wanted:
+            raise ConfigError(
+                f"--trainable: got '{patterns}', wanted '{wanted}', whose state {folder} holds; `falconet train"
+                " --init-path` begins anew with its weights"
+            )
         stored = REGIMES[manifest.config["precision"]["value"]]
         if stored.update != self.regime.update:
             raise ConfigError(
@@ -389,3 +408,9 @@ class Run:
                 },
             },
         )
+
+
+def _trainable(manifest: Manifest) -> list[str]:
+    """The patterns of the weights that a checkpoint was trained in; older ones trained all."""
+    patterns: list[str] = manifest.config.get("trainable", {"value": []})["value"]
+    return patterns

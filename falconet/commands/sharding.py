@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from falconet.checkpoint import disk
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import sections
+from falconet.errors import ConfigError
 from falconet.numerics.rounding import Part
 from falconet.optim.build import decay_groups
 from falconet.optim.half import HalfLars, HalfOptimizer
@@ -65,6 +66,15 @@ def attach(
             {piece.weights: _part(piece, whole[piece.whole]) for piece in shards.pieces}  # type: ignore[index]
             if shards
             else whole
+        )
+
+
+def require_one_type(model: nn.Module, undecayed: frozenset[str] | None) -> None:
+    """Of divided weights that lars scales: their norms are summed in one message, and norm layers' weights are fp32."""
+    if len({p.dtype for p in decay_groups(model, undecayed)[0]}) > 1:
+        raise ConfigError(
+            "--lars-skip: leaves weights of two number formats to lars, which --enable-optimizer-rts cannot divide;"
+            " wanted patterns that match the weights of all norm layers"
         )
 
 

@@ -122,8 +122,9 @@ def _scale_is_of_one_kind(options: Any) -> str | None:
 
 def _divided_lars_adapts_one_type(options: Any) -> str | None:
     """Its norms are summed over the replicas in one message, which holds weights of one type; norms' are fp32."""
-    mixed = options.machine.precision in ("16.16", "bf16.bf16") and options.optimizer.weight_decay_exclude == "nothing"
-    if options.parallel.enable_optimizer_rts and options.optimizer.optimizer == "lars" and mixed:
+    lars = options.optimizer
+    mixed = options.machine.precision in ("16.16", "bf16.bf16") and lars.weight_decay_exclude == "nothing"
+    if options.parallel.enable_optimizer_rts and lars.optimizer == "lars" and mixed and not lars.lars_skip:
         return (
             f"--enable-optimizer-rts: not with --optimizer lars, --precision {options.machine.precision} and"
             " --weight-decay-exclude nothing; wanted norms or vectors"
@@ -307,6 +308,7 @@ _HOST_OPTIONS = (
     *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
+_BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
@@ -328,8 +330,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
     ),
     ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
-    ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
-    ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
+    *((name, "--norm-type batch", lambda options: options.model.norm_type == "batch") for name in _BATCH_NORM_OPTIONS),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("iterations", "--data generated or synthetic", _random_data),
@@ -374,7 +375,6 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "an optimizer that has state: --momentum above 0",
         lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
     ),
-    ("batchnorm-span", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
     *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
     ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),

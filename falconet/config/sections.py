@@ -73,6 +73,8 @@ class Training:
     """Micro-batches in one update."""
     init_path: Path | None = None
     """Begin with the weights of a checkpoint, of a run's newest one, or of a file (safetensors, torch) that fits."""
+    batchnorm_per_update: bool = False
+    """Move batch norm's statistics once an update, by the mean over its micro-batches, instead of with each of them."""
     trainable: tuple[str, ...] = ()
     """Train only weights that match one of these regular expressions, such as fc or layer4/.*/bias; all without it."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from falconet.errors import ConfigError, did_you_mean
@@ -19,6 +19,8 @@ OF_MPIRUN = {
     **dict.fromkeys(("--allow-run-as-root", "--oversubscribe", "--display-map", "--report-bindings"), 0),
     **dict.fromkeys(("--bind-to", "--map-by", "--rank-by"), 1),
 }
+PYTHONS_OWN = ("--help", "--version", "--help-env", "--help-xoptions", "--help-all", "--check-hash-based-pycs")
+FORGOTTEN = "4"  # the TensorFlow README's value of --ipus-per-replica: its mk2_resnet50_bn_16ipus is in 4 stages
 NETWORKS = ("btl_tcp_if_include", "oob_tcp_if_include")
 HELP = """usage: poprun [flags] PROGRAM [arguments]
 
@@ -26,7 +28,7 @@ Runs a program as several processes, with the flags of Graphcore's poprun, by to
 
   --num-replicas N       copies of the model over all hosts
   --num-instances N      must divide the replicas; their number when --num-replicas is missing
-  --ipus-per-replica N   processes of one replica: the stages of a pipeline (1; also where the value is missing)
+  --ipus-per-replica N   processes of one replica: the stages of a pipeline (1; 4 where the value is missing)
   --host A,B             hosts, over ssh, each with this folder and this Python; the first one coordinates
   --numa-aware yes|no    bind each process to a NUMA node
   --mpi-global-args S    --tag-output, -x VAR[=VALUE], -H HOSTS, --mca btl_tcp_if_include NETWORK,
@@ -91,13 +93,30 @@ def read_poprun(argv: Sequence[str]) -> Poprun:
     return asked
 
 
+def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple[str, ...], str | None]:
+    """A program with train.py where Python is given options of a script and no script, and a line about it.
+
+    One original's README prints its POD128 command so. `scripts`: what lies in the folder where it is typed.
+    """
+    python, *words = program
+    if not re.fullmatch(r"python[\d.]*", python.rpartition("/")[2]) or not words or words[0] in PYTHONS_OWN:
+        return tuple(program), None
+    if not words[0].startswith("--"):
+        return tuple(program), None
+    if "train.py" not in scripts:
+        raise ConfigError(f"{python} {words[0]}: names no script; wanted `{python} train.py {words[0]} ...`")
+    return (python, "train.py", *words), f"{python} {words[0]}: names no script; taken as {python} train.py"
+
+
 def _next(name: str, words: list[str], asked: Poprun) -> str:
     """The value of a flag: the next word, unless that is a flag; mpirun's arguments begin with a dash themselves."""
     if words and (name in MPI or not words[0].startswith("-")):
         return words.pop(0)
-    if name == "--ipus-per-replica":  # as one original's README printed it
-        asked.notes.append("--ipus-per-replica: has no value; taken as 1")
-        return "1"
+    if name == "--ipus-per-replica":  # as one original's README printed it, of a model in 4 stages
+        asked.notes.append(
+            f"--ipus-per-replica: has no value; taken as {FORGOTTEN}, which was meant where it is printed so"
+        )
+        return FORGOTTEN
     raise ConfigError(f"{name}: needs a value")
 
 

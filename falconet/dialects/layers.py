@@ -12,7 +12,7 @@ RESNET = {
 }
 BASIC = ("10", "18", "34")  # two convolutions a block; the others have three
 CIFAR_BASIC = ("8", "14", "20", "32", "44", "110")
-_EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
+EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
     **{"0": (1, 2, 2, 3, 3, 4, 1), "1": (2, 3, 3, 4, 4, 5, 2), "2": (2, 3, 3, 4, 4, 5, 2), "3": (2, 3, 3, 5, 5, 6, 2)},
     **{"4": (2, 4, 4, 6, 6, 8, 2), "5": (3, 5, 5, 7, 7, 9, 3), "6": (3, 6, 6, 8, 8, 11, 3)},
     **{"7": (4, 7, 7, 10, 10, 13, 4), "CIFAR": (1, 2, 2, 3, 3, 4, 1)},
@@ -49,7 +49,7 @@ def _addition(number: int, *, model: str, name: str) -> str:
         places = [(stage, block) for stage, blocks in enumerate(RESNET[depth], 1) for block in range(blocks)]
         template = f"layer{{}}/{{}}/act{2 if depth in BASIC else 3}"
     elif model.startswith("efficientnet-b"):
-        repeats = _EFFICIENTNET[model.removeprefix("efficientnet-b")]
+        repeats = EFFICIENTNET[model.removeprefix("efficientnet-b")]
         places = [(stage, block) for stage, blocks in enumerate(repeats) for block in range(1, blocks)]
         template = "blocks/{}/{}"
     else:
@@ -100,7 +100,7 @@ def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
 
 def _efficientnet_splits(size: str) -> dict[str, str]:
     splits = {}
-    for stage, blocks in enumerate(_EFFICIENTNET[size.removeprefix("B")]):
+    for stage, blocks in enumerate(EFFICIENTNET[size.removeprefix("B")]):
         for block in range(blocks):
             old, ours = f"block{stage + 1}{'abcdefghijklm'[block]}", f"blocks/{stage}/{block}"
             if stage or block:

@@ -1,6 +1,7 @@
 """The TensorFlow program's programs."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 
 from falconet.dialects import tensorflow_facts as facts
@@ -8,7 +9,7 @@ from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
 from falconet.dialects.tensorflow_machine import MACHINE
 from falconet.dialects.tensorflow_model import DATA, MODEL
-from falconet.dialects.tensorflow_recipe import KEEPING, LENGTH, RATE, SCHEDULE, UPDATE
+from falconet.dialects.tensorflow_recipe import KEEPING, LENGTH, RATE, SCHEDULE, UPDATE, resume
 from falconet.dialects.values import Values
 
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
@@ -53,7 +54,8 @@ _VALIDATING: tuple[Old, ...] = (
     nothing("--inference", "text", "what is measured is always said"),
     nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
 )
-_SHARED = (*LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
+_LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" else option for option in LENGTH)
+_SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
 _TRAINING = "is for training"
 _MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
 _PREDICTING: tuple[Old, ...] = (

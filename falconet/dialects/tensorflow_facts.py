@@ -5,6 +5,7 @@ import re
 from math import ceil, isclose
 from typing import Any
 
+from falconet.dialects.tensorflow_variables import Network, find, weights_of
 from falconet.dialects.values import Values, power_of_two
 from falconet.errors import ConfigError
 
@@ -243,3 +244,23 @@ def groups(old: Values) -> int:
     if old.has("--groups"):
         return old.whole("--groups")
     return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16
+
+
+def network(old: Values) -> Network:
+    """What the names of the model's variables depend on."""
+    model(old)  # says what is wrong with the size
+    return Network(
+        family=family(old),
+        size=size(old),
+        cifar=not is_imagenet(old) and family(old) != "efficientnet",
+        batch_norm=uses_batch_norm(old),
+        excites=not old.flag("--no-se"),
+    )
+
+
+def trained(old: Values) -> tuple[str, ...]:
+    """Our names of the weights that are trained, in order, without statistics."""
+    own = network(old)
+    filtered = find(own, old.texts("--variable-filter")).weights if old.given("--variable-filter") else None
+    weights = (name for name in weights_of(own) if "running_" not in name)
+    return tuple(name for name in weights if filtered is None or name in filtered)

@@ -139,11 +139,16 @@ MODEL: tuple[Old, ...] = (
     ),
     part_of("--model-size", "text", None, "model", "a part of the model's name"),
     becomes(
-        "--batch-norm", "flag", None, "norm-type batchnorm-momentum norm-eps norm-grouping", norm, "--norm-type batch"
+        "--batch-norm",
+        "flag",
+        None,
+        "norm-type batchnorm-momentum norm-eps norm-grouping",
+        norm,
+        "--norm-type batch",
     ),
     part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
     part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),
-    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x"),
+    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once an update"),
     same("--BN-span", "whole", "1", new="batchnorm-span"),
     same("--convolution-groups", "whole", new="resnext-groups"),
     becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 
 from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects import tensorflow_variables as variables
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
 SYNC = "replicas hold the same bits after every update, which is checked at the start"
+LARS_SKIPS = ("beta", "gamma", "bias")
 LOGGED_ONCE = "the first process alone logs and saves"
 
 
@@ -99,10 +101,44 @@ def optimiser(old: Values) -> Iterable[Effect]:
 
 
 def weight_decay(old: Values) -> Iterable[Effect]:
-    """Scales and shifts of norms are left out on ImageNet, nothing on CIFAR, every vector by LARS."""
+    """Scales and shifts of norms are left out on ImageNet, nothing on CIFAR, by LARS what it skips."""
     yield To("weight-decay", (short(facts.weight_decay(old)),))
-    kept = "vectors" if old.text("--optimiser") == "LARS" else "norms" if facts.is_imagenet(old) else "nothing"
-    yield To("weight-decay-exclude", (kept,))
+    if old.text("--optimiser") == "LARS":
+        yield from _lars_skips(old)
+    else:
+        yield To("weight-decay-exclude", ("norms" if facts.is_imagenet(old) else "nothing",))
+
+
+def _lars_skips(old: Values) -> Iterable[Effect]:
+    """Their default, beta gamma bias, is every vector: --weight-decay-exclude vectors."""
+    if old.texts("--lars-skip-list") == LARS_SKIPS:
+        yield To("weight-decay-exclude", ("vectors",))
+        return
+    network = facts.network(old)
+    found = variables.find(network, old.texts("--lars-skip-list"))
+    for fragment in found.idle:
+        yield Say(f"--lars-skip-list: '{fragment}' is in no variable's name{variables.meant(network, fragment)}")
+    trained = facts.trained(old)
+    skipped = found.weights.intersection(trained)
+    if skipped:
+        yield To("lars-skip", variables.patterns(skipped, every=trained))
+    else:
+        yield To("weight-decay-exclude", ("nothing",))
+
+
+def trainable(old: Values) -> Iterable[Effect]:
+    """The weights whose variables have one of the fragments in their names; moving statistics were variables too."""
+    if not old.given("--variable-filter"):
+        return
+    network = facts.network(old)
+    found = variables.find(network, old.texts("--variable-filter"))
+    for fragment in found.idle:
+        raise ConfigError(
+            f"--variable-filter: '{fragment}' is in no variable's name{variables.meant(network, fragment)}"
+        )
+    every = variables.weights_of(network)
+    if found.weights != set(every):
+        yield To("trainable", variables.patterns(found.weights, every=every))
 
 
 def label_smoothing(old: Values) -> Iterable[Effect]:
@@ -148,7 +184,10 @@ def averaging(old: Values) -> Iterable[Effect]:
 
 
 def accumulation(old: Values) -> Iterable[Effect]:
+    """Batch norm's statistics were accumulated as gradients are, and moved once an update."""
     yield To("gradient-accumulation", (old.text("--gradient-accumulation-count"),))
+    if facts.uses_batch_norm(old):
+        yield To("batchnorm-per-update")
 
 
 def logs(old: Values) -> Iterable[Effect]:
@@ -174,8 +213,16 @@ def run_folder(old: Values) -> Iterable[Effect]:
 
 
 def restore(old: Values) -> Iterable[Effect]:
+    """Goes on training; the README prints such a line for a validation too, which train.py never did."""
     if old.has("--restore-path"):
         yield To("checkpoint-input-path", (old.text("--restore-path"),))
+
+
+def resume(old: Values) -> Iterable[Effect]:
+    if old.has("--restore-path"):
+        path = old.text("--restore-path")
+        yield from restore(old)
+        yield Say(f"--restore-path: goes on training {path}; `validation.py --restore-path {path}` measures it")
 
 
 def wandb(old: Values) -> Iterable[Effect]:
@@ -199,7 +246,15 @@ LENGTH: tuple[Old, ...] = (
         aliases=("--micro-batch-size",),
         least=1,
     ),
-    becomes("--gradient-accumulation-count", "whole", "1", "gradient-accumulation", accumulation, "the same", least=1),
+    becomes(
+        "--gradient-accumulation-count",
+        "whole",
+        "1",
+        "gradient-accumulation batchnorm-per-update",
+        accumulation,
+        "the same; batch norm's statistics move once an update, as they did",
+        least=1,
+    ),
     becomes(
         "--epochs", "number", None, "epoch updates", epochs, "the same; 2.5 is said in updates", aliases=("--epoch",)
     ),
@@ -259,14 +314,21 @@ UPDATE: tuple[Old, ...] = (
     part_of("--rmsprop-base-decay-exp", "number", None, "rmsprop-decay", "1 - 2**x times the total batch"),
     part_of("--rmsprop-epsilon", "number", "0.001", "optimizer-eps", "the same, inside the root"),
     part_of("--lars-epsilon", "number", "0.0", "optimizer-eps", "the same"),
-    nothing("--lars-skip-list", "text", "LARS leaves out every vector: scales, shifts and biases", count="some"),
+    part_of(
+        "--lars-skip-list",
+        "text",
+        " ".join(LARS_SKIPS),
+        "lars-skip weight-decay-exclude",
+        "parts of variables' names become patterns of ours; the default is --weight-decay-exclude vectors",
+        count="some",
+    ),
     part_of("--lars-weight-decay", "number", None, "weight-decay", "the decay that LARS has"),
     part_of("--lars-eeta", "number", "0.001", "lars-eeta", "the same"),
     becomes(
         "--weight-decay",
         "number",
         None,
-        "weight-decay weight-decay-exclude",
+        "weight-decay weight-decay-exclude lars-skip",
         weight_decay,
         "the same; on ImageNet norms alone are left out, on CIFAR nothing",
     ),
@@ -280,7 +342,15 @@ UPDATE: tuple[Old, ...] = (
         "times C / (C - 1), which gives the same targets",
     ),
     same("--rts", "flag", new="enable-optimizer-rts"),
-    nothing("--variable-filter", "text", "every weight is trained; there is no filter yet", count="some"),
+    becomes(
+        "--variable-filter",
+        "text",
+        None,
+        "trainable",
+        trainable,
+        "parts of variables' names become patterns of ours: fc1 is fc, b4 is layer4, beta is .*bn1/bias and so on",
+        count="some",
+    ),
     same("--init-path", "text", effect="the same: a checkpoint of Falconet, or weights by safetensors or torch"),
 )
 KEEPING: tuple[Old, ...] = (

@@ -35,6 +35,8 @@ class OnePassBatchNorm2d(nn.BatchNorm2d):
         """As torch does: the unbiased variance, weighed by the momentum, or over all batches without one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
+        if not self.track_running_stats:
+            return
         self.num_batches_tracked.add_(1)
         newest = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
         for running, value in ((self.running_mean, mean), (self.running_var, variance * (count / max(1, count - 1)))):

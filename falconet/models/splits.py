@@ -210,10 +210,10 @@ def _has_weights(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _check_weights(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Every weight belongs to one stage, and every stage has some to train."""
+    """Every weight belongs to one stage, and every stage has some, trained or frozen."""
     owners: dict[str, int] = {}
     for number, stage in enumerate(stages):
-        if not any(parameter.requires_grad for parameter in stage.module.parameters()):
+        if not any(True for _ in stage.module.parameters()):
             raise ConfigError(
                 f"{OPTION}: the stage from '{stage.first}' to '{stage.last}' would have no weights to train"
             )

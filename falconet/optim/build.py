@@ -70,14 +70,13 @@ def build_scaled(model: nn.Module, rule: UpdateRule, *, rounding: Rounding | Non
 
 
 def _groups(model: nn.Module, rule: UpdateRule) -> list[dict[str, Any]]:
-    """Decayed parameters and the others; `adapts` is read by LARS alone."""
+    """Decayed parameters and the others; `adapts` is read by LARS alone. A stage may have none to train."""
     decayed, plain = decay_groups(model, rule.undecayed)
-    assert decayed or plain, "the model has no trainable parameter"
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": rule.weight_decay, "adapts": True},
         {"params": plain, "weight_decay": 0.0, "adapts": False},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def decay_groups(

@@ -39,7 +39,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         self._params = [p for group in self.param_groups for p in group["params"]]
         # Replaced where a process has only pieces of the parameters, so that their noise is that of the whole.
         self.parts = {p: Part(number) for number, p in enumerate(self._params)}
-        device = self._params[0].device
+        device = self._params[0].device if self._params else torch.device("cpu")  # a stage may have none to train
         self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
         self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
@@ -125,7 +125,7 @@ class HalfOptimizer(torch.optim.Optimizer):
     def _store(self) -> Store:
         if self.rounding is None:
             return Nearest()
-        tensors = 1 + max(part.tensor for part in self.parts.values())
+        tensors = 1 + max((part.tensor for part in self.parts.values()), default=0)
         return Stochastic(self.rounding, update=self.rounding_update, tensors=tensors)
 
     def _lr(self, group: dict[str, Any]) -> Tensor:

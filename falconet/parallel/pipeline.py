@@ -97,11 +97,12 @@ class _Ends(nn.Module):
     def __init__(self, run: Run, place: Place) -> None:
         super().__init__()
         self._run, self._place = run, place
+        self._root = torch.zeros((), device=place.world.device, requires_grad=True)
 
     def forward(self, *values: Tensor) -> Any:
         given = values if self._place.is_first else tuple(_Received.apply(value) for value in values)
         results = self._run(*given)
-        return results if self._place.is_last else tuple(_Sent.apply(result) for result in results)
+        return results if self._place.is_last else tuple(_Sent.apply(result, self._root) for result in results)
 
 
 @torch.no_grad()
@@ -124,16 +125,20 @@ def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Sent(torch.autograd.Function):
-    """A value about to leave; its gradient comes back as it lies on the wire."""
+    """A value about to leave; its gradient comes back as it lies on the wire.
+
+    `root` needs a gradient, and gets none: so the value needs one too, of a stage in which nothing is trained as well,
+    and the next stage may send it back in any case.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, value: Tensor, root: Tensor) -> Tensor:  # noqa: ARG004
         sent = _to_wire(value)
         return sent.clone() if sent is value else sent
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
-        return _from_wire(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return _from_wire(gradient), None
 
 
 class _Received(torch.autograd.Function):

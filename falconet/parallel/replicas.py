@@ -111,8 +111,8 @@ class AveragedReplicas:
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Batch norm's running statistics, but for frozen layers, whose own a mean over replicas would round."""
-    moving = [m for m in model.modules() if not (weights := list(m.parameters())) or weights[0].requires_grad]
+    """Batch norm's running statistics, but for frozen ones, which a mean over replicas would round."""
+    moving = [m for m in model.modules() if getattr(m, "track_running_stats", True)]
     return [b for m in moving for name, b in m.named_buffers(recurse=False) if name in RUNNING]
 
 

@@ -70,7 +70,7 @@ class ShardedReplicas(AveragedReplicas):
         for piece in self.pieces:
             self.trained.register_parameter(_without_dots(piece.name), piece.weights)
 
-        nothing = all(piece.weights.ndim < 2 for piece in self.pieces)
+        nothing = bool(trained) and all(piece.weights.ndim < 2 for piece in self.pieces)
         if self._world.max(torch.tensor(int(nothing))):
             raise ConfigError(
                 f"--enable-optimizer-rts: the model is too small to be divided over {world.size} replicas"

@@ -71,6 +71,10 @@ class ScaledMove:
         self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
         self._everywhere, self._stages = shards.flags if shards else _same, stages
         self._watched = watched(model)
+        device = scale.value.device
+        self._nothing = NonFinite(
+            torch.zeros((), dtype=torch.bool, device=device), torch.full_like(scale.value, -1).long()
+        )
 
     def begin(self, update: int) -> None:
         self.optimizer.zero_grad()
@@ -83,7 +87,7 @@ class ScaledMove:
         self.scale.watch(_gradients(self._watched))
 
     def end(self, update: int, lr: float) -> Tensor:
-        non_finite = self._stages(find_non_finite(_gradients(self._trained), everywhere=self._everywhere))
+        non_finite = self._stages(self._found())
         self.offender.note(non_finite)
         self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
         self.optimizer.at(update)
@@ -91,6 +95,11 @@ class ScaledMove:
         self._step()
         self.scale.after(non_finite.found)
         return non_finite.found.long()
+
+    def _found(self) -> NonFinite:
+        """In the gradients of this process, or of the replicas that divide them; a stage may have none to train."""
+        grads = _gradients(self._trained)
+        return find_non_finite(grads, everywhere=self._everywhere) if grads else self._nothing
 
 
 def _same(flags: Tensor) -> Tensor:

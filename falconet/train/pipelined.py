@@ -174,7 +174,7 @@ class _Passes:
 
 def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFinite], NonFinite]:
     """What any stage found; `numbers`: the places of this stage's gradients among all of the model's."""
-    places = torch.tensor(numbers, device=grid.world.device)
+    places = torch.tensor(numbers or [0], device=grid.world.device)  # a stage without any finds nothing
 
     def everywhere(own: NonFinite) -> NonFinite:
         # One message: the first place of all is the largest negated one, and a large number where there is none.

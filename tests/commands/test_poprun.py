@@ -55,13 +55,12 @@ def test_each_process_learns_its_rank_and_what_was_asked_for(tmp_path):
 
 
 def test_falconet_trains_under_it_and_tells_what_it_cannot_do(tmp_path):
-    flags = "--numa-aware 1 --num-replicas 2 --ipus-per-replica --vipu-partition=p"
+    flags = "--numa-aware 1 --num-replicas 2 --ipus-per-replica 1 --vipu-partition=p"
     line = [*FALCONET, "train", *TINY.replace("--micro-batch-size 8", "--micro-batch-size 4").split(), "--run-dir", "r"]
     code, out, err = run(flags, line, tmp_path)
     assert code == 0, err
     assert "global batch 8 = micro-batch 4 x accumulation 1 x replicas 2" in out
-    said = ["poprun: --ipus-per-replica: has no value; taken as 1"]
-    assert err.splitlines()[:2] == [*said, "poprun: --vipu-partition: no effect, there is no IPU here"]
+    assert err.splitlines()[0] == "poprun: --vipu-partition: no effect, there is no IPU here"
     updates = [json.loads(words)["update"] for words in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert max(updates) == 8
 
@@ -203,3 +202,21 @@ def test_a_port_that_is_none_is_refused(capfd, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "99999")
     assert poprun.main(["--dry-run", "true"]) == 2
     assert capfd.readouterr().err == "poprun: MASTER_PORT: got '99999', wanted 1 to 65535\n"
+
+
+def test_the_line_that_forgets_its_script_is_run_from_the_folder_of_train_py():
+    """As printed in the TensorFlow program's README, for two replicas on this host."""
+    folder = Path(__file__).parents[2] / "compat/tensorflow"
+    line = [
+        sys.executable,
+        "--config",
+        "mk2_resnet50_bn_128ipus",
+        "--no-validation",
+        "--data-dir",
+        "d",
+        "--show-translation",
+    ]
+    code, out, err = run("--ipus-per-replica 1 --num-replicas=2 --num-instances=2", line, folder)
+    assert code == 0, err
+    assert f"poprun: {sys.executable} --config: names no script; taken as {sys.executable} train.py" in err
+    assert "falconet train " in out

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from falconet.dialects.launchers import FLAGS, OF_THE_IPU, read_poprun
+from falconet.dialects.launchers import FLAGS, OF_THE_IPU, read_poprun, with_script
 from falconet.errors import ConfigError
 
 # The lines of the originals' own texts; the programs' arguments are shortened.
@@ -24,9 +24,9 @@ SEEDS = {
     "-v --numa-aware 1 --num-instances 4 --num-replicas 4 --ipus-per-replica --mpi-local-args='--tag-output'"
     " python3 t": {
         "replicas": 4,
-        "stages": 1,
+        "stages": 4,
         "tagged": True,
-        "notes": ["--ipus-per-replica: has no value; taken as 1"],
+        "notes": ["--ipus-per-replica: has no value; taken as 4, which was meant where it is printed so"],
     },
     f"-v --host {HOSTS} --numa-aware=yes {PARTITION}"
     " --mpi-global-args='--tag-output --mca btl_tcp_if_include 10.1.3.0/24'"
@@ -131,3 +131,27 @@ def test_a_mistake_is_named_in_one_line(line, message):
         read_poprun(shlex.split(line))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+SCRIPTS = {  # the words after poprun's flags, and what is run in a folder with a train.py
+    "python3 --config mk2_resnet50_bn_128ipus": "python3 train.py --config mk2_resnet50_bn_128ipus",
+    "/usr/bin/python3.11 --data-dir d": "/usr/bin/python3.11 train.py --data-dir d",
+    "python3 train.py --config x": None,
+    "python3 -m falconet train": None,
+    "python3 --version": None,
+    "falconet train --epoch 2": None,
+    "python3": None,
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), SCRIPTS.items())
+def test_a_forgotten_script_is_train_py_and_it_is_said(line, expected):
+    program, note = with_script(line.split(), ["configs.yml", "train.py"])
+    assert " ".join(program) == (expected or line)
+    python, option = [*line.split(), ""][:2]
+    assert note == (f"{python} {option}: names no script; taken as {python} train.py" if expected else None)
+
+
+def test_where_there_is_none_a_forgotten_script_is_one_line():
+    with pytest.raises(ConfigError, match="python3 --config: names no script; wanted `python3 "):
+        with_script(["python3", "--config", "x"], ["resnet_main.py"])

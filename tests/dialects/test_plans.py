@@ -17,6 +17,7 @@ from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
 from falconet.config.settings import from_environment
+from falconet.dialects.launchers import read_poprun, with_script
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.optim.schedules import Schedule
@@ -58,7 +59,6 @@ def filled(number, config):
     line = line.replace("<number of instances>", "2").replace("<Total number of repicas>", "4")
     line = line.replace(" ...", f" python3 train.py --config {config} --imagenet-data-path imagenet", number == 9)
     line = line.replace("[...]", COMMANDS[38].partition("train.py ")[2])
-    line = line.replace("python3 --config", "python3 train.py --config")
     before = {
         45: "python train.py --dataset imagenet --data-dir imagenet --model-size 50 --pipeline-splits b1/2/relu ",
         63: "python3 train.py --data generated ",
@@ -69,10 +69,13 @@ def filled(number, config):
 
 def launched(words):
     """The program's own words, and what its launcher says: replicas in all, processes of a replica."""
+    if "poprun" in words:
+        asked = read_poprun(words[words.index("poprun") + 1 :])
+        program, _ = with_script(asked.program, ["train.py"])
+        return list(program[2:]), asked.replicas, asked.stages
     script = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    told = " ".join(words[:script])
-    replicas = re.search(r"--num-replicas[= ](\d+)", told)
-    return words[script + 1 :], int(replicas[1]) if replicas else None
+    replicas = re.search(r"--num-replicas[= ](\d+)", " ".join(words[:script]))
+    return words[script + 1 :], int(replicas[1]) if replicas else None, None
 
 
 def poprun_of(script, arguments, tmp_path):
@@ -92,7 +95,7 @@ def translated(row, tmp_path):
     words = shlex.split(filled(number, row["config"]))
     if words[0].endswith(".sh"):
         words = poprun_of(words[0], words[1:], tmp_path)
-    arguments, replicas = launched(words)
+    arguments, replicas, _ = launched(words)
     configs = FOLDERS[dialect] / "configs.yml"
     if row["config"] == "my_config":
         configs = tmp_path / "configs.yml"
@@ -145,6 +148,26 @@ def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path)
     whole = 100 * options.training.epoch
     rates = [schedule.lr(update) for update in range(0, whole, whole // 50)]
     assert 0 < max(rates) <= rate.lr
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "poprun" in COMMANDS[int(row["line"]) - 1] and row["stages"]])
+def test_the_processes_of_a_launched_replica_are_the_stages_of_its_pipeline(row):
+    """Of line 33 too, whose --ipus-per-replica has no value in print."""
+    words = shlex.split(filled(int(row["line"]), row["config"]))
+    assert launched(words)[2] == int(row["stages"])
+
+
+def test_the_line_under_the_heading_validation_goes_on_training_and_says_what_validates(tmp_path):
+    """Line 36 is train.py with --restore-path: what it did, it does; the README meant validation.py."""
+    (row,) = (row for row in ROWS if row["line"] == "36")
+    translation = translated(row, tmp_path)
+    assert translation.command == "restore"
+    assert (
+        "--restore-path: goes on training generated_checkpoints_dir_path;"
+        " `validation.py --restore-path generated_checkpoints_dir_path` measures it"
+    ) in translation.notes
+    meant = translate("tf1:validation.py", ["--restore-path", "generated_checkpoints_dir_path"])
+    assert meant.line() == "falconet validate --checkpoint-input-path generated_checkpoints_dir_path"
 
 
 def test_every_command_that_starts_a_program_has_a_plan():

@@ -46,3 +46,36 @@ def test_a_run_without_logs_names_no_folder():
 def test_a_wrong_data_set_is_answered_in_small_letters():
     with pytest.raises(ConfigError, match="--dataset: got 'imagenett', wanted imagenet or cifar-10 or cifar-100; did"):
         settings("--dataset ImageNett --data-dir d")
+
+
+BETAS = ".*bn1/bias .*bn2/bias .*bn3/bias .*downsample/1/bias"
+FILTERED = [
+    (f"{IMAGENET} --model-size 50 --variable-filter fc1", {"trainable": "fc"}),
+    (f"{IMAGENET} --model-size 50 --batch-norm --variable-filter beta fc1", {"trainable": f"{BETAS} fc"}),
+    (f"{IMAGENET} --model-size 50 --variable-filter b4 fc1", {"trainable": "layer4 fc"}),
+    (f"{IMAGENET} --variable-filter all/", {"trainable": None}),  # every variable
+    ("--dataset cifar-10 --data-dir d --variable-filter b3/0", {"trainable": "layer3/0"}),
+]
+LARS = f"{IMAGENET} --model-size 50 --optimiser LARS --abs-learning-rate 10"
+SKIPPED = [
+    (LARS, {"lars-skip": None, "weight-decay-exclude": None, "weight-decay": "0.0001"}),  # vectors are our default
+    (f"{LARS} --lars-skip-list beta gamma bias", {"lars-skip": None, "weight-decay-exclude": None}),
+    (f"{LARS} --lars-skip-list bias", {"lars-skip": "fc/bias"}),
+    (f"{LARS} --lars-skip-list fc1 b1/0", {"lars-skip": "layer1/0 fc"}),
+    (f"{LARS} --lars-skip-list nobody", {"lars-skip": None, "weight-decay-exclude": "nothing"}),
+    (f"{LARS} --lars-skip-list fc1 b1 --variable-filter fc1", {"lars-skip": "fc", "trainable": "fc"}),
+    (f"{IMAGENET} --lars-skip-list bias", {"lars-skip": None, "weight-decay-exclude": "norms"}),  # not with SGD
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), [*FILTERED, *SKIPPED])
+def test_parts_of_names_become_patterns(line, expected):
+    found = settings(line)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_filter_that_names_nothing_is_refused_and_a_skip_list_is_answered():
+    with pytest.raises(ConfigError, match="--variable-filter: 'fc2' is in no variable's name; did you mean 'fc1'"):
+        settings(f"{IMAGENET} --model-size 50 --variable-filter b4 fc2")
+    notes = translate("tf1:train.py", f"{LARS} --lars-skip-list batch_normm bias".split()).notes
+    assert any(note.startswith("--lars-skip-list: 'batch_normm' is in no variable's name") for note in notes)

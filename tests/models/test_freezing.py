@@ -6,7 +6,8 @@ from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.models import zoo
-from falconet.models.freezing import freeze
+from falconet.models.freezing import count_trained, freeze, train_only
+from falconet.models.norms import Norm
 
 
 def frozen_weights(model):
@@ -96,3 +97,49 @@ def test_a_layer_after_all_weights_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     with pytest.raises(ConfigError, match="'1' leaves no weights to train; wanted an earlier layer"):
         freeze(model, before="1")
+
+
+# What matches is trained; batch norm's statistics are named, and frozen, like weights.
+ONLY = {
+    ("fc",): ({"fc.weight", "fc.bias"}, set()),
+    ("layer3", "fc/bias"): (
+        {f"layer3.0.{name}" for name in ("conv1.weight", "bn1.weight", "bn1.bias", "conv2.weight", "bn2.weight")}
+        | {"layer3.0.bn2.bias", "fc.bias"},
+        {"layer3.0.bn1", "layer3.0.bn2"},
+    ),
+    ("bn1/bias", ".*running_mean"): (
+        {"bn1.bias"},
+        {"bn1", *(f"layer{stage}.0.bn{number}" for stage in (1, 2, 3) for number in (1, 2))},
+    ),
+}
+
+
+@pytest.mark.parametrize("patterns", ONLY)
+def test_only_what_a_pattern_matches_is_trained(patterns):
+    model = zoo.build("resnet8-cifar", classes=10, seed=0)
+    train_only(model, patterns)
+    trained, tracked = ONLY[patterns]
+    every = {name for name, _ in model.named_parameters()}
+    assert frozen_weights(model) == every - trained
+    norms = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    assert {name for name, layer in norms.items() if layer.track_running_stats} == tracked
+    assert count_trained(model) == sum(model.get_parameter(name).numel() for name in trained)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_frozen_statistics_keep_their_bits_and_the_batch_is_normalised_all_the_same(stable):
+    model = zoo.build("resnet8-cifar", classes=10, seed=0, norm=Norm(stable=stable)).train()
+    free = zoo.build("resnet8-cifar", classes=10, seed=0, norm=Norm(stable=stable)).train()
+    train_only(model, ["fc"])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(images), free(images))  # as in training
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert not torch.equal(model.eval()(images), free.eval()(images))  # whose statistics have moved
+
+
+def test_statistics_alone_are_no_training():
+    with pytest.raises(
+        ConfigError, match=r"--trainable: '\.\*running_var' matches batch norm's statistics alone; wanted"
+    ):
+        train_only(zoo.build("resnet8-cifar", classes=10, seed=0), [".*running_var"])

@@ -1,0 +1,108 @@
+"""A part of the weights trained in several processes: stages that train nothing, divided state, buckets of the rest."""
+
+import gloo
+import numpy as np
+import pipeline_scenarios
+import pytest
+import torch
+
+from falconet.models import zoo
+
+pytestmark = pytest.mark.dist
+
+LINE = (
+    "--data generated --classes 10 --image-size 8 --iterations 6 --micro-batch-size 4 --gradient-accumulation 4"
+    " --epoch 1 --warmup-epoch 0 --threads 1 --dataloader-workers 0 --device cpu --lr-schedule step"
+)
+# What is trained, what one process does, and what stages do beside it.
+STAGES = {
+    "nothing in the first": ("fc", "", "--pipeline-splits layer2/0"),
+    "nothing in the last": ("conv1 bn1 layer1/0/conv1", "", "--pipeline-splits layer3/0"),
+    "interleaved": (
+        "fc layer3",
+        "--optimizer adamw",
+        "--pipeline-splits layer3/0 --pipeline-schedule interleaved --recompute-mode none",
+    ),
+    "sequential": (".*bias", "--optimizer sgd_combined", "--pipeline-splits layer2/0 --pipeline-schedule sequential"),
+    "skipped weights of lars": (
+        "fc layer3",
+        "--optimizer lars --lars-skip fc/bias .*bn1",
+        "--pipeline-splits layer3/0/conv2",
+    ),
+    "half": (
+        "fc",
+        "--precision 16.16 --auto-loss-scaling --loss-scaling 64 --enable-stochastic-rounding --optimizer lars",
+        "--pipeline-splits layer2/0",
+    ),
+    "statistics once an update": (".*", "--batchnorm-per-update", "--pipeline-splits layer2/0"),
+    "moving average": ("fc", "--ema-half-life 0.1 --norm-type group --norm-num-groups 4", "--pipeline-splits layer2/0"),
+}
+REPLICAS = {
+    "averaged": "--trainable fc .*bn2",
+    "divided": "--trainable fc layer3 --enable-optimizer-rts",
+    "divided lars": "--trainable fc layer3 --optimizer lars --enable-optimizer-rts --lars-skip .*bias .*bn./weight",
+    "divided half": "--trainable fc layer3 --enable-optimizer-rts --precision 16.16 --loss-scaling 64",
+    "statistics without weights": "--trainable fc .*running_.*",
+}
+
+
+GROUP = f"{LINE} --norm-type group --norm-num-groups 4 --trainable fc layer3"  # which a divided batch does not touch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of both processes: stages first, then replicas."""
+    staged = [f"{LINE} {recipe} {stages} --trainable {trained}" for trained, recipe, stages in STAGES.values()]
+    replicated = [f"{LINE} --replicas 2 {recipe}" for recipe in REPLICAS.values()]
+    lines = [*staged, *replicated, f"{GROUP} --replicas 2"]
+    return gloo.in_world(2, pipeline_scenarios.several, lines, timeout=90.0)
+
+
+@pytest.mark.parametrize("number", range(len(STAGES)), ids=STAGES.keys())
+def test_stages_make_the_very_updates_of_one_process(found, number):
+    trained, recipe, _ = list(STAGES.values())[number]
+    mine, theirs = found[0][number], pipeline_scenarios.alone(f"{LINE} {recipe} --trainable {trained}")
+    assert mine["tensors"].keys() == theirs["tensors"].keys()
+    for name, values in theirs["tensors"].items():
+        np.testing.assert_array_equal(mine["tensors"][name], values, err_msg=name)
+    assert (mine["losses"], mine["counts"]) == (theirs["losses"], theirs["counts"])
+
+
+@pytest.mark.parametrize("number", range(len(REPLICAS)), ids=REPLICAS.keys())
+def test_replicas_train_only_what_was_asked_for(found, number):
+    line = list(REPLICAS.values())[number]
+    result = found[0][len(STAGES) + number]["tensors"]
+    kind = torch.float16 if "16.16" in line else torch.float32
+    wanted = zoo.build("resnet8-cifar", classes=10, seed=0).state_dict()
+    moved = set()
+    for name, before in wanted.items():
+        now = torch.from_numpy(result[f"model:{name}"])
+        before = before.to(now.dtype if now.dtype == kind else before.dtype)
+        if not torch.equal(now, before):
+            moved.add(name)
+    patterns = {
+        "averaged": ("fc.", "bn2."),
+        "statistics without weights": ("fc.", "running_", "num_batches_tracked"),
+    }.get(list(REPLICAS)[number], ("fc.", "layer3."))
+    assert moved == {name for name in wanted if any(part in name for part in patterns)}
+
+
+def test_divided_state_is_the_state_of_the_trained_weights_alone(found):
+    for number in range(len(STAGES), len(STAGES) + len(REPLICAS)):
+        names = {name.partition("/")[2] for name in found[0][number]["tensors"] if name.startswith("optimizer:")}
+        assert names <= {name for name, _ in zoo.build("resnet8-cifar", classes=10, seed=0).named_parameters()}
+        assert not any(name.startswith(("conv1", "bn1", "layer1.0.conv")) for name in names)
+
+
+def test_two_replicas_make_the_updates_of_one_with_twice_the_accumulation(found):
+    whole = pipeline_scenarios.alone(f"{GROUP} --gradient-accumulation 8")["tensors"]
+    for name, values in whole.items():
+        np.testing.assert_allclose(found[0][-1]["tensors"][name], values, rtol=0, atol=2e-6, err_msg=name)
