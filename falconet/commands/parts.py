@@ -10,7 +10,7 @@ from torch import nn
 
 from falconet.commands import feeding
 from falconet.commands.feeding import Reading
-from falconet.config import rules, schema, sections
+from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
 from falconet.data import native, share
 from falconet.data.augment import Augment
@@ -158,6 +158,7 @@ def build_model(model: sections.Model, *, classes: int, seed: int) -> nn.Module:
         fast=model.enable_fast_groupnorm,
         stable=not model.disable_stable_batchnorm,
         strided=model.norm_grouping == "strided",
+        biases=model.conv_bias,
     )
     return zoo.build(
         model.model,
@@ -184,12 +185,14 @@ def shape_of(model: sections.Model) -> zoo.Shape | None:
             width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
             depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
         )
-    if rules.is_residual(model.model) or model.model.startswith("resnext"):
+    if model.model.startswith(("resnet", "resnext")):
         return ResidualShape(
             groups=model.resnext_groups,
             group_dim=model.resnext_group_dim,
             stride=model.bottleneck_stride,
             wide=model.resnext_wide,
+            shortcut=model.shortcut_type,
+            stem=model.stem,
         )
     return None
 

@@ -67,6 +67,8 @@ def _shape_is_of_the_family(options: Any) -> str | None:
         "resnext_": (name.startswith("resnext"), "a ResNeXt"),
         "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "bottleneck_": (is_residual(name), "a ResNet"),
+        "shortcut_": (name.startswith(("resnet", "resnext")), "a ResNet"),
+        "stem": (name.startswith(("resnet", "resnext")), "a ResNet"),
     }
     for field in fields(model):
         for prefix, (is_one, kind) in families.items():
@@ -369,6 +371,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("disable-stable-batchnorm", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("batchnorm-momentum", "--norm-type batch", lambda options: options.model.norm_type == "batch"),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
+    ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
     ("classes", "--data generated or synthetic", _random_data),

@@ -84,6 +84,12 @@ class Model:
     """ResNeXt for CIFAR: stages of 256, 512 and 1024 channels instead of 64, 128 and 256."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
     """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
+    shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
+    """ResNets: zero channels (A), projections where the shape changes (B), everywhere (C), or at each stage's start."""
+    stem: Literal["auto", "imagenet", "cifar"] = "auto"
+    """ResNets: begin with 7 x 7 pixels and pooling, or with 3 x 3 as for small images; auto: by the model's name."""
+    conv_bias: bool = False
+    """Convolutions have biases; for --norm-type none."""
     input_image_padding: bool = False
     """Give the first convolution a fourth, zero, input channel: the same function, sometimes faster."""
 

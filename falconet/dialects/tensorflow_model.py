@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import exp
 
 from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.layers import BASIC
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Say, To
 from falconet.dialects.values import Values, short
@@ -13,6 +14,8 @@ LOADER = "the loader has one pipeline for every format, which is reproducible wi
 
 def model(old: Values) -> Iterable[Effect]:
     yield To("model", (facts.model(old),))
+    if facts.is_imagenet(old) and facts.family(old) == "resnet" and facts.size(old) in BASIC:
+        yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
 
 
 def norm(old: Values) -> Iterable[Effect]:
@@ -127,7 +130,7 @@ MODEL: tuple[Old, ...] = (
         "--model",
         "text",
         "resnet",
-        "model",
+        "model shortcut-type",
         model,
         "with --model-size: resnet 50 is resnet50, resnext 101 is resnext101, efficientnet B0 is efficientnet-b0",
     ),

@@ -10,6 +10,7 @@ from torch import nn
 from falconet.errors import ConfigError
 from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
 from falconet.models.onepass import OnePassBatchNorm2d
+from falconet.models.shortcuts import add_biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Norm:
     fast: bool = False  # group norm only: the fused kernel
     strided: bool = False  # group norm only: every G-th channel in a group, instead of neighbours
     stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
+    biases: bool = False  # no norm only: convolutions get biases in its place
 
 
 def apply(model: nn.Module, norm: Norm) -> nn.Module:
@@ -44,6 +46,8 @@ def apply(model: nn.Module, norm: Norm) -> nn.Module:
         case "none":
             for name, layer in layers.items():
                 model.set_submodule(name, _without_norm(layer).train(layer.training))
+            if norm.biases:
+                add_biases(model)
     return model
 
 

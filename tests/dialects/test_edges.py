@@ -115,3 +115,31 @@ def test_every_average_of_a_list_is_made(line, expected):
     assert {name: value.get(name) for name in expected} == expected
     assert not any("average" in note for note in translation.notes)
     load(TrainOptions, translation.settings)
+
+
+SHORTCUTS = [  # The program's default is B for every size; the networks' own are A for CIFAR.
+    ("--size 20", {"model": "resnet20-cifar", "shortcut-type": "B", "stem": None}),
+    ("--size 20 --shortcut-type A", {"shortcut-type": None}),
+    ("--size 8 --shortcut-type C", {"shortcut-type": "C"}),
+    ("--size 50 --dataset IMAGENET", {"shortcut-type": None, "stem": None, "image-size": None}),
+    ("--size 50 --dataset IMAGENET --shortcut-type A", {"shortcut-type": "A", "bottleneck-stride": "1x1"}),
+    ("--size 18", {"model": "resnet18", "stem": "cifar", "image-size": "32", "shortcut-type": None}),
+    ("--size 20 --dataset IMAGENET", {"stem": "imagenet", "image-size": "224", "shortcut-type": "B"}),
+    ("--size x50", {"model": "resnext50", "stem": "cifar", "bottleneck-stride": "1x1"}),
+    ("--norm-type NONE", {"norm-type": "none", "conv-bias": ""}),
+    ("--norm-type BATCH", {"norm-type": None, "conv-bias": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), SHORTCUTS)
+def test_the_popart_programs_networks_are_its_own(line, expected):
+    translation = translate("popart:resnet_main.py", [*POPART.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+def test_basic_resnets_of_the_tensorflow_program_project_at_every_stage():
+    for size, expected in (("18", ("stages",)), ("34", ("stages",)), ("50", None)):
+        settings = translate("tf1:train.py", [*IMAGENET.split(), "--model-size", size]).settings
+        assert {setting.option: setting.values for setting in settings}.get("shortcut-type") == expected
