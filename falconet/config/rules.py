@@ -359,6 +359,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lars-eeta", "--optimizer lars", _optimizer_in("lars")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
+    ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),

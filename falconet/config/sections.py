@@ -176,6 +176,8 @@ class LearningRate:
     """Factor of a drop in the step and exponential schedules."""
     lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Epochs at which the step schedule drops."""
+    lr_drop_shares: tuple[Annotated[float, Between(0, 1)], ...] = ()
+    """Further drops of the step schedule, as shares of the training."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
     """Changes per epoch; 0: at every update."""
     lr_power: Annotated[float, MoreThan(0)] = 2.0

@@ -6,7 +6,7 @@ from falconet.config.load import load
 from falconet.config.schema import TrainOptions
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
-from falconet.optim.schedules import Schedule
+from falconet.optim.schedules import Schedule, drops_at
 
 IMAGENET = "--dataset imagenet --data-dir d"
 POPART = "--data-dir d"
@@ -82,7 +82,7 @@ def test_the_steps_of_a_training_by_updates_are_shares_of_it():
         epochs=0.5,
         updates_per_epoch=1562,
         decay=options.lr_decay,
-        drops=options.lr_epoch_decay,
+        drops=tuple(drops_at(options.lr_drop_shares, 781, 1562)),
         warmup_epochs=options.warmup_epoch,
     )
     assert [schedule.lr(update) for update in (0, 390, 391, 585, 586, 780)] == pytest.approx(
