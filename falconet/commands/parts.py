@@ -138,6 +138,8 @@ def open_images(
     if data.data not in ("generated", "synthetic"):
         splits = share.reduced(splits, percentage=percentage)
     preprocessing = splits.preprocessing(size)
+    if data.normalization == "mean":
+        preprocessing = preprocessing.centred
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
     return Images(
@@ -255,6 +257,7 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
         cutmix_lambda_low=augmentation.cutmix_lambda_low,
         cutmix_lambda_high=augmentation.cutmix_lambda_high,
         cutmix_disable_prob=augmentation.cutmix_disable_prob,
+        cutmix_draw=augmentation.cutmix_draw,
     )
     return mixing if mixing.mixes or mixing.cuts else None
 

@@ -379,6 +379,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    (
+        "normalization",
+        "--normalization-location host or device",
+        lambda options: options.data.normalization_location != "none",
+    ),
     (
         "validation-frequency",
         "--validation-mode during",

@@ -143,3 +143,35 @@ def test_basic_resnets_of_the_tensorflow_program_project_at_every_stage():
     for size, expected in (("18", ("stages",)), ("34", ("stages",)), ("50", None)):
         settings = translate("tf1:train.py", [*IMAGENET.split(), "--model-size", size]).settings
         assert {setting.option: setting.values for setting in settings}.get("shortcut-type") == expected
+
+
+EFFECTS = [
+    # Shares of version 1 are 1 + ln(u) / 4 unless the batch is skipped, with chance 1.55 x 0.85 - 0.96.
+    (
+        "--cutmix-lambda 0.85",
+        {"cutmix-draw": "exponential", "cutmix-lambda-high": "1", "cutmix-disable-prob": "0.3575"},
+    ),
+    ("--cutmix-lambda 0.85 --cutmix-version 2", {"cutmix-draw": None, "cutmix-lambda-low": "0.85"}),
+    ("", {"normalization": "mean"}),
+    ("--normalise-input", {"normalization": None}),
+    ("--offload-fp32-weight-copy --optimiser momentum", {"precision": "16.32", "offload-optimizer": ""}),
+    ("--offload-fp32-weight-copy --precision 32.32", {"precision": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), EFFECTS)
+def test_what_an_option_of_the_tensorflow_program_did_it_does(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+def test_the_device_of_a_number_is_the_one_that_is_seen():
+    one = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipus", "3", "4"])
+    assert one.environment == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert one.line().startswith("CUDA_VISIBLE_DEVICES=3 falconet train ")
+    assert not translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "AUTO"]).environment
+    several = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "3", "--replicas", "2"])
+    assert not several.environment
+    assert several.notes == ("--select-ipu 3: devices are chosen by CUDA_VISIBLE_DEVICES",)
