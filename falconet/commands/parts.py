@@ -12,7 +12,7 @@ from falconet.commands import feeding
 from falconet.commands.feeding import Reading
 from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
-from falconet.config.model import Model, is_residual
+from falconet.config.model import Model
 from falconet.data import native, share
 from falconet.data.augment import Augment
 from falconet.data.decode import BadImages
@@ -155,6 +155,8 @@ def published_images(data: sections.Data, *, model: str, percentage: float = 100
 def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     """Splits at a size, normalised as the options say."""
     preprocessing = splits.preprocessing(size)
+    if data.normalization == "mean":
+        preprocessing = preprocessing.centred
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
     return Images(
@@ -182,6 +184,7 @@ def build_model(model: Model, *, classes: int, seed: int) -> nn.Module:
         stable=not model.disable_stable_batchnorm,
         strided=model.norm_grouping == "strided",
         proxy=Proxy(eps=model.proxy_epsilon, recompute=model.proxy_recompute) if model.proxy_norm else None,
+        biases=model.conv_bias,
     )
     return zoo.build(
         model.model,
@@ -208,12 +211,14 @@ def shape_of(model: Model) -> zoo.Shape | None:
             width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
             depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
         )
-    if is_residual(model.model) or model.model.startswith("resnext"):
+    if model.model.startswith(("resnet", "resnext")):
         return ResidualShape(
             groups=model.resnext_groups,
             group_dim=model.resnext_group_dim,
             stride=model.bottleneck_stride,
             wide=model.resnext_wide,
+            shortcut=model.shortcut_type,
+            stem=model.stem,
         )
     return SqueezeNetShape(bypass=True) if model.squeezenet_bypass else None
 
@@ -276,6 +281,7 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
         cutmix_lambda_low=augmentation.cutmix_lambda_low,
         cutmix_lambda_high=augmentation.cutmix_lambda_high,
         cutmix_disable_prob=augmentation.cutmix_disable_prob,
+        cutmix_draw=augmentation.cutmix_draw,
     )
     return mixing if mixing.mixes or mixing.cuts else None
 

@@ -26,7 +26,7 @@ from falconet.numerics.scaling import Offender
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
 from falconet.optim.offload import HostedState
-from falconet.optim.schedules import Schedule
+from falconet.optim.schedules import Schedule, drops_at
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
@@ -167,6 +167,7 @@ class Run:
         options, rate = self.options, self.options.learning_rate
         images = len(self.images.splits.train)
         per_epoch, limit = updates_in_epoch(images, self.shape.global_batch), options.training.updates
+        updates = limit or options.training.epoch * per_epoch
         schedule = Schedule(
             kind=rate.lr_schedule,
             peak=rate.lr,
@@ -175,7 +176,7 @@ class Run:
             warmup_epochs=rate.warmup_epoch,
             changes_per_epoch=rate.lr_scheduler_freq,
             decay=rate.lr_decay[0],
-            drops=rate.lr_epoch_decay,
+            drops=(*rate.lr_epoch_decay, *drops_at(rate.lr_drop_shares, updates, per_epoch)),
             factors=rate.lr_decay if len(rate.lr_decay) > 1 else (),
             power=rate.lr_power,
             end_ratio=rate.lr_end_ratio,

@@ -77,6 +77,12 @@ class Model:
     """SqueezeNet: add the input of fire modules 3, 5, 7 and 9 to their output."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
     """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
+    shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
+    """ResNets: zero channels (A), projections where the shape changes (B), everywhere (C), or at each stage's start."""
+    stem: Literal["auto", "imagenet", "cifar"] = "auto"
+    """ResNets: begin with 7 x 7 pixels and pooling, or with 3 x 3 as for small images; auto: by the model's name."""
+    conv_bias: bool = False
+    """Convolutions have biases; for --norm-type none."""
     input_image_padding: bool = False
     """Give the first convolution a fourth, zero, input channel: the same function, sometimes faster."""
 
@@ -106,6 +112,8 @@ def of_another_family(options: Any) -> str | None:
         "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "squeezenet_": (name.startswith("squeezenet"), "a SqueezeNet"),
         "bottleneck_": (is_residual(name), "a ResNet"),
+        "shortcut_": (name.startswith(("resnet", "resnext")), "a ResNet"),
+        "stem": (name.startswith(("resnet", "resnext")), "a ResNet"),
     }
     for field in fields(model):
         for prefix, (is_one, kind) in families.items():

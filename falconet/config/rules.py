@@ -57,7 +57,7 @@ def _warmup_ends_before_training(options: Any) -> str | None:
 
 def _factors_are_of_drops(options: Any) -> str | None:
     rate = options.learning_rate
-    factors, drops = len(rate.lr_decay), len(rate.lr_epoch_decay)
+    factors, drops = len(rate.lr_decay), len(rate.lr_epoch_decay) + len(rate.lr_drop_shares)
     if factors == 1 or (factors > 1 and factors == drops and rate.lr_schedule == "step"):
         return None
     wanted = f"one, or {drops}, one for each of --lr-epoch-decay" if drops > 1 and rate.lr_schedule == "step" else "one"
@@ -321,6 +321,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
+    ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
@@ -333,12 +334,19 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--norm-type batch", lambda options: options.model.norm_type == "batch") for name in _BATCH_NORM_OPTIONS),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
+    ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
     ("classes", "--data generated or synthetic", _random_data),
     ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    (
+        "normalization",
+        "--normalization-location host or device",
+        lambda options: options.data.normalization_location != "none",
+    ),
     (
         "validation-frequency",
         "--validation-mode during",

@@ -55,6 +55,8 @@ class Data:
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
+    normalization: Literal["deviation", "mean"] = "deviation"
+    """Pixels less the data's mean over its deviation, or, of 0 to 255, only less ImageNet's mean."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -117,6 +119,8 @@ class LearningRate:
     """Factor of a drop in the step and exponential schedules; for step also one for each of --lr-epoch-decay."""
     lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Epochs at which the step schedule drops."""
+    lr_drop_shares: tuple[Annotated[float, Between(0, 1)], ...] = ()
+    """Further drops of the step schedule, as shares of the training."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
     """Changes per epoch; 0: at every update."""
     lr_power: Annotated[float, MoreThan(0)] = 2.0
@@ -171,6 +175,8 @@ class Augmentation:
     """Greatest share of the own image in cutmix; equal bounds fix the share."""
     cutmix_disable_prob: Annotated[float, Between(0, 1)] = 0.0
     """Chance that a micro-batch skips cutmix."""
+    cutmix_draw: Literal["even", "exponential"] = "even"
+    """How the share is drawn between its bounds: evenly, or as 1 + ln(u) / 4, mostly near the greatest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class Mixing:
     cutmix_lambda_low: float = 0.0  # share of the image kept, drawn from [low, high)
     cutmix_lambda_high: float = 0.0  # equal bounds fix the share; (0, 0) and (1, 1) mean no cutmix
     cutmix_disable_prob: float = 0.0  # chance that a micro-batch skips cutmix
+    cutmix_draw: Literal["even", "exponential"] = "even"  # how the share is drawn between its bounds
 
     def __post_init__(self) -> None:
         if not 0 <= self.mixup_alpha <= 1:
@@ -103,10 +104,17 @@ def _cutmix_box(mixing: Mixing, *, micro_batch: int, side: int, seed: int, epoch
     share, skip, down, right = (float(u) for u in drawn[0])
     if skip < mixing.cutmix_disable_prob:
         return (0, 0, 0, 0)
-    kept = mixing.cutmix_lambda_low + share * (mixing.cutmix_lambda_high - mixing.cutmix_lambda_low)
+    low, high = mixing.cutmix_lambda_low, mixing.cutmix_lambda_high
+    kept = low + (high - low) * (share if mixing.cutmix_draw == "even" else _exponential(share))
     box = round(side * math.sqrt(1 - kept))
     top, left = int(down * (side - box + 1)), int(right * (side - box + 1))
     return (top, top + box, left, left + box)
+
+
+def _exponential(uniform: float) -> float:
+    """The TensorFlow original's draw from 0 to 1: 1 + ln(u) / 4 for an even u from e**-4 to 1, so mostly near 1."""
+    least = math.exp(-4)
+    return 1 + math.log(least + uniform * (1 - least)) / 4
 
 
 def one_hot(labels: Tensor, *, classes: int) -> Tensor:  # N x classes, float32

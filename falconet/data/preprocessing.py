@@ -11,6 +11,7 @@ Channels = tuple[float, float, float]  # red, green, blue, of pixels in 0..1
 
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
+IMAGENET_MEAN_PIXEL = (123.68, 116.78, 103.94)  # of 0 to 255; not quite 255 times the mean above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,12 @@ class Preprocessing:
     def unnormalised(self) -> "Preprocessing":
         """The same, with pixels of 0 to 255 as they are."""
         return replace(self, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
+
+    @property
+    def centred(self) -> "Preprocessing":
+        """The same, with pixels of 0 to 255 less ImageNet's mean, as the TensorFlow original had it."""
+        red, green, blue = IMAGENET_MEAN_PIXEL
+        return replace(self, mean=(red / 255, green / 255, blue / 255), std=(1 / 255, 1 / 255, 1 / 255))
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}

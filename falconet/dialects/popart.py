@@ -12,6 +12,7 @@ from falconet.errors import ConfigError
 
 IMAGES = {"IMAGENET": 1_281_167, "CIFAR-10": 50_000}
 COLLECTIVES = "--bucket-size groups reductions"
+CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 
 
 def micro_batch(old: Values) -> int:
@@ -27,17 +28,18 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def model(old: Values) -> Iterable[Effect]:
+    """The data alone decides on the first layers and the size of the images."""
     size, cifar = old.text("--size"), old.text("--dataset") == "CIFAR-10"
     yield from model_of(size)
-    if cifar and size in ("18", "34", "50", "101", "152", "x50"):
-        yield To("image-size", ("32",))
-        yield Say(f"--size {size} on CIFAR-10: keeps the ImageNet stem, where theirs had a 3 x 3 convolution")
+    if cifar != (size in CIFAR_SIZES):
+        yield To("stem", ("cifar" if cifar else "imagenet",))
+        yield To("image-size", ("32" if cifar else "224",))
 
 
 def model_of(size: str) -> Iterable[Effect]:
     if size.startswith("x"):
         yield To("model", (f"resnext{size[1:]}",))
-    elif size in ("18", "34", "50", "101", "152"):
+    elif size not in CIFAR_SIZES:
         yield To("model", (f"resnet{size}",))
     else:
         yield To("model", (f"resnet{size}-cifar",))
@@ -47,13 +49,10 @@ def model_of(size: str) -> Iterable[Effect]:
 
 
 def shortcut(old: Values) -> Iterable[Effect]:
-    """Ours: A in the CIFAR networks, B in the others, C in none."""
-    cifar = old.text("--size") in ("8", "14", "20", "32", "44", "56", "110")
-    ours = "A" if cifar else "B"
-    if old.given("--shortcut-type") and old.text("--shortcut-type") != ours:
-        yield Say(f"--shortcut-type {old.text('--shortcut-type')}: this model has type {ours} here")
-    elif cifar and not old.given("--shortcut-type"):
-        yield Say("shortcuts are of type A (no parameters) in the CIFAR networks here, where theirs were B")
+    """The networks' own are A for CIFAR, B for the others; resnet_main.py has B for all that say nothing else."""
+    own = "A" if old.text("--size") in CIFAR_SIZES else "B"
+    kind = old.text("--shortcut-type") if old.has("--shortcut-type") else own
+    yield To("shortcut-type", ("auto" if kind == own else kind,))
 
 
 def data(old: Values) -> Iterable[Effect]:
@@ -66,7 +65,7 @@ def norm(old: Values) -> Iterable[Effect]:
     if kind == "group":
         yield To("norm-num-groups", (old.text("--norm-groups"),))
     if kind == "none":
-        yield Say("--norm-type NONE: convolutions keep having no bias")
+        yield To("conv-bias")
 
 
 def learning_rate(old: Values) -> Iterable[Effect]:
@@ -175,7 +174,7 @@ def synthetic_command(old: Values) -> str:
 
 
 def synthetic(old: Values) -> Iterable[Effect]:
-    cifar = old.text("--size") in ("8", "14", "20", "32", "44", "56", "110")
+    cifar = old.text("--size") in CIFAR_SIZES
     yield To("data", ("generated" if old.flag("--use-generated-data") else "synthetic",))
     yield To("classes", ("10" if cifar else "1000",))
     yield To("image-size", ("32" if cifar else "224",))
@@ -197,16 +196,22 @@ MAIN: tuple[Old, ...] = (
         "--size",
         "text",
         "20",
-        "model bottleneck-stride",
+        "model bottleneck-stride stem image-size",
         model,
         "20 is resnet20-cifar, 50 is resnet50, x50 is resnext50; bottlenecks stride in their first convolution",
         choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
     ),
     becomes(
-        "--norm-type", "text", "GROUP", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+        "--norm-type",
+        "text",
+        "GROUP",
+        "norm-type norm-num-groups conv-bias",
+        norm,
+        "in small letters; NONE gives convolutions biases",
+        choices=_MODEL_NORMS,
     ),
     part_of("--norm-groups", "whole", "16", "norm-num-groups", "the same"),
-    becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
+    becomes("--shortcut-type", "text", "B", "shortcut-type", shortcut, "the same", choices=("A", "B", "C")),
     becomes(
         "--precision",
         "text",
@@ -273,10 +278,16 @@ SYNTHETIC: tuple[Old, ...] = (
         choices=("8", "14", "20", "32", "44", "56", "110", "18", "34", "50", "101", "152", "x50"),
     ),
     becomes(
-        "--norm-type", "text", "BATCH", "norm-type norm-num-groups", norm, "in small letters", choices=_MODEL_NORMS
+        "--norm-type",
+        "text",
+        "BATCH",
+        "norm-type norm-num-groups conv-bias",
+        norm,
+        "in small letters; NONE gives convolutions biases",
+        choices=_MODEL_NORMS,
     ),
     part_of("--norm-groups", "whole", "32", "norm-num-groups", "the same"),
-    becomes("--shortcut-type", "text", "B", "model", shortcut, "by the model; else a note", choices=("A", "B", "C")),
+    becomes("--shortcut-type", "text", None, "shortcut-type", shortcut, "the same", choices=("A", "B", "C")),
     nothing("--log-dir", "text", "what is measured is printed"),
     becomes(
         "--mode",

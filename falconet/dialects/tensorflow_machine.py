@@ -6,7 +6,7 @@ from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.layers import legal_splits, tensorflow_layer
 from falconet.dialects.pytorch import FP_EXCEPTIONS, MEMORY, OFFLINE
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
-from falconet.dialects.table import Effect, Old, Say, To
+from falconet.dialects.table import Effect, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
@@ -83,12 +83,10 @@ def seed(old: Values) -> Iterable[Effect]:
 
 
 def offloading(old: Values) -> Iterable[Effect]:
-    """Their offloading was a matter of fitting into the IPU's memory; here it is asked for by its own option."""
+    """fp32 weights beside compute in fp16 are the regime 16.32; the optimizer's state goes to the host."""
     if old.flag("--offload-fp32-weight-copy"):
+        yield To("precision", ("32.32" if old.text("--precision") == "32.32" else "16.32",))
         yield To("offload-optimizer")
-        yield Say(
-            "--offload-fp32-weight-copy: the optimizer's state goes to the host with it; --precision decides on fp32"
-        )
 
 
 def compile_only(old: Values) -> Iterable[Effect]:
@@ -112,6 +110,16 @@ def half_partials(old: Values) -> Iterable[Effect]:
         yield To("half-partial")
     elif old.flag("--enable-half-partials"):
         yield Say("--enable-half-partials: has no effect with --precision 32.32")
+
+
+def select(old: Values) -> Iterable[Effect]:
+    """The training's device; an IPU's number for several was that of a group of them."""
+    number = old.texts("--select-ipu")[0]
+    devices = facts.replicas(old) * old.whole("--shards")
+    if number.isdigit() and devices == 1:
+        yield Variable("CUDA_VISIBLE_DEVICES", number)
+    elif number != "AUTO":
+        yield Say(f"--select-ipu {number}: {SELECT}")
 
 
 def distributed(old: Values) -> Iterable[Effect]:
@@ -165,8 +173,16 @@ MACHINE: tuple[Old, ...] = (
         choices=("ON", "ON_prng_stable", "RI_prng_stable", "OFF"),
     ),
     nothing("--batches-per-step", "whole", "the host starts every update itself", "1000"),
-    nothing("--select-ipu", "text", SELECT),
-    nothing("--select-ipus", "text", SELECT, count="some"),
+    becomes(
+        "--select-ipu",
+        "text",
+        "AUTO",
+        "CUDA_VISIBLE_DEVICES",
+        select,
+        "the device of that number, for a model on one device",
+        aliases=("--select-ipus",),
+        count="some",
+    ),
     nothing("--sharding-exclude-filter", "text", "--pipeline-splits says where to cut", count="some"),
     nothing("--sharding-include-filter", "text", "--pipeline-splits says where to cut", count="some"),
     nothing("--fp-exceptions", "flag", FP_EXCEPTIONS),
@@ -202,7 +218,7 @@ MACHINE: tuple[Old, ...] = (
         count="some",
     ),
     nothing("--disable-variable-offloading", "flag", "state stays on the device unless --offload-optimizer is given"),
-    becomes("--offload-fp32-weight-copy", "flag", None, "offload-optimizer", offloading, "with the optimizer's state"),
+    becomes("--offload-fp32-weight-copy", "flag", None, "precision offload-optimizer", offloading, "16.32"),
     nothing("--min-remote-tensor-size", "whole", "--offload-optimizer takes all of the state", "128"),
     nothing("--gather-conv-output", "flag", IPU),
     nothing("--enable-conv-dithering", "flag", IPU),

@@ -1,9 +1,9 @@
 """The TensorFlow program's options of model and data."""
 
 from collections.abc import Iterable
-from math import exp
 
 from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.layers import BASIC
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Say, To
 from falconet.dialects.values import Values, short
@@ -13,6 +13,8 @@ LOADER = "the loader has one pipeline for every format, which is reproducible wi
 
 def model(old: Values) -> Iterable[Effect]:
     yield To("model", (facts.model(old),))
+    if facts.is_imagenet(old) and facts.family(old) == "resnet" and facts.size(old) in BASIC:
+        yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
 
 
 def norm(old: Values) -> Iterable[Effect]:
@@ -81,11 +83,10 @@ def _cutmix(share: float, *, version: str) -> Iterable[Effect]:
         yield To("cutmix-lambda-low", (short(share),))
         yield To("cutmix-lambda-high", (short(share),))
         return
-    mean = 1 + (-1 + 5 * exp(-4)) / (1 - exp(-4)) / 4  # of what is drawn: 0.769
-    yield To("cutmix-lambda-low", (short(round(2 * mean - 1, 6)),))
+    yield To("cutmix-lambda-low", ("0",))
     yield To("cutmix-lambda-high", ("1",))
+    yield To("cutmix-draw", ("exponential",))
     yield To("cutmix-disable-prob", (short(round(min(max(1.55 * share - 0.96, 0), 1), 6)),))
-    yield Say("--cutmix-version 1: shares are drawn evenly with the same mean, where they were drawn exponentially")
 
 
 def eight_bit(old: Values) -> Iterable[Effect]:
@@ -99,11 +100,9 @@ def normalisation_place(old: Values) -> Iterable[Effect]:
 
 
 def normalise(old: Values) -> Iterable[Effect]:
+    """Without it, images of ImageNet only lose their mean."""
     if not old.flag("--normalise-input") and facts.is_imagenet(old) and not facts.is_random(old):
-        yield Say(
-            "images are always divided by their deviation here; without --normalise-input they only lost their mean,"
-            " which the first norm layer evens out"
-        )
+        yield To("normalization", ("mean",))
 
 
 def fused(old: Values) -> Iterable[Effect]:
@@ -133,7 +132,7 @@ MODEL: tuple[Old, ...] = (
         "--model",
         "text",
         "resnet",
-        "model",
+        "model shortcut-type",
         model,
         "with --model-size: resnet 50 is resnet50, efficientnet B0 is efficientnet-b0; squeezenet has one size",
     ),
@@ -199,7 +198,7 @@ MODEL: tuple[Old, ...] = (
     same("--width-coefficient", "number", new="efficientnet-width"),
     same("--depth-coefficient", "number", new="efficientnet-depth"),
     same("--use-bypass", "flag", new="squeezenet-bypass"),
-    nothing("--stable-norm", "flag", "norms are computed around their mean, always"),
+    nothing("--stable-norm", "flag", "norms are always computed around their mean, unless --disable-stable-batchnorm"),
 )
 DATA: tuple[Old, ...] = (
     becomes(
@@ -219,7 +218,14 @@ DATA: tuple[Old, ...] = (
     part_of("--generated-data", "flag", None, "data", "--data generated"),
     part_of("--synthetic-data", "flag", None, "data", "--data synthetic"),
     becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
-    becomes("--normalise-input", "flag", None, "normalization-location", normalise, "always so here; else a note"),
+    becomes(
+        "--normalise-input",
+        "flag",
+        None,
+        "normalization",
+        normalise,
+        "deviation; without it, ImageNet's images only lose their mean: --normalization mean",
+    ),
     becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
     becomes("--train-with-valid-preprocessing", "flag", None, "augment", valid_preprocessing, "--augment none"),
     becomes("--hostside-norm", "flag", None, "normalization-location", normalisation_place, "host, else device"),
@@ -227,14 +233,18 @@ DATA: tuple[Old, ...] = (
     nothing("--standard-imagenet", "flag", LOADER),
     becomes("--mixup-alpha", "number", "0.0", "mixup-alpha", mixing, "the same; not with random data"),
     part_of(
-        "--cutmix-lambda", "number", "1.0", "cutmix-lambda-low cutmix-lambda-high cutmix-disable-prob", "by version"
+        "--cutmix-lambda",
+        "number",
+        "1.0",
+        "cutmix-lambda-low cutmix-lambda-high cutmix-disable-prob cutmix-draw",
+        "by version",
     ),
     part_of(
         "--cutmix-version",
         "text",
         "1",
         "cutmix-lambda-low",
-        "2: a fixed share; 1: drawn, with the same mean and chance to skip",
+        "2: a fixed share; 1: drawn by --cutmix-draw exponential, with the same chance to skip",
         choices=("1", "2"),
     ),
     nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),

@@ -54,7 +54,10 @@ def schedule(old: Values) -> Iterable[Effect]:
     yield To("lr-schedule", (known.get(kind, kind),))
     if kind == "stepped":
         yield To("lr-decay", (old.text("--learning-rate-decay"),))
-        yield To("lr-epoch-decay", tuple(short(share * length) for share in _drops(old)))
+        if facts.updates(old) is None:
+            yield To("lr-epoch-decay", tuple(short(share * length) for share in _drops(old)))
+        else:  # whatever the number of images
+            yield To("lr-drop-shares", tuple(short(share) for share in _drops(old)))
     if kind == "exponential":
         rate, drops = _exponential(old)
         yield To("lr-decay", (short(rate),))
@@ -285,13 +288,19 @@ SCHEDULE: tuple[Old, ...] = (
         "--lr-schedule",
         "text",
         "stepped",
-        "lr-schedule lr-decay lr-epoch-decay lr-scheduler-freq",
+        "lr-schedule lr-decay lr-epoch-decay lr-drop-shares lr-scheduler-freq",
         schedule,
         "stepped becomes step, polynomial_decay_lr becomes polynomial",
         choices=("stepped", "cosine", "exponential", "polynomial_decay_lr"),
     ),
     part_of("--learning-rate-decay", "number", "0.1", "lr-decay", "factor of a drop"),
-    part_of("--learning-rate-schedule", "text", None, "lr-epoch-decay", "shares of training times --epochs"),
+    part_of(
+        "--learning-rate-schedule",
+        "text",
+        None,
+        "lr-epoch-decay lr-drop-shares",
+        "shares of training times --epochs; shares as they are with --iterations",
+    ),
     part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
     part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
     part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch", least=1),

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from falconet.models.residual import ResidualShape
+from falconet.models.shortcuts import ZeroPadShortcut
 
 DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # 6n + 2
 BOTTLENECK_DEPTHS = (11, 29, 38, 47, 56, 65)  # 9n + 2
@@ -16,18 +16,6 @@ BASIC = {f"resnet{depth}-cifar": depth for depth in DEPTHS}
 BOTTLENECKS = {f"resnet{depth}{'b' if depth in DEPTHS else ''}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 GROUPED = {f"resnext{depth}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 NAMES = (*BASIC, *BOTTLENECKS, *GROUPED)
-
-
-class ZeroPadShortcut(nn.Module):
-    """He's option A: every second pixel, zero channels appended, no parameters."""
-
-    def __init__(self, *, added_channels: int, stride: int) -> None:
-        super().__init__()
-        self.added_channels = added_channels
-        self.stride = stride
-
-    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W -> N x (C + added) x ceil(H / stride) x ceil(W / stride)
-        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added_channels))
 
 
 class BasicBlock(nn.Module):

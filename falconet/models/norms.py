@@ -11,6 +11,7 @@ from falconet.models import proxynorm
 from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
 from falconet.models.onepass import OnePassBatchNorm2d
 from falconet.models.proxynorm import Proxy
+from falconet.models.shortcuts import add_biases
 
 if TYPE_CHECKING:
     from timm.layers.norm_act import BatchNormAct2d
@@ -28,6 +29,7 @@ class Norm:
     strided: bool = False  # group norm only: every G-th channel in a group, instead of neighbours
     stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
     proxy: Proxy | None = None  # activations after a norm are normalised too
+    biases: bool = False  # no norm only: convolutions get biases in its place
 
 
 def apply(model: nn.Module, norm: Norm) -> nn.Module:
@@ -49,6 +51,8 @@ def apply(model: nn.Module, norm: Norm) -> nn.Module:
         case "none":
             for name, layer in layers.items():
                 model.set_submodule(name, _without_norm(layer).train(layer.training))
+            if norm.biases:
+                add_biases(model)
     return model if norm.proxy is None else proxynorm.apply(model, norm.proxy)
 
 

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from falconet.models.shortcuts import Shortcut, Stem
+
 # Those that timm has a name for; the others are built from its blocks.
 NAMED = {
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
@@ -35,6 +37,8 @@ class ResidualShape:
     group_dim: int = 4  # ResNeXt: channels per group in the first stage
     stride: Literal["1x1", "3x3"] = "3x3"  # which convolution of a bottleneck strides
     wide: bool = False  # ResNeXt for CIFAR: 256, 512 and 1024 channels instead of 64, 128 and 256
+    shortcut: Shortcut = "auto"  # CIFAR networks of basic blocks: A, all others: B
+    stem: Stem = "auto"  # the layers before the first block
 
 
 _USUAL = ResidualShape()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, norms, residual, squeeze, surgery
+from falconet.models import cifar, norms, residual, shortcuts, squeeze, surgery
 from falconet.models.norms import Norm
 from falconet.models.residual import ResidualShape
 from falconet.models.squeeze import SqueezeNetShape
@@ -133,12 +133,8 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
     if name in _EFFICIENTNETS:
         own = shape if isinstance(shape, EfficientNetShape) else _TAN_AND_LE
         return _create_efficientnet(_EFFICIENTNETS[name], shape=own, classes=classes)
-    if name in residual.NAMES:
-        return residual.create(
-            name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else ResidualShape()
-        )
-    if name in cifar.NAMES:
-        return cifar.create(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
+    if name in residual.NAMES or name in cifar.NAMES:
+        return _create_residual(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
     if name in squeeze.NAMES:
         return squeeze.create(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
     import timm
@@ -147,6 +143,17 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
     model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
     if name in _BEFORE_CLASSIFIER:
         _append_dropout(model, after=_BEFORE_CLASSIFIER[name], rate=_MOBILENET_DROPOUT)
+    return model
+
+
+def _create_residual(name: str, *, classes: int, shape: ResidualShape | None) -> nn.Module:
+    if name in residual.NAMES:
+        model = residual.create(name, classes=classes, shape=shape or ResidualShape())
+    else:
+        model = cifar.create(name, classes=classes, shape=shape)
+    if shape:
+        shortcuts.set_shortcuts(model, shape.shortcut)
+        shortcuts.set_stem(model, shape.stem)
     return model
 
 
@@ -229,7 +236,7 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
     """A model must not seem to have a shape that it cannot have."""
     if isinstance(shape, EfficientNetShape) and name not in _EFFICIENTNETS:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
-    if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.GROUPED):
+    if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.NAMES):
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")
     if isinstance(shape, SqueezeNetShape) and name not in squeeze.NAMES:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a squeezenet")

@@ -1,6 +1,7 @@
 """The learning rate of each update, as a closed form."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -99,6 +100,11 @@ class Schedule:
         if self.changes_per_epoch > 1:
             return f"{self.changes_per_epoch:g} times an epoch"
         return "every epoch" if self.changes_per_epoch == 1 else f"every {1 / self.changes_per_epoch:.3g} epochs"
+
+
+def drops_at(shares: Iterable[float], updates: int, updates_per_epoch: int) -> list[float]:
+    """Shares of a training as epochs: each half an update before the first one that the drop is for, to be exact."""
+    return [(math.ceil(_exact(share) * updates) - 0.5) / updates_per_epoch for share in shares]
 
 
 def _exact(number: float) -> Fraction:

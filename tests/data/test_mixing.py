@@ -224,3 +224,20 @@ def test_three_images_are_enough_for_mixup_and_cutmix_together():
         wanted[i - 2] += 0.25 * own[i - 2].item()
         np.testing.assert_allclose(targets[i].numpy(), wanted, atol=1e-6)
         np.testing.assert_allclose(mixed[i].mean().item(), wanted @ np.arange(3), atol=1e-6)
+
+
+def test_the_exponential_draw_of_cutmix_follows_its_closed_form():
+    """1 + ln(u) / 4, u even from e**-4 to 1: at most k with the chance (e**(4 (k - 1)) - e**-4) / (1 - e**-4)."""
+    rule = Mixing(cutmix_lambda_low=0.0, cutmix_lambda_high=1.0, cutmix_draw="exponential")
+    side, count = 1000, 2000
+    boxes = np.array(
+        [
+            mixing.draw(rule, indices=INDICES[:4], micro_batch=number, side=side, seed=7, epoch=0).box.numpy()
+            for number in range(count)
+        ]
+    )
+    kept = np.sort(1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / side**2)
+    least = math.exp(-4)
+    chance = (np.exp(4 * (kept - 1)) - least) / (1 - least)
+    distance = np.abs(chance - (np.arange(count) + 0.5) / count).max()
+    assert distance < 1.95 / math.sqrt(count) + 0.004  # Kolmogorov-Smirnov, 0.1 %; boxes are whole pixels

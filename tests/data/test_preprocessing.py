@@ -70,3 +70,10 @@ def test_normalising_keeps_channels_last_and_adds_nothing_to_the_state():
     normalise = Normalise(PHOTOS)
     assert normalise(every_pixel_value()).is_contiguous(memory_format=torch.channels_last)
     assert normalise.state_dict() == {}
+
+
+def test_pixels_that_only_lose_their_mean_are_the_tensorflow_originals():
+    pixels = every_pixel_value()
+    mean = torch.tensor([123.68, 116.78, 103.94], dtype=torch.float64).view(1, 3, 1, 1)
+    torch.testing.assert_close(Normalise(PHOTOS.centred)(pixels).double(), pixels.double() - mean, rtol=0, atol=2e-5)
+    assert Preprocessing.from_json(json.loads(json.dumps(PHOTOS.centred.to_json()))) == PHOTOS.centred

@@ -6,7 +6,7 @@ from falconet.config.load import load
 from falconet.config.schema import TrainOptions
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
-from falconet.optim.schedules import Schedule
+from falconet.optim.schedules import Schedule, drops_at
 
 IMAGENET = "--dataset imagenet --data-dir d"
 POPART = "--data-dir d"
@@ -82,7 +82,7 @@ def test_the_steps_of_a_training_by_updates_are_shares_of_it():
         epochs=0.5,
         updates_per_epoch=1562,
         decay=options.lr_decay,
-        drops=options.lr_epoch_decay,
+        drops=tuple(drops_at(options.lr_drop_shares, 781, 1562)),
         warmup_epochs=options.warmup_epoch,
     )
     assert [schedule.lr(update) for update in (0, 390, 391, 585, 586, 780)] == pytest.approx(
@@ -115,3 +115,63 @@ def test_every_average_of_a_list_is_made(line, expected):
     assert {name: value.get(name) for name in expected} == expected
     assert not any("average" in note for note in translation.notes)
     load(TrainOptions, translation.settings)
+
+
+SHORTCUTS = [  # The program's default is B for every size; the networks' own are A for CIFAR.
+    ("--size 20", {"model": "resnet20-cifar", "shortcut-type": "B", "stem": None}),
+    ("--size 20 --shortcut-type A", {"shortcut-type": None}),
+    ("--size 8 --shortcut-type C", {"shortcut-type": "C"}),
+    ("--size 50 --dataset IMAGENET", {"shortcut-type": None, "stem": None, "image-size": None}),
+    ("--size 50 --dataset IMAGENET --shortcut-type A", {"shortcut-type": "A", "bottleneck-stride": "1x1"}),
+    ("--size 18", {"model": "resnet18", "stem": "cifar", "image-size": "32", "shortcut-type": None}),
+    ("--size 20 --dataset IMAGENET", {"stem": "imagenet", "image-size": "224", "shortcut-type": "B"}),
+    ("--size x50", {"model": "resnext50", "stem": "cifar", "bottleneck-stride": "1x1"}),
+    ("--norm-type NONE", {"norm-type": "none", "conv-bias": ""}),
+    ("--norm-type BATCH", {"norm-type": None, "conv-bias": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), SHORTCUTS)
+def test_the_popart_programs_networks_are_its_own(line, expected):
+    translation = translate("popart:resnet_main.py", [*POPART.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+def test_basic_resnets_of_the_tensorflow_program_project_at_every_stage():
+    for size, expected in (("18", ("stages",)), ("34", ("stages",)), ("50", None)):
+        settings = translate("tf1:train.py", [*IMAGENET.split(), "--model-size", size]).settings
+        assert {setting.option: setting.values for setting in settings}.get("shortcut-type") == expected
+
+
+EFFECTS = [
+    # Shares of version 1 are 1 + ln(u) / 4 unless the batch is skipped, with chance 1.55 x 0.85 - 0.96.
+    (
+        "--cutmix-lambda 0.85",
+        {"cutmix-draw": "exponential", "cutmix-lambda-high": "1", "cutmix-disable-prob": "0.3575"},
+    ),
+    ("--cutmix-lambda 0.85 --cutmix-version 2", {"cutmix-draw": None, "cutmix-lambda-low": "0.85"}),
+    ("", {"normalization": "mean"}),
+    ("--normalise-input", {"normalization": None}),
+    ("--offload-fp32-weight-copy --optimiser momentum", {"precision": "16.32", "offload-optimizer": ""}),
+    ("--offload-fp32-weight-copy --precision 32.32", {"precision": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), EFFECTS)
+def test_what_an_option_of_the_tensorflow_program_did_it_does(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+def test_the_device_of_a_number_is_the_one_that_is_seen():
+    one = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipus", "3", "4"])
+    assert one.environment == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert one.line().startswith("CUDA_VISIBLE_DEVICES=3 falconet train ")
+    assert not translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "AUTO"]).environment
+    several = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "3", "--replicas", "2"])
+    assert not several.environment
+    assert several.notes == ("--select-ipu 3: devices are chosen by CUDA_VISIBLE_DEVICES",)

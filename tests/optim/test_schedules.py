@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from falconet.optim.schedules import Schedule
+from falconet.optim.schedules import Schedule, drops_at
 
 UPDATES = 10  # per epoch
 EPOCHS = 6
@@ -209,3 +210,14 @@ def test_a_schedule_describes_itself_in_one_line(line, options):
 def test_schedules_import_neither_torch_nor_numpy():
     code = "import sys, falconet.optim.schedules; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@given(
+    st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9)), max_size=3), st.integers(1, 500), st.integers(1, 90)
+)
+def test_drops_at_shares_of_a_training_come_with_the_first_update_beyond(shares, updates, updates_per_epoch):
+    drops = tuple(drops_at(shares, updates, updates_per_epoch))
+    schedule = Schedule(kind="step", peak=1.0, epochs=1, updates_per_epoch=updates_per_epoch, decay=0.5, drops=drops)
+    for update in range(updates):
+        passed = sum(Fraction(update, updates) >= Fraction(str(share)) for share in shares)
+        assert schedule.lr(update) == 0.5**passed
