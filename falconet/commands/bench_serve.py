@@ -72,7 +72,11 @@ def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
 
 
 def _say_idle(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
-    """Options of the line that change nothing here."""
+    """Options of the line that change nothing here, or less than they say."""
+    if options.data.iterations > MOST:
+        screen.line(
+            f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is as exact"
+        )
     known = options_of(BenchServeOptions)
     typed = {setting.option.removeprefix("no-") for setting in line if setting.source == LINE}
     if options.load.url is not None:
@@ -96,7 +100,9 @@ def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[st
     own = {
         setting.option: setting for setting in line if setting.option.removeprefix("no-") in options_of(ServeOptions)
     }
-    batch = options.data.micro_batch_size
+    batch, most = options.data.micro_batch_size, options.serving.max_batch
+    if most != "auto" and most < batch:
+        raise ConfigError(f"--max-batch: got {most}, wanted at least --micro-batch-size, which is {batch}: one request")
     added: dict[str, object] = {}
     if options.serving.port == "auto":
         added["port"] = 0

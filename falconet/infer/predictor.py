@@ -78,24 +78,29 @@ class Lane:
     """Memory and a stream for one batch at a time; several lanes overlap copies and computation."""
 
     def __init__(self, predictor: Predictor) -> None:
-        about, most = predictor.classifier, predictor.max_batch
+        about, shape = (
+            predictor.classifier,
+            (predictor.max_batch, 3, *[predictor.classifier.preprocessing.image_size] * 2),
+        )
+        cuda = about.device.type == "cuda"
         self._predictor = predictor
-        self._cuda = about.device.type == "cuda"
-        side = about.preprocessing.image_size
-        self._images = torch.zeros(most, 3, side, side, dtype=torch.uint8, pin_memory=self._cuda)
-        self._scores = torch.zeros(most, len(about.class_names), dtype=predictor.dtype, pin_memory=self._cuda)
-        self._stream = torch.cuda.Stream(about.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._images = torch.zeros(shape, dtype=torch.uint8, pin_memory=cuda)
+        self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._images
+        self._scores = torch.zeros(shape[0], len(about.class_names), dtype=predictor.dtype, pin_memory=cuda)
+        self._stream = torch.cuda.Stream(about.device) if cuda else None  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by bucket, with where its scores are
 
     def prepare(self) -> None:
         """Compute every bucket once, so that the first requests do not wait for compilation and memory."""
         for size in self._predictor.buckets:
             self._compute(size)
-            if self._predictor.captured:
+        if self._predictor.captured:
+            pool = torch.cuda.graph_pool_handle()  # one memory for all: a lane computes one bucket at a time
+            for size in reversed(self._predictor.buckets):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    self._issue(size)
-                self._graphs[size] = graph
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                    scores = self._predictor.logits(self._there[:size])
+                self._graphs[size] = (graph, scores)
 
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
         """The scores of every image of each portion; all of them together fit into the largest bucket."""
@@ -107,18 +112,20 @@ class Lane:
         self._compute(next(size for size in self._predictor.buckets if size >= ends[-1]))
         return np.split(self._scores[: ends[-1]].numpy().copy(), ends[:-1])
 
+    @torch.inference_mode()
     def _compute(self, size: int) -> None:
+        """The scores of the first rows, in the host's memory when it returns."""
         if self._stream is None:
-            self._issue(size)
+            self._scores[:size] = self._predictor.logits(self._images[:size])
             return
         with torch.cuda.stream(self._stream):
-            if size in self._graphs:
-                self._graphs[size].replay()
-            else:
-                self._issue(size)
+            self._there[:size].copy_(self._images[:size], non_blocking=True)
+            self._scores[:size].copy_(self._on_device(size), non_blocking=True)
         self._stream.synchronize()
 
-    @torch.inference_mode()
-    def _issue(self, size: int) -> None:
-        scores = self._predictor.logits(self._images[:size])
-        self._scores[:size].copy_(scores, non_blocking=True)
+    def _on_device(self, size: int) -> Tensor:
+        if size not in self._graphs:
+            return self._predictor.logits(self._there[:size])
+        graph, scores = self._graphs[size]
+        graph.replay()
+        return scores

@@ -69,6 +69,7 @@ MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
     f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC",
+    f"{SMALL} --max-batch 2": "--max-batch: got 2, wanted at least --micro-batch-size, which is 3: one request",
     f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
 }
 
