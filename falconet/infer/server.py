@@ -176,8 +176,8 @@ async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket)
 async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncIterator[None]:
     """Within it, connections go to the fronts by turns; at its end, requests in flight are finished.
 
-    The first front works in this thread, each other one in a thread with a loop of its own: reading bodies from the
-    network is what limits a fast device, and half of that work is the kernel's, which needs no lock of Python's.
+    The first front works in this thread, each other one in a thread with a loop of its own: reading bodies may
+    limit a fast device, and half of that work is the kernel's, which should need no lock of Python's.
     """
     async with contextlib.AsyncExitStack() as stack:
         takers = [await stack.enter_async_context(_desk(fronts[0]))]
