@@ -68,8 +68,13 @@ def test_how_much_is_recomputed_changes_no_weight(falconet):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_stages_train_as_one_process_does(tmp_path):
-    line = f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 --gradient-accumulation 2 --precision 16.32"
+    # Without drop path, of which every stage draws its own.
+    line = (
+        f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 --gradient-accumulation 2 --precision 16.32"
+        " --efficientnet-drop-path 0"
+    )
     for name, extra in {"one": "--recompute-mode auto", "two": "--pipeline-splits blocks/4/0/bn2"}.items():
         code, _, err = runs.finish(runs.begin(f"{line} {extra} --run-dir {name}", tmp_path))
         assert code == 0, err
