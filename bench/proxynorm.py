@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed, proxy_moments
+from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed
 
 SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 480, 14, 14), (128, 1152, 7, 7)]
 REPEATS = 40
@@ -20,8 +20,7 @@ class Unfused(ProxyNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
-        moments = proxy_moments(factors, self.samples, activation=self.activation, eps=self.eps)
-        y: Tensor = Recomputed.apply(x, factors[:2], torch.stack(moments), self.activation)
+        y: Tensor = Recomputed.apply(x, factors, self.samples, self.activation, self.eps)
         return y
 
 

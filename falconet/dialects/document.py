@@ -40,7 +40,6 @@ What is not the same, whatever the options:
   out before the classifier, where the weights that follow take its place.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which
   it kept those with a validation. The epoch is among the values.
-- Not there: a filter of trained variables.
 """
 
 

@@ -17,7 +17,7 @@ EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3,
     **{"4": (2, 4, 4, 6, 6, 8, 2), "5": (3, 5, 5, 7, 7, 9, 3), "6": (3, 6, 6, 8, 8, 11, 3)},
     **{"7": (4, 7, 7, 10, 10, 13, 4), "CIFAR": (1, 2, 2, 3, 3, 4, 1)},
 }
-_SQUEEZENET = {  # the names of its layers; between them lie poolings
+SQUEEZENET = {  # the names of its layers; between them lie poolings
     **{f"fire{number}": f"features/{number + 1 + (number > 4) + (number > 8)}" for number in range(2, 10)},
     "finalconv": "classifier/1",
 }
@@ -78,7 +78,7 @@ def tensorflow_layer(name: str, *, family: str, size: str, cifar: bool = False) 
 def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, str]:
     """Every name that could begin a stage of a model, and our module's."""
     if family == "squeezenet":
-        return _SQUEEZENET
+        return SQUEEZENET
     return _efficientnet_splits(size) if family == "efficientnet" else _resnet_splits(size, cifar=cifar)
 
 

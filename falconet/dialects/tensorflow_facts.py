@@ -255,6 +255,7 @@ def network(old: Values) -> Network:
         cifar=not is_imagenet(old) and family(old) != "efficientnet",
         batch_norm=uses_batch_norm(old),
         excites=not old.flag("--no-se"),
+        proxied=old.flag("--proxy-norm"),
     )
 
 

@@ -4,10 +4,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from falconet.dialects.layers import BASIC, CIFAR_BASIC, EFFICIENTNET, RESNET
+from falconet.dialects.layers import BASIC, CIFAR_BASIC, EFFICIENTNET, RESNET, SQUEEZENET
 from falconet.errors import did_you_mean
 
 _SHIFT, _SCALE = ("beta", "bias"), ("gamma", "weight")
+# Rows of the one variable that proxy norm had, beside two that held what is worked out here.
+_PROXY = (("0", "bias"), ("1", "weight"), ("4", "proxy_shift"), ("5", "proxy_scale"))
 _MOVING = (("moving_mean", "running_mean"), ("moving_variance", "running_var"))
 
 
@@ -19,6 +21,7 @@ class Network(NamedTuple):
     cifar: bool = False  # the family's form for CIFAR
     batch_norm: bool = True
     excites: bool = True  # EfficientNet: squeeze and excitation
+    proxied: bool = False  # EfficientNet: proxy norm
 
 
 class Found(NamedTuple):
@@ -135,8 +138,8 @@ _RELEASES = (
 
 def _variables(network: Network, release: _Release) -> Iterator[tuple[str, str]]:
     """(their name, ours), each weight once."""
-    own = _efficientnet(network, release) if network.family == "efficientnet" else _resnet(network, release)
-    for name, ours in own:
+    families = {"efficientnet": _efficientnet, "squeezenet": _squeezenet}
+    for name, ours in families.get(network.family, _resnet)(network, release):
         yield f"all/{re.sub('/+', '/', name)}:0", ours
 
 
@@ -181,6 +184,22 @@ def _efficientnet(network: Network, release: _Release) -> Iterator[tuple[str, st
     yield from _dense(older, "Top/logits", "classifier")
 
 
+def _squeezenet(network: Network, release: _Release) -> Iterator[tuple[str, str]]:
+    """Ours have biases, which go with their kernels."""
+    layers = {"initialconv/conv": "features/0"}
+    for fire, ours in SQUEEZENET.items():
+        if fire.startswith("fire"):
+            for part, layer in (("s_1", "squeeze"), ("e_1", "expand1x1"), ("e_3", "expand3x3")):
+                layers[f"{fire}/{fire}{part}/conv"] = f"{ours}/{layer}"
+        elif not network.cifar:
+            layers[f"{fire}/conv"] = ours
+    for scope, ours in layers.items():
+        yield f"{scope}/conv2d/{release.kernel}", f"{ours}/weight"
+        yield f"{scope}/conv2d/bias", f"{ours}/bias"
+    if network.cifar:
+        yield from _dense(release, "", SQUEEZENET["finalconv"])
+
+
 def _layer(
     network: Network, release: _Release, scope: str, number: str, *, conv: str, norm: str
 ) -> Iterator[tuple[str, str]]:
@@ -189,8 +208,12 @@ def _layer(
     kind = {"norm": "batch_norm", "scope": "bn"} if network.batch_norm else {"norm": "GroupNorm", "scope": "gn"}
     where = f"{scope}/{release.norm.format(number, **kind)}"
     moving: Mapping[str, str] = dict(_MOVING) if network.batch_norm else {}
-    for name, ours in (_SCALE, _SHIFT, *moving.items()):
+    ends = number == "c"  # a block's last norm has no activation, so proxy norm leaves it its scale
+    own = (_SCALE, _SHIFT) if not network.proxied else (_SCALE,) if ends else ()
+    for name, ours in (*own, *moving.items()):
         yield f"{where}/{name}", f"{norm}/{ours}"
+    for row, ours in _PROXY if network.proxied and not ends else ():
+        yield f"{scope}/{number}/proxy/{row}", f"{norm}/act/{ours}"
 
 
 def _dense(release: _Release, scope: str, ours: str) -> Iterator[tuple[str, str]]:

@@ -108,31 +108,51 @@ def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activa
     if fits and not torch.compiler.is_compiling():  # the compiler fuses by itself
         y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
     else:
-        mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
-        y = Recomputed.apply(x, _wide(factors[:2]), torch.stack((mean, rstd)), activation)
+        y = Recomputed.apply(x, factors, samples, activation, eps)
     return y
 
 
 class Recomputed(torch.autograd.Function):
-    """(f(weight x + bias) - mean) * rstd of x: N x C x H x W, the vectors as 2 x C and 2 x C."""
+    """`plain_proxy_norm`, of which the backward pass works out everything again but the moments, two vectors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, affine: Tensor, moments: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x, affine, moments)
+    def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
+        moments = torch.stack(proxy_moments(factors, samples, activation=activation, eps=eps))
+        ctx.save_for_backward(x, factors, samples, moments)
         ctx.activation = activation
-        weight, bias, mean, rstd = (_spread(vector) for vector in (*affine, *moments))
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*_wide(factors[:2]), *moments))
         return ((_activated(_wide(x) * weight + bias, activation) - mean) * rstd).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, affine, moments = ctx.saved_tensors
-        weight, bias, mean, rstd = (_spread(vector) for vector in (*affine, *moments))
+        x, factors, samples, moments = ctx.saved_tensors
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*_wide(factors[:2]), *moments))
         wide, given = _wide(x), _wide(dy)
         inputs = wide * weight + bias
         centred = _activated(inputs, ctx.activation) - mean
         slope = given * rstd * _derivative(inputs, ctx.activation)  # of the affine input
-        sums = [values.sum(_PIXELS) for values in (slope * wide, slope, -given * rstd, given * centred)]
-        return (slope * weight).to(x.dtype), torch.stack(sums[:2]), torch.stack(sums[2:]), None
+        dmoments = torch.stack([(-given * rstd).sum(_PIXELS), (given * centred).sum(_PIXELS)])
+        dfactors = _through_moments(factors, samples, moments, dmoments, activation=ctx.activation)
+        dfactors[0] += (slope * wide).sum(_PIXELS)
+        dfactors[1] += slope.sum(_PIXELS)
+        return (slope * weight).to(x.dtype), dfactors.to(factors.dtype), None, None, None
+
+
+def _through_moments(
+    factors: Tensor, samples: Tensor, moments: Tensor, dmoments: Tensor, *, activation: Activation
+) -> Tensor:
+    """Gradients of the factors, 4 x C, from those of the moments, 2 x C."""
+    weight, bias, scale, shift = _wide(factors).unsqueeze(2)
+    mean, rstd = moments.unsqueeze(2)
+    dmean, drstd = dmoments.unsqueeze(2)
+    points = _wide(samples)
+    proxies = (1 + scale) * points + shift  # C x samples
+    inputs = weight * proxies + bias
+    dvariance = -0.5 * drstd * rstd**3
+    slopes = (dmean + 2 * dvariance * (_activated(inputs, activation) - mean)) / points.numel()
+    slopes = slopes * _derivative(inputs, activation)
+    parts = (slopes * proxies, slopes, slopes * weight * points, slopes * weight)
+    return torch.stack([part.sum(1) for part in parts])
 
 
 class FusedProxyNorm(torch.autograd.Function):

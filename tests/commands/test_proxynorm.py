@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 from test_restore import assert_equal_runs, state
 from tiny import TINY
@@ -24,7 +25,7 @@ def test_a_small_network_learns_the_digits(falconet):
         " --efficientnet-drop-path 0 --warmup-epoch 0.5 --threads 1 --device cpu --run-dir r"
     )
     assert answer.code == 0, answer.err
-    assert json.loads(Path("r/summary.json").read_text())["validation/accuracy"] > 55  # chance is 10
+    assert json.loads(Path("r/summary.json").read_text())["metrics"]["validation/accuracy"] > 55  # chance is 10
     proxies = {
         name: tensor for name, tensor in state(Path("r")).items() if name.endswith(("proxy_scale", "proxy_shift"))
     }
@@ -50,27 +51,42 @@ RECOMPUTED = {
     "in the backward pass": "",
     "kept": "--no-proxy-recompute",
     "with whole blocks": "--enable-recompute",
-    "in stages that share a process": "--pipeline-splits blocks/2/0 blocks/4/0/bn2",
 }
 
 
-def test_how_much_is_recomputed_changes_no_bit_of_the_weights(falconet):
+def test_how_much_is_recomputed_changes_no_weight(falconet):
     states = {}
     for name, extra in RECOMPUTED.items():
         run = name.replace(" ", "-")
         answer = falconet(f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 {extra} --run-dir {run}")
         assert answer.code == 0, answer.err
         states[name] = state(Path(run))
-    first = states.pop("in the backward pass")
-    kept = states.pop("kept")
-    for other in states.values():
-        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+    first, kept, blocks = states.values()
+    assert all(torch.equal(tensor, blocks[name]) for name, tensor in first.items())
     for name, tensor in first.items():  # torch's own derivatives add up in another order
         torch.testing.assert_close(kept[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_stages_train_as_one_process_does(tmp_path):
+    # Without drop path, of which every stage draws its own.
+    line = (
+        f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 --gradient-accumulation 2 --precision 16.32"
+        " --efficientnet-drop-path 0"
+    )
+    for name, extra in {"one": "--recompute-mode auto", "two": "--pipeline-splits blocks/4/0/bn2"}.items():
+        code, _, err = runs.finish(runs.begin(f"{line} {extra} --run-dir {name}", tmp_path))
+        assert code == 0, err
+    one, two = runs.state(tmp_path / "one"), runs.state(tmp_path / "two")
+    weights = {key: tensor for key, tensor in one.items() if key.startswith("model")}
+    assert any(key.endswith("proxy_scale") for key in weights)
+    for key, tensor in weights.items():
+        torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_recomputation_takes_no_more_memory_than_no_proxy_norm(falconet):
-    line = f"train {TINY} {SLIM} --plan --recompute-mode auto"
+    line = f"train {TINY} {SLIM} --plan --recompute-mode auto --micro-batch-size 64"
     predicted = {}
     for name, given in {
         "none": line.replace(" --proxy-norm", ""),
@@ -79,4 +95,4 @@ def test_recomputation_takes_no_more_memory_than_no_proxy_norm(falconet):
     }.items():
         predicted[name] = float(re.search(r"instead of (\S+) GiB", falconet(given).out)[1])
     assert predicted["recomputed"] <= 1.05 * predicted["none"]
-    assert predicted["kept"] > 1.2 * predicted["none"]
+    assert predicted["kept"] > 1.3 * predicted["none"]

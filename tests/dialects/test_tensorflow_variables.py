@@ -6,7 +6,9 @@ from falconet.dialects import tensorflow_variables as variables
 from falconet.dialects.tensorflow_variables import Network
 from falconet.models import zoo
 from falconet.models.freezing import STATISTICS
+from falconet.models.norms import Norm
 from falconet.models.patterns import matching
+from falconet.models.proxynorm import Proxy
 
 NETWORKS = {
     "resnet10": Network("resnet", "10"),
@@ -19,6 +21,7 @@ NETWORKS = {
     "efficientnet-b0": Network("efficientnet", "B0"),
     "efficientnet-b3": Network("efficientnet", "B3"),
     "efficientnet-cifar": Network("efficientnet", "CIFAR"),
+    "squeezenet": Network("squeezenet", "1.0"),
 }
 
 
@@ -32,9 +35,19 @@ def test_every_weight_of_a_model_has_its_variable(name):
     assert sorted(variables.weights_of(NETWORKS[name])) == sorted(names_of(zoo.build(name, classes=10, seed=0)))
 
 
+@pytest.mark.parametrize(("batch_norm", "kind"), [(True, "batch"), (False, "group")])
+def test_every_weight_of_a_proxied_model_has_its_variable(batch_norm, kind):
+    network = Network("efficientnet", "B0", batch_norm=batch_norm, proxied=True)
+    norm = Norm(kind=kind, groups=4, proxy=Proxy())
+    model = zoo.build("efficientnet-b0", classes=10, seed=0, norm=norm)
+    assert sorted(variables.weights_of(network)) == sorted(names_of(model))
+
+
 RESNET = Network("resnet", "50")
 GROUPS = Network("resnet", "50", batch_norm=False)
 EFFICIENT = Network("efficientnet", "B0", batch_norm=False)
+PROXIED = Network("efficientnet", "B0", batch_norm=False, proxied=True)
+SQUEEZE = Network("squeezenet", "1.0")
 MEANT = [  # a network, parts of names as the original looked for them, the patterns they become
     (RESNET, ["fc1"], ("fc",)),
     (RESNET, ["fc1", "b4"], ("layer4", "fc")),
@@ -53,6 +66,13 @@ MEANT = [  # a network, parts of names as the original looked for them, the patt
     (EFFICIENT, ["block2a/SE"], ("blocks/1/0/se",)),
     (EFFICIENT, ["block1a/c"], ("blocks/0/0/conv_pw", "blocks/0/0/bn2")),
     (EFFICIENT, ["SE/1"], (".*conv_reduce",)),
+    (PROXIED, ["proxy"], (".*act",)),
+    (PROXIED, ["block1a/b"], ("blocks/0/0/conv_dw", "blocks/0/0/bn1")),
+    (PROXIED, ["gamma"], (".*bn3", "blocks/0/0/bn2")),
+    (SQUEEZE, ["fire3"], ("features/4",)),
+    (SQUEEZE, ["fire9", "finalconv/conv/conv2d"], ("features/12", "classifier")),
+    (SQUEEZE, ["fire2e_3"], ("features/3/expand3x3",)),
+    (Network("squeezenet", "1.0", cifar=True), ["dense"], ("classifier",)),
 ]
 
 

@@ -143,6 +143,8 @@ def test_recomputation_keeps_the_input_alone(keep, tensors):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         layer(x)
     assert sum(t.numel() == x.numel() for t in kept.values()) == tensors
+    rest = sum(t.numel() for t in kept.values() if t.numel() != x.numel())
+    assert rest < 16 * (4 + 2) + 201 if keep else rest > 16 * 200  # vectors, or what each sample became
 
 
 def test_it_stays_in_its_inputs_type_under_autocast():
