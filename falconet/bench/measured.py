@@ -1,6 +1,7 @@
 """What one run measured: from the files it left, or else from its lines; without the warm-up."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from falconet.bench.process import Ended
 from falconet.bench.spec import Benchmark, Metric
 from falconet.bench.spread import BLOCKS, Estimate, estimate, percentile
 from falconet.bench.steady import Steady, find_steady
+from falconet.errors import ConfigError
+from falconet.report.folders import RUNS
 
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
 TIMES = "updates.jsonl"
@@ -94,6 +97,18 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
         folded="; ".join(match[1] for line in ended.lines if (match := _FOLDED.search(line))) or None,
         seconds=ended.seconds,
     )
+
+
+def leave(content: Mapping[str, object], *, output: Path | None) -> None:
+    """Write what a program measured of itself where somebody asked for it, and where `falconet bench` looks."""
+    home = os.environ.get(RUNS)
+    for path in [output, Path(home) / INFERENCE if home else None]:
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
 def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:

@@ -1,6 +1,5 @@
 """`falconet bench infer`: images per second, and latency, of a model that predicts."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
-from falconet.bench.measured import INFERENCE, Measured, Sample
+from falconet.bench.measured import Measured, Sample, leave
 from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
@@ -21,7 +20,6 @@ from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
-from falconet.errors import ConfigError
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
@@ -216,11 +214,4 @@ def _write(options: InferOptions, series: Series, resident: Series, *, facts: di
         "resident_throughput_seconds": resident.throughput,
         "resident_latency_seconds": resident.latency,
     }
-    home = os.environ.get(RUNS)
-    for path in [options.inference.output, Path(home) / INFERENCE if home else None]:
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+    leave(content, output=options.inference.output)

@@ -1,8 +1,6 @@
 """`falconet bench serve`: images per second, and latency, of a served model, as clients see them."""
 
 import contextlib
-import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +12,7 @@ import torch
 
 from falconet.bench import serving
 from falconet.bench.client import Job, Outcome
-from falconet.bench.measured import INFERENCE, Measured, Sample
+from falconet.bench.measured import Measured, Sample, leave
 from falconet.bench.process import terminated_as_interrupted
 from falconet.bench.serving import Target, Tensors, Together
 from falconet.bench.spread import estimate
@@ -31,7 +29,6 @@ from falconet.infer.predictor import Pixels, Predictor
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
-from falconet.report.folders import RUNS
 from falconet.report.screen import Screen
 
 HELD = 8  # different batches that take turns
@@ -237,14 +234,7 @@ def _write(found: Together, options: BenchServeOptions) -> None:
         "throughput_seconds": found.spacing,
         "latency_seconds": found.latencies,
     }
-    home = os.environ.get(RUNS)
-    for path in [options.load.output, Path(home) / INFERENCE if home else None]:
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+    leave(content, output=options.load.output)
 
 
 def _check(outcomes: Sequence[Outcome], job: Job, screen: Screen) -> int:

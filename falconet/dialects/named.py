@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from falconet.config.settings import read_yaml
 from falconet.errors import ConfigError, did_you_mean
 
 
@@ -30,15 +31,9 @@ def entry(name: str, path: Path) -> Mapping[str, object]:
 def read(path: Path) -> Mapping[str, object]:
     """A file of named configs."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Texts)
-    except OSError as error:
-        raise ConfigError(f"--config: {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config: {path}: is not a text file") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"--config: {path}{line}: is not YAML: {getattr(error, 'problem', error)}") from error
+        content = read_yaml(path, loader=_Texts)
+    except ConfigError as error:
+        raise ConfigError(f"--config: {error}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path}: named configs were wanted, such as `my_config:` with options below it")
     return content

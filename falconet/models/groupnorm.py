@@ -8,12 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class FastGroupNorm(nn.GroupNorm):
-    """nn.GroupNorm, with its parameters and its groups of neighbouring channels, so it loads any checkpoint.
-
-    Statistics are in fp32 whatever the type of the input, and the output has the input's type and memory format;
-    torch's own would turn channels-last memory around, twice. `drop` and `act` follow, as in timm's norms.
-    """
+class _Followed(nn.GroupNorm):
+    """Group norm with `drop` and `act` behind it, as timm's norms have them."""
 
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None
@@ -23,28 +19,32 @@ class FastGroupNorm(nn.GroupNorm):
         self.act: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        y = group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
-        out: Tensor = self.act(self.drop(y))
+        out: Tensor = self.act(self.drop(self.normalise(x)))
         return out
 
+    def normalise(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
-class StridedGroupNorm(nn.GroupNorm):
+
+class FastGroupNorm(_Followed):
+    """nn.GroupNorm, with its parameters and its groups of neighbouring channels, so it loads any checkpoint.
+
+    Statistics are in fp32 whatever the type of the input, and the output has the input's type and memory format;
+    torch's own would turn channels-last memory around, twice.
+    """
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
+
+
+class StridedGroupNorm(_Followed):
     """Group norm over every G-th channel, as TensorFlow's IPU programs group them: channel c is in group c mod G.
 
     Parameters are in the order of the channels, in fp32 arithmetic whatever the type of the input.
     """
 
-    def __init__(
-        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None
-    ) -> None:
-        super().__init__(num_groups, num_channels, eps, affine, device=device)
-        self.drop: nn.Module = nn.Identity()
-        self.act: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        y = strided_group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
-        out: Tensor = self.act(self.drop(y))
-        return out
+    def normalise(self, x: Tensor) -> Tensor:
+        return strided_group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
 
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:

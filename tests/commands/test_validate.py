@@ -15,6 +15,7 @@ from tiny import TINY
 from falconet.checkpoint import files
 from falconet.cli import main
 from falconet.commands import opening
+from falconet.config.schema import ValidateOptions
 from falconet.train.evaluate import Evaluation
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -243,3 +244,15 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29501")
     assert falconet("validate --checkpoint-input-path nowhere") == (0, "", "")
+
+
+def test_a_loss_that_is_no_number_is_said(monkeypatch):
+    found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
+    monkeypatch.setattr(opening.parts, "evaluator", lambda *given, **named: lambda model: found)
+    monkeypatch.setattr(opening.parts, "check_classes", lambda *given, **named: None)
+    monkeypatch.setattr(opening, "open_machine", lambda options: None)
+    options = ValidateOptions()
+    opened = opening.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
+    said = []
+    assert opening.measure(opened, said.append) is found
+    assert said[0].startswith("warning: old_7: the validation loss is nan")

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from runs import assert_bitwise, begin, children, finish, metrics, updates, wait
 from tiny import TINY
 
 from falconet.checkpoint import files
+from falconet.commands import launching
+from falconet.errors import WorldError
+from falconet.parallel import launch
 
 pytestmark = pytest.mark.dist
 
@@ -125,6 +129,37 @@ def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
     process.kill()
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "the workers' end")
     finish(process)
+
+
+ENDS = {
+    "killed": (
+        {0: -15, 1: -9},
+        " was killed by SIGKILL on {here} (by the system, if memory ran out there: `dmesg` tells)",
+    ),
+    "failed": ({0: -15, 1: 1}, " ended with exit code 1 on {here}"),
+}
+
+
+@pytest.mark.parametrize(("failures", "words"), ENDS.values(), ids=ENDS.keys())
+def test_who_gives_up_names_the_process_its_host_and_where_to_look(monkeypatch, failures, words):
+    monkeypatch.setattr(launch, "_run", lambda workers, attempt: failures)
+    workers = launch.Workers(argv=[], processes=2, restarts=1)
+    said = []
+    with pytest.raises(WorldError) as caught:
+        launch.launch(workers, progress=lambda: None, say=said.append)
+    found = words.format(here=socket.gethostname())
+    assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (--max-restarts 1)"
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_and_how_to_continue(tmp_path, saved):
+    (tmp_path / "checkpoints").mkdir()
+    if saved:
+        (tmp_path / "checkpoints/one").mkdir()
+    said = launching._how_to_continue(tmp_path, tmp_path / "checkpoints")
+    wanted = f"to continue: falconet restore --checkpoint-input-path {tmp_path}"
+    assert said == (wanted if saved else "nothing was saved yet")
 
 
 def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_again(tmp_path):

@@ -15,7 +15,7 @@ from falconet.data.source import ArraySource
 from falconet.errors import DataError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
-from falconet.train.evaluate import evaluate
+from falconet.train.evaluate import Evaluation, evaluate
 
 RAW = Preprocessing(image_size=1, resize=1, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 ONE = World(device=torch.device("cpu"))
@@ -131,3 +131,10 @@ def test_bf16_logits_are_judged_in_full_precision():
     found = measure(model, [batch], regime="bf16.32")
     assert seen[0].dtype == torch.bfloat16
     assert found.loss == by_hand(seen[0], labels.numpy())[3]
+
+
+@pytest.mark.parametrize(("loss", "said"), [(float("nan"), True), (float("inf"), True), (1e30, False)])
+def test_a_loss_that_is_no_number_has_a_line(loss, said):
+    warning = Evaluation(images=10, top1=1, top5=5, loss=loss).warning("the validation")
+    assert (warning is not None) == said
+    assert warning is None or warning.startswith(f"warning: the validation loss is {loss}, the model gives values that")
