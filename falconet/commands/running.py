@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.commands import averaging, describing, launching, numbers, parts, run_folder, sharding, telling
+from falconet.commands import averaging, describing, launching, numbers, parts, planning, run_folder, sharding, telling
 from falconet.commands.launching import Launch
 from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config import rules
@@ -26,7 +25,6 @@ from falconet.numerics.scaling import Offender
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
 from falconet.optim.offload import HostedState
-from falconet.optim.schedules import Schedule, drops_at
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
@@ -37,7 +35,7 @@ from falconet.train import memory
 from falconet.train.drawing import Draw, drawing, no_drawing
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
-from falconet.train.plan import Plan, updates_in_epoch
+from falconet.train.plan import Plan
 from falconet.train.profiled import ProfiledStep
 from falconet.train.record import Identity, Record
 from falconet.train.step import Step
@@ -164,40 +162,8 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        options, rate = self.options, self.options.learning_rate
-        images = len(self.images.splits.train)
-        per_epoch, limit = updates_in_epoch(images, self.shape.global_batch), options.training.updates
-        updates = limit or options.training.epoch * per_epoch
-        schedule = Schedule(
-            kind=rate.lr_schedule,
-            peak=rate.lr,
-            epochs=options.training.epoch if limit is None else limit / per_epoch,
-            updates_per_epoch=per_epoch,
-            warmup_epochs=rate.warmup_epoch,
-            changes_per_epoch=rate.lr_scheduler_freq,
-            decay=rate.lr_decay[0],
-            drops=(*rate.lr_epoch_decay, *drops_at(rate.lr_drop_shares, updates, per_epoch)),
-            factors=rate.lr_decay if len(rate.lr_decay) > 1 else (),
-            power=rate.lr_power,
-            end_ratio=rate.lr_end_ratio,
-        )
-        synthetic = options.data.data == "synthetic"
-        return Plan(
-            epochs=options.training.epoch if limit is None else ceil(limit / per_epoch),
-            limit=limit,
-            images=images,
-            micro_batch=self.shape.micro_batch,
-            accumulation=self.shape.accumulation,
-            replicas=self.shape.replicas,
-            schedule=schedule,
-            logs_per_epoch=options.logging.logs_per_epoch,
-            validation_mode="none" if synthetic else options.validation.validation_mode,
-            validation_frequency=options.validation.validation_frequency,
-            epochs_per_save=options.checkpoints.checkpoint_save_freq,
-            first_saved=options.checkpoints.checkpoint_first_epoch,
-            phase=self.phase.number,
-            epochs_before=self.phase.epochs_before,
-            updates_before=self.updates_before,
+        return planning.plan_of(
+            self.phase, images=len(self.images.splits.train), shape=self.shape, updates_before=self.updates_before
         )
 
     def plan_lines(self) -> list[str]:

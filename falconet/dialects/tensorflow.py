@@ -7,9 +7,10 @@ from math import ceil
 from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.tensorflow_keeping import KEEPING
 from falconet.dialects.tensorflow_machine import MACHINE
 from falconet.dialects.tensorflow_model import DATA, MODEL
-from falconet.dialects.tensorflow_recipe import KEEPING, LENGTH, RATE, SCHEDULE, UPDATE, resume
+from falconet.dialects.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
 from falconet.dialects.values import Values
 
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
