@@ -88,8 +88,11 @@ def test_momentum_is_the_weight_of_the_newest_batch():
     torch.testing.assert_close(model[0].running_mean, 0.25 * x.mean((0, 2, 3)))
 
 
+NORMALISED = [name for name in zoo.names() if not name.startswith("squeezenet")]  # tests/models/test_squeeze.py
+
+
 @pytest.mark.parametrize("kind", ["group", "none"])
-@pytest.mark.parametrize("name", [*zoo.names(), "timm:regnety_002", "timm:densenet121", "timm:resnetv2_50"])
+@pytest.mark.parametrize("name", [*NORMALISED, "timm:regnety_002", "timm:densenet121", "timm:resnetv2_50"])
 def test_no_batch_norm_is_left_in_any_model(name, kind):
     with torch.device("meta"):
         model = zoo.build(name, classes=2, seed=0, norm=Norm(kind=kind, groups=8))

@@ -233,7 +233,7 @@ def test_the_names_are_the_originals_and_the_cifar_residual_networks():
     ours = {"resnet10", "resnet14", "resnet26", "resnext14", "resnext26", "resnext152", "efficientnet-cifar"}
     bottlenecks = {f"resnet{depth}-cifar" for depth in (11, 29, 38, 47, "56b", 65)}
     grouped = {f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)}
-    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar, *bottlenecks, *grouped}
+    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar, *bottlenecks, *grouped, "squeezenet", "squeezenet-cifar"}
 
 
 def test_parameters_are_counted_without_running_statistics():
