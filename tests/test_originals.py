@@ -166,7 +166,7 @@ def test_a_run_is_continued_validated_and_averaged(original):
     assert original("tf1:restore.py", "--restore-path run")[0] == 0
     assert "Accuracy on test set" in original("pytorch:validate.py", "--checkpoint-input-path run")[1]
     line = "--restore-path run --filename average --mode mean --discard-last 1"
-    assert "averaged 1 checkpoints (mean): ckpt-2" in original("tf1:weight_avg.py", line)[1]
+    assert "averaged 2 checkpoints (mean): ckpt-0, ckpt-2" in original("tf1:weight_avg.py", line)[1]
 
 
 def test_the_translation_is_shown_and_nothing_runs(original, tmp_path):

@@ -184,6 +184,16 @@ def synthetic(old: Values) -> Iterable[Effect]:
     yield To("momentum", ("0",))
 
 
+def shards(old: Values) -> Iterable[Effect]:
+    """Stages of a training; a model whose predictions are measured is whole."""
+    count = old.whole("--shards")
+    if count > 1 and synthetic_command(old) == "train":
+        yield To("pipeline-splits", (f"auto:{count}",))
+        yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
+    elif count > 1:
+        yield Say(f"--shards {count}: predictions are measured with the whole model on one device")
+
+
 _MODEL_NORMS = ("BATCH", "GROUP", "NONE")
 _HELP = part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",))
 
@@ -258,7 +268,7 @@ MAIN: tuple[Old, ...] = (
     ),
     nothing("--simulation", "flag", "runs on what is here; --device cpu leaves the GPU alone"),
     same("--gradient-accumulation-factor", "whole", "1", new="gradient-accumulation", least=1),
-    nothing("--ckpt", "text", "checkpoints are folders in the run folder; `falconet export` is to write ONNX"),
+    nothing("--ckpt", "text", "checkpoints are folders of safetensors in the run folder, not ONNX files"),
     nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
     nothing("--max-bytes-per-tile", "whole", COLLECTIVES),
     becomes("--log-dir", "text", "logs", "FALCONET_RUNS name-suffix", run_folder, "where run folders go"),
@@ -301,6 +311,11 @@ SYNTHETIC: tuple[Old, ...] = (
     part_of("--use-generated-data", "flag", None, "data", "--data generated instead of synthetic"),
     part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches", least=1),
     part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches", least=1),
+    becomes("--shards", "whole", "1", "pipeline-splits", shards, "stages of equal cost, with --mode train", least=1),
+    part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential"),
+    nothing("--auto-sharding", "flag", "stages of equal cost are found in any case"),
+    same("--report", "flag", new="profile"),
+    nothing("--save-graph", "flag", "--report traces what runs"),
     nothing("--simulation", "flag", IPU),
     _HELP,
 )

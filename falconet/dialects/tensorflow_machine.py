@@ -126,7 +126,9 @@ def distributed(old: Values) -> Iterable[Effect]:
     if old.flag("--distributed"):
         count = facts.workers(old)
         yield Say(
-            f"--distributed: {count} workers of TF_CONFIG" if count > 1 else "--distributed: TF_CONFIG lists none"
+            f"--distributed: {count} workers of TF_CONFIG"
+            if count > 1
+            else "--distributed: TF_CONFIG lists no other worker"
         )
 
 

@@ -81,7 +81,7 @@ def test_the_steps_of_a_training_by_updates_are_shares_of_it():
         peak=1.0,
         epochs=0.5,
         updates_per_epoch=1562,
-        decay=options.lr_decay,
+        decay=options.lr_decay[0],
         drops=tuple(drops_at(options.lr_drop_shares, 781, 1562)),
         warmup_epochs=options.warmup_epoch,
     )
@@ -175,3 +175,12 @@ def test_the_device_of_a_number_is_the_one_that_is_seen():
     several = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "3", "--replicas", "2"])
     assert not several.environment
     assert several.notes == ("--select-ipu 3: devices are chosen by CUDA_VISIBLE_DEVICES",)
+
+
+def test_the_popart_benchmarks_common_options_are_known():
+    line = "--mode train --shards 2 --pipeline --report"
+    train = translate("popart:resnet_synthetic_benchmark.py", line.split())
+    value = {setting.option: " ".join(setting.values) for setting in train.settings}
+    assert (value["pipeline-splits"], value["profile"], train.notes) == ("auto:2", "", ())
+    infer = translate("popart:resnet_synthetic_benchmark.py", ["--shards", "2", "--auto-sharding"])
+    assert infer.notes[0] == "--shards 2: predictions are measured with the whole model on one device"

@@ -212,6 +212,7 @@ def test_schedules_import_neither_torch_nor_numpy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9)), max_size=3), st.integers(1, 500), st.integers(1, 90)
 )
