@@ -81,7 +81,7 @@ def test_the_steps_of_a_training_by_updates_are_shares_of_it():
         peak=1.0,
         epochs=0.5,
         updates_per_epoch=1562,
-        decay=options.lr_decay,
+        decay=options.lr_decay[0],
         drops=tuple(drops_at(options.lr_drop_shares, 781, 1562)),
         warmup_epochs=options.warmup_epoch,
     )
