@@ -22,6 +22,7 @@ def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
         "config.yaml",
         "plan.txt",
         "metrics.jsonl",
+        "updates.jsonl",
         "summary.json",
         "checkpoints",
     }
@@ -32,6 +33,9 @@ def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if "train/loss" in line] == [2, 4, 6, 8]
     assert [line["update"] for line in lines if "validation/accuracy" in line] == [4, 8]
+    times = [json.loads(line) for line in Path("r/updates.jsonl").read_text().splitlines()]
+    assert [(line["update"], len(line["milliseconds"])) for line in times] == [(2, 2), (4, 2), (6, 2), (8, 2)]
+    assert min(time for line in times for time in line["milliseconds"]) > 0
     summary = json.loads(Path("r/summary.json").read_text())
     assert summary["updates"] == 8
     assert summary["images_per_second"] > 0
