@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from falconet.dialects.layers import pytorch_layer
+from falconet.dialects.pytorch_layers import mobilenet_layer, recomputed_layers
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
@@ -74,7 +75,7 @@ def eight_bit(old: Values) -> Iterable[Effect]:
 def splits(old: Values) -> Iterable[Effect]:
     if old.has("--pipeline-splits"):
         names = old.texts("--pipeline-splits")
-        yield To("pipeline-splits", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+        yield To("pipeline-splits", tuple(_layer(name, old.text("--model")) for name in names))
 
 
 def cache(old: Values) -> Iterable[Effect]:
@@ -152,8 +153,9 @@ def recompute_layers(old: Values) -> Iterable[Effect]:
     """The stages of a pipeline recompute anyway, as theirs did."""
     recomputes = old.flag("--enable-recompute") or _recompute_mode(old) == "manual" or old.has("--pipeline-splits")
     if old.has("--recompute-checkpoints") and recomputes:
-        names = old.texts("--recompute-checkpoints")
-        yield To("recompute-checkpoints", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+        rules = old.texts("--recompute-checkpoints")
+        kept = [layer for rule in rules for layer in recomputed_layers(rule, model=old.text("--model"))]
+        yield To("recompute-checkpoints", tuple(dict.fromkeys(kept)))
     elif old.given("--recompute-checkpoints"):
         yield Say("--recompute-checkpoints: has no effect without --recompute-mode manual or --enable-recompute")
 
@@ -207,7 +209,7 @@ def _same_text(text: str, _model: str) -> str:
 
 
 def _layer(text: str, model: str) -> str:
-    return pytorch_layer(text, model=model)
+    return mobilenet_layer(text, model=model) or pytorch_layer(text, model=model)
 
 
 def fine_tune(
