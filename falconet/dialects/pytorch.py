@@ -86,6 +86,7 @@ def cache(old: Values) -> Iterable[Effect]:
 def profile(old: Values) -> Iterable[Effect]:
     if old.flag("--profile"):
         yield To("profile")
+        yield Say("--profile: a few updates or batches are traced; a training goes on after them, the original's ended")
 
 
 def compile_only(old: Values) -> Iterable[Effect]:
@@ -195,13 +196,19 @@ def initial_loss_scaling(old: Values) -> Iterable[Effect]:
 
 def checkpoint_input(old: Values) -> Iterable[Effect]:
     """Where their averaging and their validation after training looked: the run's own checkpoints, usually."""
-    if old.given("--checkpoint-input-path"):
-        given = old.text("--checkpoint-input-path")
-        if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
-            yield Say(
-                "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
-                " `falconet average` and `falconet validate`"
-            )
+    if not old.given("--checkpoint-input-path") or not old.text("--checkpoint-input-path"):
+        return
+    given = old.text("--checkpoint-input-path")
+    if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
+        yield Say(
+            "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
+            " `falconet average` and `falconet validate`"
+        )
+    elif old.text("--validation-mode") == "after":
+        yield Say(
+            "--validation-mode after: measures the last weights; each checkpoint, as the original did:"
+            f" `falconet validate --checkpoint-input-path {given}`"
+        )
 
 
 def _same_text(text: str, _model: str) -> str:
