@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from falconet.bench.command import Command, child_environment
 
@@ -26,6 +26,7 @@ class Ended:
     lines: Sequence[str]
     peak_memory: int  # bytes of the largest process, of the machine's memory
     stopped: Literal["timeout", "interrupted"] | None = None
+    unlogged: str = ""  # why the log is cut short, if it is
 
     @property
     def last_line(self) -> str:
@@ -44,7 +45,7 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",  # whatever the locale here is
             errors="replace",
             start_new_session=True,  # so that all of its processes can be reached, and Ctrl-C comes through us
         )
@@ -54,7 +55,8 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
         log.write_text(line + "\n", encoding="utf-8")
         return Ended(code=127, seconds=0.0, lines=[line], peak_memory=0)
     lines: list[str] = []
-    reader = threading.Thread(target=_read, args=(process, log, lines, echo), daemon=True)
+    written = _Log(log)
+    reader = threading.Thread(target=_read, args=(process, written, lines, echo), daemon=True)
     reader.start()
     stopped: Literal["timeout", "interrupted"] | None = None
     try:
@@ -71,14 +73,37 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
         lines=lines,
         peak_memory=peak,
         stopped=stopped,
+        unlogged=written.why,
     )
 
 
-def _read(process: "subprocess.Popen[str]", log: Path, lines: list[str], echo: Callable[[str], None]) -> None:
+class _Log:
+    """A file of lines that a full disk cuts short: a program whose output nobody reads would wait for ever."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] | None = path.open("wb", buffering=0)
+        self.why = ""
+
+    def write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line.encode("utf-8", errors="replace"))
+        except OSError as error:
+            self.why = error.strerror or str(error)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _read(process: "subprocess.Popen[str]", log: _Log, lines: list[str], echo: Callable[[str], None]) -> None:
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8", buffering=1) as file, process.stdout as output:
+    with process.stdout as output, contextlib.closing(log):
         for line in output:
-            file.write(line)
+            log.write(line)
             lines.append(line.rstrip("\n"))
             echo(lines[-1])
 

@@ -102,6 +102,8 @@ def read(path: Path) -> tuple[dict[str, Result], dict[str, object]]:
 
 def _read_result(entry: Mapping[str, Any]) -> Result:
     rate, others = entry["throughput"], entry.get("estimates", {})
+    if rate is not None and not rate["mean"] > 0:
+        raise ValueError(f"a throughput of {rate['mean']}")
     read = {
         "throughput": None if rate is None else _read_estimate(rate),
         "estimates": {name: _read_estimate(one) for name, one in others.items()},
@@ -111,6 +113,8 @@ def _read_result(entry: Mapping[str, Any]) -> Result:
 
 def _read_estimate(entry: Mapping[str, Any]) -> Estimate:
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in entry.items()}
+    for name in ("mean", "std", "low", "high"):
+        known[name] = float(known[name])
     return Estimate(**known)
 
 

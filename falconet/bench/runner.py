@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from falconet.bench.results import Result, summarise
 from falconet.bench.spec import Benchmark
 
 Say = Callable[[str], None]
+LONGEST = 200  # characters of a folder's name; file systems take 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +69,11 @@ def prepare(benchmarks: Sequence[Benchmark], *, wandb: bool, profile: bool, note
 
 def run_all(jobs: Sequence[Job], routine: Routine, say: Say) -> Iterator[Result]:
     """The result of each job when it is there; ends after an interruption."""
-    for number, job in enumerate(jobs, start=1):
+    for number, (job, place) in enumerate(zip(jobs, _places(jobs), strict=True), start=1):
         say(f"[{number}/{len(jobs)}] {job.name}: {job.command.shown()}")
         if job.devices > routine.here:
             say(f"  needs {job.devices} devices, {routine.here} here: runs folded, and is marked so")
-        result = _run(job, routine, say)
+        result = _run(job, replace(routine, folder=routine.folder / place), say)
         if result.status == "failed":
             say(f"  FAILED: {result.reason}")
         yield result
@@ -90,11 +91,13 @@ def _run(job: Job, routine: Routine, say: Say) -> Result:
         "output": job.benchmark.output,
     }
     for number in range(1, routine.repeat + 1):
-        home = routine.folder / _safe(job.name) / f"run{number}"
+        home = routine.folder / f"run{number}"
         timeout = min(filter(None, (routine.timeout, job.benchmark.timeout)), default=None)
         ended = process.run(
             job.command, runs=home / "runs", log=home / "output.log", timeout=timeout, echo=routine.echo
         )
+        if ended.unlogged:
+            say(f"  {home / 'output.log'} is cut short: {ended.unlogged}")
         found = measure(job.benchmark, job.parameters, ended, home / "runs")
         if ended.stopped == "interrupted":
             return summarise(measured or [found], status="interrupted", reason=f"interrupted in run {number}", **facts)
@@ -129,5 +132,12 @@ def _words(found: Measured) -> str:
     return f"{found.throughput:,.1f} images/s ({dropped}, {found.steady.verdict})"
 
 
-def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.=-]+", "_", name).strip("_")
+def _places(jobs: Sequence[Job]) -> list[str]:
+    """A folder's name for each job, its own: what two of them left would be taken for one's."""
+    taken: dict[str, int] = {}
+    places = []
+    for job in jobs:
+        plain = re.sub(r"[^A-Za-z0-9_.=-]+", "_", job.name).strip("_.")[:LONGEST] or "benchmark"
+        taken[plain] = taken.get(plain, 0) + 1
+        places.append(plain if taken[plain] == 1 else f"{plain}~{taken[plain]}")
+    return places

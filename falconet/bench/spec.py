@@ -144,13 +144,13 @@ class _Entry:
         return Benchmark(
             name=self.name,
             where=self.where,
-            folder=folder / self.content.get("location", ""),
+            folder=folder / self._scalar(self.content.get("location", ""), "location"),
             command=" ".join(self._text("cmd").split()),
             variants=tuple(self._variants()),
             metrics={name: self._metric(name, entry) for name, entry in self._mapping("data").items()},
             derived={name: self._expression(name, entry) for name, entry in self._mapping("derived").items()},
             output=tuple(self._output()),
-            environment={str(name): str(value) for name, value in self._mapping("env").items()},
+            environment=dict(self._environment()),
             timeout=self._number("timeout"),
             allow_wandb=str(self.content.get("allow_wandb", "false")).lower() in ("true", "yes", "on"),
             ignored=tuple(key for key in self.content if key in UNUSED),
@@ -164,13 +164,27 @@ class _Entry:
             for row in rows:
                 if len(row) != len(names):
                     raise self._mistake(f"parameters: a row has {len(row)} values, wanted {len(names)}")
-                yield dict(zip(names, row, strict=True))
+                cells = [self._scalar(cell, "parameters") for cell in (*names, *row)]
+                yield dict(zip(cells[: len(names)], cells[len(names) :], strict=True))
             return
         if not isinstance(given, Mapping):
             raise self._mistake("parameters: wanted a mapping such as `batchsize: 1,64`, or rows below their names")
-        values = [value if isinstance(value, list) else str(value).split(",") for value in given.values()]
+        values = [
+            value if isinstance(value, list) else self._scalar(value, "parameters").split(",")
+            for value in given.values()
+        ]
+        for name, choices in zip(given, values, strict=True):
+            spelled = [self._scalar(choice, f"parameters: {name}").strip() for choice in choices]
+            if not spelled or len(set(spelled)) < len(spelled):
+                raise self._mistake(f"parameters: {name}: got '{','.join(spelled)}', wanted values, each once")
         for row in product(*values):
             yield {str(name): str(value).strip() for name, value in zip(given, row, strict=True)}
+
+    def _environment(self) -> Iterator[tuple[str, str]]:
+        for name, value in self._mapping("env").items():
+            if not re.fullmatch(r"[^=\0]+", str(name)):
+                raise self._mistake(f"env: {name!r} is no name of a variable")
+            yield str(name), self._scalar(value, f"env: {name}")
 
     def _metric(self, name: str, entry: Any) -> Metric:
         if not isinstance(entry, Mapping) or "regexp" not in entry:
@@ -180,7 +194,7 @@ class _Entry:
         if reduction not in REDUCTIONS:
             raise self._mistake(f"data: {name}: reduction_type: got '{reduction}', wanted {', '.join(REDUCTIONS)}")
         try:
-            pattern = re.compile(entry["regexp"])
+            pattern = re.compile(self._scalar(entry["regexp"], f"data: {name}: regexp"))
         except re.error as error:
             raise self._mistake(f"data: {name}: regexp: {error}") from error
         if pattern.groups != 1:
@@ -208,9 +222,14 @@ class _Entry:
         yield from ((str(title), str(metric)) for title, metric in rows)
 
     def _text(self, key: str) -> str:
-        value = self.content[key]
-        if not isinstance(value, str) or not value.strip():
+        value = self._scalar(self.content[key], key)
+        if not value.strip():
             raise self._mistake(f"{key}: wanted text")
+        return value
+
+    def _scalar(self, value: Any, where: str) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise self._mistake(f"{where}: wanted text")
         return value
 
     def _mapping(self, key: str) -> Mapping[Any, Any]:

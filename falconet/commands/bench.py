@@ -115,9 +115,12 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
     names = tables.metric_names(measured) if options.additional_metrics else options.csv_metrics
-    results.write(folder / "results.json", measured, about)
-    tables.write_csv(folder / "results.csv", measured, metrics=names)
-    (folder / "results.md").write_text(tables.markdown(measured, about), encoding="utf-8")
+    try:
+        results.write(folder / "results.json", measured, about)
+        tables.write_csv(folder / "results.csv", measured, metrics=names)
+        (folder / "results.md").write_text(tables.markdown(measured, about), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _show(measured: Sequence[results.Result], options: Bench, folder: Path, screen: Screen) -> None:

@@ -75,10 +75,13 @@ def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoade
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not a text file") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: is not YAML: {getattr(error, 'problem', error)}") from error
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read"
+        raise ConfigError(f"{path}{line}: is not YAML: {problem}") from error
 
 
 def spelled(value: object) -> tuple[str, ...]:

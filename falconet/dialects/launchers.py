@@ -12,7 +12,7 @@ YES, NO = ("1", "yes", "true", "on"), ("0", "no", "false", "off")
 OF_THE_IPU = (
     *("--vipu-server-host", "--vipu-server-port", "--vipu-server-timeout", "--vipu-partition", "--vipu-cluster"),
     *("--vipu-allocation", "--reset-partition", "--update-partition", "--remove-partition", "--num-ilds"),
-    *("--sync-type", "--executable-cache-path", "--offline-mode"),
+    *("--sync-type", "--offline-mode"),
 )
 # mpirun's arguments without a meaning here, and how many values each takes.
 OF_MPIRUN = {
@@ -21,6 +21,7 @@ OF_MPIRUN = {
 }
 PYTHONS_OWN = ("--help", "--version", "--help-env", "--help-xoptions", "--help-all", "--check-hash-based-pycs")
 FORGOTTEN = "4"  # the TensorFlow README's value of --ipus-per-replica: its mk2_resnet50_bn_16ipus is in 4 stages
+CACHE = "TRITON_CACHE_DIR"
 NETWORKS = ("btl_tcp_if_include", "oob_tcp_if_include")
 HELP = """usage: poprun [flags] PROGRAM [arguments]
 
@@ -34,6 +35,7 @@ Runs a program as several processes, with the flags of Graphcore's poprun, by to
   --mpi-global-args S    --tag-output, -x VAR[=VALUE], -H HOSTS, --mca btl_tcp_if_include NETWORK,
   --mpi-local-args S     --mca plm_rsh_agent COMMAND; the other arguments of mpirun are named and have no effect
   --only-output-from-instance N
+  --executable-cache-path FOLDER   where compiled kernels are kept (TRITON_CACHE_DIR)
   --dry-run              print the command lines and exit
   -v                     print them, and go on
 
@@ -178,6 +180,12 @@ def _mpi(asked: Poprun, name: str, value: str) -> None:
         asked.notes.append(f"{name} {', '.join(idle)}: no effect without mpirun")
 
 
+def _cache(asked: Poprun, name: str, value: str) -> None:  # noqa: ARG001
+    """Their programs were compiled whole; here only Triton's kernels are. Empty: as a variable that is not set."""
+    if value:
+        asked.exported.setdefault(CACHE, value)
+
+
 def _check(asked: Poprun) -> None:
     if asked.help:
         return
@@ -216,6 +224,7 @@ VALUED: dict[str, Callable[[Poprun, str, str], None]] = {
     "--ipus-per-replica": _set("stages", _number),
     "--host": _set("hosts", _hosts),
     "--only-output-from-instance": _set("only_instance", lambda name, value: _number(name, value, 0)),
+    "--executable-cache-path": _cache,
     **dict.fromkeys(MPI, _mpi),
 }
 SWITCHES: dict[str, Callable[[Poprun], None]] = {

@@ -21,7 +21,7 @@ SQUEEZENET = {  # the names of its layers; between them lie poolings
     **{f"fire{number}": f"features/{number + 1 + (number > 4) + (number > 8)}" for number in range(2, 10)},
     "finalconv": "classifier/1",
 }
-_MOBILENET = {"mobilenet-v3-large": (1, 2, 3, 4, 2, 3), "mobilenet-v3-small": (1, 2, 3, 2, 3)}
+MOBILENET = {"mobilenet-v3-large": (1, 2, 3, 4, 2, 3), "mobilenet-v3-small": (1, 2, 3, 2, 3)}
 
 
 def pytorch_layer(name: str, *, model: str) -> str:
@@ -30,7 +30,7 @@ def pytorch_layer(name: str, *, model: str) -> str:
     if added:
         return _addition(int(added[1] or 0), model=model, name=name)
     block = re.fullmatch(r"mb_block/(\d+)(?:/.*)?", name)
-    if block and model in _MOBILENET:
+    if block and model in MOBILENET:
         return _mobilenet_block(int(block[1]), model=model, name=name)
     whole = {"avgpool": "global_pool", "relu": "act1", "first_block/0": "conv_stem", "layer0": "conv1"}
     if name in whole and not model.startswith("efficientnet"):
@@ -60,7 +60,7 @@ def _addition(number: int, *, model: str, name: str) -> str:
 
 
 def _mobilenet_block(number: int, *, model: str, name: str) -> str:
-    places = [(stage, block) for stage, blocks in enumerate(_MOBILENET[model]) for block in range(blocks)]
+    places = [(stage, block) for stage, blocks in enumerate(MOBILENET[model]) for block in range(blocks)]
     if number >= len(places):
         raise ConfigError(f"{name}: {model} has {len(places)} blocks, mb_block/0 to mb_block/{len(places) - 1}")
     return "blocks/{}/{}".format(*places[number])

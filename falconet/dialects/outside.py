@@ -15,7 +15,7 @@ OUTSIDE: dict[str, dict[str, tuple[str, str]]] = {
         "--mpi-global-args": ("poprun --mpi-global-args", "--tag-output, -x, -H and networks; the rest is named"),
         "--mpi-local-args": ("poprun --mpi-local-args", "the same"),
         "--only-output-from-instance": ("poprun --only-output-from-instance", "the same"),
-        "--executable-cache-path": ("TRITON_CACHE_DIR", "accepted; set the variable for compiled kernels"),
+        "--executable-cache-path": ("TRITON_CACHE_DIR", "where compiled kernels are kept, in every process"),
         "--offline-mode": ("none", "accepted; what is here is used"),
         **dict.fromkeys(
             (

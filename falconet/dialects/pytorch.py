@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from falconet.dialects.layers import pytorch_layer
+from falconet.dialects.pytorch_layers import mobilenet_layer, recomputed_layers
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
@@ -74,7 +75,7 @@ def eight_bit(old: Values) -> Iterable[Effect]:
 def splits(old: Values) -> Iterable[Effect]:
     if old.has("--pipeline-splits"):
         names = old.texts("--pipeline-splits")
-        yield To("pipeline-splits", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+        yield To("pipeline-splits", tuple(_layer(name, old.text("--model")) for name in names))
 
 
 def cache(old: Values) -> Iterable[Effect]:
@@ -85,6 +86,7 @@ def cache(old: Values) -> Iterable[Effect]:
 def profile(old: Values) -> Iterable[Effect]:
     if old.flag("--profile"):
         yield To("profile")
+        yield Say("--profile: a few updates or batches are traced; a training goes on after them, the original's ended")
 
 
 def compile_only(old: Values) -> Iterable[Effect]:
@@ -152,8 +154,9 @@ def recompute_layers(old: Values) -> Iterable[Effect]:
     """The stages of a pipeline recompute anyway, as theirs did."""
     recomputes = old.flag("--enable-recompute") or _recompute_mode(old) == "manual" or old.has("--pipeline-splits")
     if old.has("--recompute-checkpoints") and recomputes:
-        names = old.texts("--recompute-checkpoints")
-        yield To("recompute-checkpoints", tuple(pytorch_layer(name, model=old.text("--model")) for name in names))
+        rules = old.texts("--recompute-checkpoints")
+        kept = [layer for rule in rules for layer in recomputed_layers(rule, model=old.text("--model"))]
+        yield To("recompute-checkpoints", tuple(dict.fromkeys(kept)))
     elif old.given("--recompute-checkpoints"):
         yield Say("--recompute-checkpoints: has no effect without --recompute-mode manual or --enable-recompute")
 
@@ -193,13 +196,19 @@ def initial_loss_scaling(old: Values) -> Iterable[Effect]:
 
 def checkpoint_input(old: Values) -> Iterable[Effect]:
     """Where their averaging and their validation after training looked: the run's own checkpoints, usually."""
-    if old.given("--checkpoint-input-path"):
-        given = old.text("--checkpoint-input-path")
-        if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
-            yield Say(
-                "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
-                " `falconet average` and `falconet validate`"
-            )
+    if not old.given("--checkpoint-input-path") or not old.text("--checkpoint-input-path"):
+        return
+    given = old.text("--checkpoint-input-path")
+    if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
+        yield Say(
+            "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
+            " `falconet average` and `falconet validate`"
+        )
+    elif old.text("--validation-mode") == "after":
+        yield Say(
+            "--validation-mode after: measures the last weights; each checkpoint, as the original did:"
+            f" `falconet validate --checkpoint-input-path {given}`"
+        )
 
 
 def _same_text(text: str, _model: str) -> str:
@@ -207,7 +216,7 @@ def _same_text(text: str, _model: str) -> str:
 
 
 def _layer(text: str, model: str) -> str:
-    return pytorch_layer(text, model=model)
+    return mobilenet_layer(text, model=model) or pytorch_layer(text, model=model)
 
 
 def fine_tune(

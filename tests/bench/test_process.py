@@ -76,3 +76,15 @@ def _gone(pid):
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_full_disk_cuts_the_log_short_and_nothing_hangs(tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full here")
+    many = "for number in range(20000): print('line', number)"
+    (tmp_path / "log").symlink_to(full)
+    command = Command(argv=(sys.executable, "-c", many), environment={}, folder=tmp_path)
+    ended = process.run(command, runs=tmp_path / "runs", log=tmp_path / "log", timeout=60, echo=lambda _: None)
+    assert (ended.code, len(ended.lines), ended.stopped) == (0, 20000, None)
+    assert ended.unlogged == "No space left on device"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from falconet.bench.runner import Routine, prepare, run_all
+from falconet.bench.runner import Routine, _places, prepare, run_all
 from falconet.bench.spec import read_spec
 
 # A program that leaves what a training run leaves, without training.
@@ -94,3 +94,9 @@ def test_keys_without_effect_are_said_once(tmp_path):
 
 def test_python_is_the_one_that_runs_the_tests(jobs):
     assert jobs("a:\n  cmd: python3 x.py\n")[0].command.argv[0] == sys.executable
+
+
+def test_benchmarks_whose_names_are_alike_to_a_file_system_have_folders_of_their_own(jobs):
+    long = "n" * 300
+    made = jobs(f"'a x': {{cmd: x}}\n'a_x': {{cmd: x}}\n'..': {{cmd: x}}\n{long}: {{cmd: x}}\n")
+    assert _places(made) == ["a_x", "a_x~2", "benchmark", "n" * 200]

@@ -170,3 +170,34 @@ def test_the_example_of_the_docs_is_a_spec(spec):
     (found,) = read_spec(spec(example))
     assert (found.name, len(found.variants), found.timeout) == ("resnet50_gen", 2, 600.0)
     assert found.environment == {"OMP_NUM_THREADS": "4"}
+
+
+HOSTILE = {
+    "location: [b]": "a: location: wanted text",
+    "parameters: [[[b], c], [1, 2]]": "a: parameters: wanted text",
+    "parameters: {b: {c: d}}": "a: parameters: wanted text",
+    "parameters: {b: []}": "a: parameters: b: got '', wanted values, each once",
+    "parameters: {b: '1,1'}": "a: parameters: b: got '1,1', wanted values, each once",
+    "data: {t: {regexp: [a]}}": "a: data: t: regexp: wanted text",
+    "env: {b: [1]}": "a: env: b: wanted text",
+    "env: {'b=c': d}": "a: env: 'b=c' is no name of a variable",
+    'env: {b: "x\\0y"}': "a: env: b: wanted text",
+}
+
+
+@pytest.mark.parametrize(("line", "says"), HOSTILE.items())
+def test_a_value_of_another_kind_is_answered_in_one_line(tmp_path, line, says):
+    path = tmp_path / "spec.yml"
+    path.write_text(f"a:\n  cmd: x\n  {line}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_spec(path)
+    assert str(caught.value) == f"{path}: {says}"
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, "a: \0"], ids=["deep", "no character of YAML"])
+def test_what_yaml_itself_refuses_is_one_line(tmp_path, text):
+    path = tmp_path / "spec.yml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_spec(path)
+    assert "\n" not in str(caught.value)

@@ -25,6 +25,9 @@ SERIES = {
     "slow until past the middle": ([5.0] * 15 + [1.0] * 10, 1, "drifting"),
     "one of many is slow by chance": ([5.0, *noisy(20), 1.5, *noisy(20, seed=1)], 1, "steady"),
     "ever faster": ([2.0 - 0.05 * number for number in range(30)], 15, "drifting"),
+    "four of six are slow": ([3.0] * 4 + [1.0] * 2, 1, "drifting"),
+    "slow until just before the middle": ([3.0] * 5 + [1.0] * 7, 5, "steady"),
+    "six in noise": (noisy(6, spread=0.01, seed=3), find_steady(noisy(6, spread=0.01, seed=3)).first, "steady"),
     "two": ([3.0, 1.0], 1, "few"),
     "one": ([3.0], 0, "few"),
     "none": ([], 0, "few"),
@@ -44,6 +47,15 @@ def test_an_exponential_warm_up_is_cut_where_noise_covers_it(decay):
     assert verdict == "steady"
     assert 3 * math.exp(-first / decay) < 0.2
     assert np.mean(costs[first:]) == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize("count", [6, 8, 12, 40])
+def test_noise_of_a_hundredth_is_never_told_as_drifting_and_a_late_change_always(count):
+    for seed in range(100):
+        noise = noisy(count, spread=0.01, seed=seed)
+        assert find_steady(noise).verdict == "steady"
+        late = [3 * cost if place < 0.7 * count - 1 else cost for place, cost in enumerate(noise)]
+        assert find_steady(late).verdict == "drifting"
 
 
 def test_the_spec_may_know_of_more_warm_up():

@@ -155,3 +155,12 @@ def test_a_forgotten_script_is_train_py_and_it_is_said(line, expected):
 def test_where_there_is_none_a_forgotten_script_is_one_line():
     with pytest.raises(ConfigError, match="python3 --config: names no script; wanted `python3 "):
         with_script(["python3", "--config", "x"], ["resnet_main.py"])
+
+
+def test_the_cache_of_compiled_programs_is_that_of_kernels():
+    line = ["--num-replicas", "2", "--executable-cache-path=cache", "python3", "train.py"]
+    assert read_poprun(line).exported == {"TRITON_CACHE_DIR": "cache"}
+    assert read_poprun(line).notes == []
+    told = ["--mpi-local-args=-x TRITON_CACHE_DIR=own", *line]
+    assert read_poprun(told).exported == {"TRITON_CACHE_DIR": "own"}
+    assert read_poprun(["--executable-cache-path=", "python3", "train.py"]).exported == {}

@@ -150,3 +150,10 @@ def test_rmsprop_is_taken_in_the_programs_own_precision():
     options = parse(TrainOptions, translation.settings).options
     rules.check(options)
     assert (options.optimizer.optimizer, options.machine.precision) == ("rmsprop", "16.16")
+
+
+def test_checkpoints_of_the_run_itself_are_validated_one_by_one_by_another_command():
+    _, notes = translated(TRAIN, "--data generated --checkpoint-output-path c --checkpoint-input-path c")
+    assert any("`falconet validate --checkpoint-input-path c`" in note for note in notes)
+    _, notes = translated(TRAIN, "--data generated --checkpoint-output-path c --checkpoint-input-path d")
+    assert any("`falconet average` and `falconet validate`" in note for note in notes)
