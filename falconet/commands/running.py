@@ -1,14 +1,13 @@
 """One phase of a run, from its options to its end; `phasing` makes a run of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.commands import (
     averaging,
@@ -29,7 +28,7 @@ from falconet.config import rules
 from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
-from falconet.errors import ConfigError, Interrupted
+from falconet.errors import Interrupted
 from falconet.models.patterns import matching
 from falconet.models.statistics import move_once
 from falconet.numerics.precision import REGIMES
@@ -249,21 +248,10 @@ class Run:
             parts.check_classes(self.images, manifest.class_names, where=str(folder))
             restoring.require_same_state(self.loaded.options, manifest, folder=folder)
             state.load(folder, name=self.options.model.model)
-            state.progress = self._progress(manifest)
+            state.progress = restoring.progress_in(self.plan, manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
         self.grid.replicas.agree("the weights", digest(state.model))
         return state
-
-    def _progress(self, manifest: Manifest) -> Progress:
-        """The checkpoint's place in this plan, whose global batch may be another one."""
-        progress = Progress.from_json(manifest.meter)
-        updates, rest = divmod(manifest.progress.images, self.plan.global_batch)
-        if rest:
-            raise ConfigError(
-                f"--micro-batch-size: the checkpoint stands {manifest.progress.images:,} images into an epoch, which a"
-                f" global batch of {self.plan.global_batch} does not divide; wanted the one it was trained with"
-            )
-        return replace(progress, update=self.plan.update_at(manifest.progress.epoch, updates))
 
     def train(
         self, state: TrainState, folder: Path, *, sinks: run_folder.Sinks, handed: Handover | None = None
