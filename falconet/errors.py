@@ -24,6 +24,10 @@ class DeviceError(UserError):
     """A device that is not there, or cannot do what was asked."""
 
 
+class DiskError(UserError):
+    """A disk that is full."""
+
+
 class DivergedError(UserError):
     """The loss is no longer a number."""
 

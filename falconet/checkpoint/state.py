@@ -53,13 +53,15 @@ class Progress:
     update: int = 0
     interval: Totals = field(default_factory=Totals)  # since the last log point
     epoch: Totals = field(default_factory=Totals)  # since the epoch began
+    unvalidated: bool = False  # the run was stopped before the validation that is due here
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Progress":
-        return cls(content["update"], Totals(**content["interval"]), Totals(**content["epoch"]))
+        totals = Totals(**content["interval"]), Totals(**content["epoch"])
+        return cls(content["update"], *totals, unvalidated=content.get("unvalidated", False))
 
 
 @dataclass

@@ -259,11 +259,13 @@ def _check_interleaving(parallel: sections.Parallel, division: Division) -> None
 def newest(options: schema.TrainOptions, restored: Restored) -> Restored:
     """What an earlier attempt of this run saved last."""
     saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
+    if not saved.is_dir() or not files.checkpoints_in(saved):
+        return None  # nothing yet: from the start
     try:
         folder = files.newest_whole(saved, note=lambda _: None)
-        return folder, files.read_manifest(folder)
-    except CheckpointError:
-        return None  # nothing yet: from the start
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; wanted another --run-dir, to begin anew") from None
+    return folder, files.read_manifest(folder)
 
 
 def _check_restarts(options: schema.TrainOptions, restored: Restored) -> None:

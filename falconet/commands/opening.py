@@ -15,7 +15,7 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_world
-from falconet.train.evaluate import Evaluation
+from falconet.train.evaluate import Evaluation, never
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def measure(opened: Opened, note: parts.Note) -> Evaluation:
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     parts.check_classes(images, opened.class_names, where=opened.name)
     evaluator = parts.evaluator(images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note)
-    found = evaluator(opened.model)
+    found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")
     if warning:
         note(warning)

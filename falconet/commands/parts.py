@@ -33,7 +33,7 @@ from falconet.models.squeeze import SqueezeNetShape
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
-from falconet.train.evaluate import Evaluation, evaluate
+from falconet.train.evaluate import Evaluation, Measure, evaluate
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
 MOST_WORKERS = 32  # the originals' limit
@@ -286,17 +286,15 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
     return mixing if mixing.mixes or mixing.cuts else None
 
 
-def evaluator(
-    images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note
-) -> Callable[[nn.Module], Evaluation]:
+def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note) -> Measure:
     """Measures a model on the validation images."""
     shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
     loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     normalise = images.normalise(world.device)
 
-    def measure(model: nn.Module) -> Evaluation:
+    def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches = singly(loader.batches(), device=world.device, ring=loader.ring)
-        return evaluate(model, batches, normalise=normalise, regime=regime, world=world)
+        return evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
 
     return measure
 

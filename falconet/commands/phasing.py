@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 
 from falconet.checkpoint import disk
-from falconet.commands import launching, mlperf, run_folder
+from falconet.commands import ending, launching, mlperf, run_folder
 from falconet.commands.launching import Launch
 from falconet.commands.running import Run
 from falconet.config import effects
@@ -43,14 +43,18 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
     for _ in range(skip):
         runs.popleft()
     state = runs[0].begin()
-    if runs[0].phase.is_last and state.progress.update >= runs[0].plan.updates:
-        done, option = runs[0].plan.last_epoch, runs[0].phase.length
-        screen.line(f"nothing left to train: all {done} epochs are done; a larger {option} goes on")
+    done = state.progress.update >= runs[0].plan.updates and not state.progress.unvalidated
+    if runs[0].phase.is_last and done:
+        epochs, option = runs[0].plan.last_epoch, runs[0].phase.length
+        screen.line(f"nothing left to train: all {epochs} epochs are done; a larger {option} goes on")
         return 0
     folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
-    with contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks:
+    with (
+        ending.full_disk_explained(folder, run_folder.checkpoints(folder, options)),
+        contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks,
+    ):
         handed = runs.popleft().train(state, folder, sinks=sinks)
         while runs:
             assert handed is not None, "a phase that another one follows is averaged"

@@ -22,7 +22,7 @@ from falconet.parallel.pipeline import Place, in_flight
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import Replicas
 from falconet.parallel.stages import SeveralStages, Stages
-from falconet.train.evaluate import Evaluation
+from falconet.train.evaluate import Evaluation, Measure
 from falconet.train.pipelined import (
     Feeding,
     Forward,
@@ -147,7 +147,7 @@ class StagedModel:
             setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
         )
 
-    def evaluator(self) -> Callable[[nn.Module], Evaluation]:
+    def evaluator(self) -> Measure:
         setup, place = self._setup, self._place
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
@@ -163,7 +163,8 @@ class StagedModel:
             nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
             return iter([nothing] * loader.batches_per_replica)
 
-        def measure_stages(model: nn.Module) -> Evaluation:
+        def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:  # noqa: ARG001
+            # To its end: stages hand every batch on, and all of them would have to stop at the same one.
             return evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid)
 
         return measure_stages

@@ -23,7 +23,7 @@ from falconet.parallel.grid import Grid
 from falconet.parallel.replicas import Replicas
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.stages import OneStage, Stages
-from falconet.train.evaluate import Evaluation
+from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
 from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.step import LocalStep, Step
@@ -125,7 +125,7 @@ class Placement(Protocol):
 
     def loader(self) -> Loader | SyntheticLoader | IdleLoader: ...  # of training batches
 
-    def evaluator(self) -> Callable[[nn.Module], Evaluation]: ...
+    def evaluator(self) -> Measure: ...
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> Step: ...
 
@@ -188,7 +188,7 @@ class WholeModel:
             setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
         )
 
-    def evaluator(self) -> Callable[[nn.Module], Evaluation]:
+    def evaluator(self) -> Measure:
         setup = self._setup
         return parts.evaluator(
             setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note

@@ -1,23 +1,34 @@
 """One phase of a run, from its options to its end; `phasing` makes a run of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.commands import averaging, describing, launching, numbers, parts, planning, run_folder, sharding, telling
+from falconet.commands import (
+    averaging,
+    describing,
+    ending,
+    launching,
+    numbers,
+    parts,
+    planning,
+    restoring,
+    run_folder,
+    sharding,
+    telling,
+)
 from falconet.commands.launching import Launch
 from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config import rules
 from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
-from falconet.errors import ConfigError, Interrupted
+from falconet.errors import Interrupted
 from falconet.models.patterns import matching
 from falconet.models.statistics import move_once
 from falconet.numerics.precision import REGIMES
@@ -235,41 +246,12 @@ class Run:
         elif self.restored:
             folder, manifest = self.restored
             parts.check_classes(self.images, manifest.class_names, where=str(folder))
-            self._require_same_state(manifest, folder)
+            restoring.require_same_state(self.loaded.options, manifest, folder=folder)
             state.load(folder, name=self.options.model.model)
-            state.progress = self._progress(manifest)
+            state.progress = restoring.progress_in(self.plan, manifest)
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
         self.grid.replicas.agree("the weights", digest(state.model))
         return state
-
-    def _require_same_state(self, manifest: Manifest, folder: Path) -> None:
-        """State of one update rule means nothing to another, even where the tensors would fit; so do its formats."""
-        trained, asked = manifest.config["optimizer"]["value"], self.loaded.options.optimizer.optimizer
-        if trained != asked:
-            raise ConfigError(f"--optimizer: got '{asked}', wanted '{trained}', whose state {folder} holds")
-        patterns, wanted = (" ".join(each) for each in (self.options.training.trainable, _trainable(manifest)))
-        if patterns != wanted:
-            raise ConfigError(
-                f"--trainable: got '{patterns}', wanted '{wanted}', whose state {folder} holds; `falconet train"
-                " --init-path` begins anew with its weights"
-            )
-        stored = REGIMES[manifest.config["precision"]["value"]]
-        if stored.update != self.regime.update:
-            raise ConfigError(
-                f"--precision: got '{self.regime.name}', wanted one that updates as '{stored.name}' does, whose state"
-                f" {folder} holds"
-            )
-
-    def _progress(self, manifest: Manifest) -> Progress:
-        """The checkpoint's place in this plan, whose global batch may be another one."""
-        progress = Progress.from_json(manifest.meter)
-        updates, rest = divmod(manifest.progress.images, self.plan.global_batch)
-        if rest:
-            raise ConfigError(
-                f"--micro-batch-size: the checkpoint stands {manifest.progress.images:,} images into an epoch, which a"
-                f" global batch of {self.plan.global_batch} does not divide; wanted the one it was trained with"
-            )
-        return replace(progress, update=self.plan.update_at(manifest.progress.epoch, updates))
 
     def train(
         self, state: TrainState, folder: Path, *, sinks: run_folder.Sinks, handed: Handover | None = None
@@ -311,6 +293,7 @@ class Run:
                 stopwatch=stopwatch,
                 best=handed.best if handed else self._best(),
                 last_saved=self.restored[0] if self.restored else None,
+                noted=self.restored[1].metrics if self.restored and state.progress.unvalidated else {},
                 style=telling.open_style(self, folder, sinks=sinks.tables),
             )
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
@@ -320,6 +303,9 @@ class Run:
                 train(self.plan, state.progress, step, updates_of=updates_of, watch=record, world=world)
             except NotFiniteError as error:
                 raise record.diverged(error) from None
+            except KeyboardInterrupt:
+                self.screen.line(f"{record.lost()}; {ending.how_to_go_on(folder, record.checkpoints)}")
+                raise
             except Interrupted:
                 saved = record.finish()
                 world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
@@ -375,9 +361,3 @@ class Run:
                 },
             },
         )
-
-
-def _trainable(manifest: Manifest) -> list[str]:
-    """The patterns of the weights that a checkpoint was trained in; older ones trained all."""
-    patterns: list[str] = manifest.config.get("trainable", {"value": []})["value"]
-    return patterns

@@ -32,7 +32,9 @@ class Screen:
         self.console.print(text, markup=False, emoji=False)  # paths are shown as they are
 
     def begin(self, *, total: int, done: int) -> None:
-        """Show the bar of a run of `total` updates."""
+        """Show the bar of a run of `total` updates; without a terminal, a line, because an epoch may take hours."""
+        if self._bar.disable and done < total:
+            self.line(f"training begins: update {done + 1:,} of {total:,}")
         self._bar.update(self._task, total=total, completed=done, visible=True)
         self._bar.start()
 

@@ -1,7 +1,7 @@
 """Exact evaluation: every image once."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from falconet.data.loader import Batch
 from falconet.data.preprocessing import Normalise
-from falconet.errors import DataError
+from falconet.errors import DataError, Interrupted
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
+
+
+def never() -> bool:
+    """A wish to stop that nobody has."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -42,22 +47,45 @@ class Evaluation:
         return f"warning: {what} loss is {self.loss}, the model gives values that are not finite; {causes}"
 
 
+# Measures a model; Interrupted is raised where the second argument becomes true before the last batch.
+Measure = Callable[[nn.Module, Callable[[], bool]], Evaluation]
+
+
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], *, normalise: Normalise, regime: Regime, world: World
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    normalise: Normalise,
+    regime: Regime,
+    world: World,
+    stopping: Callable[[], bool] = never,
 ) -> Evaluation:
-    """The model's accuracy over all batches of all processes; labels of -1 count for nothing."""
+    """The model's accuracy over all batches of all processes; labels of -1 count for nothing.
+
+    Interrupted is raised in all processes where one of them is `stopping` before its last batch.
+    """
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    left = totals.new_zeros(1)
     for batch in batches:
+        if stopping():
+            left += 1
+            break
         images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
         totals += count(regime.run(model, normalise(images)), labels)
-    return summed(totals, world)
+    *counted, somebody_left = world.sum(torch.cat((totals, left))).tolist()
+    if somebody_left:
+        raise Interrupted
+    return _evaluation(*counted)
 
 
 def summed(totals: Tensor, world: World) -> Evaluation:
     """What all processes counted."""
-    images_seen, top1, top5, loss = world.sum(totals).tolist()
+    return _evaluation(*world.sum(totals).tolist())
+
+
+def _evaluation(images_seen: float, top1: float, top5: float, loss: float) -> Evaluation:
     if not images_seen:
         raise DataError("validation: not one image could be read, so there is no accuracy to tell")
     return Evaluation(int(images_seen), int(top1), int(top5), loss / images_seen)

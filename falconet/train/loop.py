@@ -17,7 +17,7 @@ class Watch(Protocol):
 
     def log(self, meter: Meter) -> None: ...
     def end_epoch(self, meter: Meter) -> None: ...
-    def validate(self) -> None: ...
+    def validate(self) -> bool: ...  # whether it came to its end: it is left where the run is to stop
     def save(self) -> None: ...
     def stop_requested(self) -> bool: ...
 
@@ -33,6 +33,10 @@ def train(
 ) -> None:
     """Train from `progress` to the end of the plan; `updates_of(epoch, skip)` gives an epoch's micro-batches."""
     meter = Meter(progress, world, replicas=plan.replicas)
+    if progress.unvalidated:
+        _conclude(plan, meter, watch)
+        if progress.update == plan.updates:
+            return
     first_epoch, done = plan.place(progress.update)
     for epoch in range(first_epoch, plan.last_epoch):
         world.at(f"reading the images of update {progress.update + 1}")
@@ -45,14 +49,21 @@ def train(
                 watch.log(meter)
             if plan.ends_epoch(progress.update):
                 watch.end_epoch(meter)
-            if plan.validates_at(progress.update):
-                watch.validate()
-            if plan.saves_at(progress.update) or stopping:
-                meter.read()
-                watch.save()
-            if stopping:
-                raise Interrupted
+            _conclude(plan, meter, watch, stopping=stopping)
             if progress.update == plan.updates:  # maybe within an epoch
                 return
             world.at(f"reading the images of update {progress.update + 1}")
         done = 0
+
+
+def _conclude(plan: Plan, meter: Meter, watch: Watch, *, stopping: bool = False) -> None:
+    """What is due after an update: validation, a checkpoint. A run that is to stop leaves its validation for later."""
+    progress = meter.progress
+    progress.unvalidated = plan.validates_at(progress.update)
+    if progress.unvalidated and not stopping:
+        stopping = progress.unvalidated = not watch.validate()
+    if plan.saves_at(progress.update) or stopping:
+        meter.read()
+        watch.save()
+    if stopping:
+        raise Interrupted

@@ -11,14 +11,14 @@ import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.errors import CheckpointError, DivergedError
+from falconet.errors import CheckpointError, DivergedError, Interrupted
 from falconet.numerics.scaling import Offender
 from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
 from falconet.report.styles import Falconet, Point, RunLog, Style, Validated
 from falconet.report.throughput import Laps, Rate, Stopwatch
 from falconet.train.drawing import Draw, no_drawing
-from falconet.train.evaluate import Evaluation
+from falconet.train.evaluate import Evaluation, Measure, never
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.stop import StopRequest
@@ -49,7 +49,7 @@ class Record:
     identity: Identity
     checkpoints: Path
     kept: int | None  # newest checkpoints to keep; None: all
-    evaluate: Callable[[torch.nn.Module], Evaluation]
+    evaluate: Measure
     screen: Screen
     sink: Sink
     writer: Writer
@@ -61,6 +61,7 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
     best: tuple[float, int] | None = None  # validation accuracy in percent, update
     last_saved: Path | None = None
+    noted: Mapping[str, float] = field(default_factory=dict)  # the metrics of a restored checkpoint
     style: Style | None = None  # None: our own
     draw: Draw = no_drawing  # of the weights
     write_times: Callable[[int, Sequence[float]], None] = lambda *_: None  # seconds of each update
@@ -74,7 +75,8 @@ class Record:
         self._images = 0  # trained on by this process
         self._begun = self.stopwatch.clock()
         self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
-        self._newest: tuple[int, dict[str, float]] = (-1, {})  # an update and the metrics of that moment
+        # An update and the metrics of that moment: the restored checkpoint's, where its validation is still due.
+        self._newest: tuple[int, dict[str, float]] = (progress.update, dict(self.noted))
 
     def begin_epoch(self, epoch: int) -> None:
         """The epoch after `epoch` whole ones."""
@@ -128,12 +130,20 @@ class Record:
         self._images += rate.images
         self._style.end_epoch(self._point(totals, rate))
 
-    def validate(self) -> None:
+    def validate(self) -> bool:
+        """Whether every image was seen; a run that is asked to stop meanwhile leaves it, with nothing written."""
+        try:
+            self._validate()
+        except Interrupted:
+            return False
+        return True
+
+    def _validate(self) -> None:
         with self.stopwatch.standing():
             begun = self.stopwatch.clock()
-            found = self.evaluate(self.state.model)
+            found = self.evaluate(self.state.model, self._stopping)
             seconds = self.stopwatch.clock() - begun
-            averaged = self.evaluate(self.state.ema.model) if self.state.ema else None
+            averaged = self.evaluate(self.state.ema.model, self._stopping) if self.state.ema else None
         accuracy = max(found.accuracy, averaged.accuracy if averaged else 0.0)
         self._write(
             _named("validation", found)
@@ -152,7 +162,7 @@ class Record:
     def validate_average(self, model: torch.nn.Module, name: str, *, suffix: str = "") -> None:
         """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""
         begun = self.stopwatch.clock()
-        found = self.evaluate(model)
+        found = self.evaluate(model, never)
         self._warn(found, "the averaged checkpoints' validation")
         self._write(_named(f"validation_averaged_{suffix}" if suffix else "validation_averaged", found))
         self._style.averaged(self._validated(found, self.stopwatch.clock() - begun, name), which=suffix)
@@ -186,8 +196,20 @@ class Record:
         assert self.last_saved is not None
         return self.last_saved
 
+    def _stopping(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.stop.requested
+
     def stop_requested(self) -> bool:
         return self.vote(self.stop.requested)
+
+    def lost(self) -> str:
+        """What stopping at once costs."""
+        update = self.state.progress.update
+        if not self._saved:
+            return f"stopped at once: {update - self.plan.updates_before:,} updates are lost, nothing was saved"
+        newest = max(self._saved)
+        return f"stopped at once: {update - newest:,} updates since {self._saved[newest]} are lost"
 
     def diverged(self, error: NotFiniteError) -> DivergedError:
         """The same error with the last good checkpoint named: one whose weights gave a loss that was a number."""

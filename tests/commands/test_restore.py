@@ -78,6 +78,37 @@ def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, 
     assert_equal_runs(Path("straight"), Path("other"))
 
 
+@pytest.mark.parametrize(("epochs", "stopped_in"), [(2, 1), (2, 2), (3, 2)], ids=["first", "last", "not saved in turn"])
+def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, monkeypatch, epochs, stopped_in):
+    """Ctrl-C comes when the model was measured and its moving average is about to be."""
+    from falconet.data.loader import EvaluationLoader
+
+    line = f"train {TINY} --epoch {epochs} --checkpoint-save-freq {1 if epochs == 2 else 3} --ema-half-life 1"
+    assert falconet(f"{line} --run-dir straight").code == 0
+    plain, seen = EvaluationLoader.batches, []
+
+    def batches(loader):
+        seen.append(None)
+        for batch in plain(loader):
+            if len(seen) == 2 * stopped_in:  # the second of them is the moving average's
+                seen.append(signal.raise_signal(signal.SIGINT))
+            yield batch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EvaluationLoader, "batches", batches)
+        stopped = falconet(f"{line} --run-dir other")
+    assert (stopped.code, stopped.err) == (130, "")
+    assert stopped.out.count("Accuracy on test set:") == stopped_in - 1
+    assert files.newest_whole(Path("other"), note=print).name == f"resnet8-cifar_generated_{stopped_in}"
+    again = falconet("restore --checkpoint-input-path other")
+    assert again.code == 0, again.err
+    assert again.out.count("Accuracy on test set:") == epochs - stopped_in + 1
+    assert_equal_runs(Path("straight"), Path("other"))
+    one, other = (files.read_manifest(files.checkpoints_in(Path(run))[-1]) for run in ("straight", "other"))
+    assert one.metrics.keys() == other.metrics.keys()
+    assert one.content["best"] == other.content["best"]
+
+
 def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet):
     line = ["train", *TINY.split(), "--epoch", "6", "--iterations", "8", "--logs-per-epoch", "8"]
     line += ["--checkpoint-save-freq", "0.25", "--checkpoints-kept", "all", "--ema-half-life", "1"]
@@ -205,4 +236,5 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_and_the_older_checkpoint_sta
     answer = falconet(f"train {TINY} --run-dir r --epoch 2")
     assert answer.code == 2
     assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device" in answer.err
+    assert "; make room; to continue: falconet restore --checkpoint-input-path r\n" in answer.err
     assert files.verify(files.newest_whole(Path("r"), note=print)).progress.epoch == 1

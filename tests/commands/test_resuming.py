@@ -46,6 +46,18 @@ def test_a_finished_run_is_left_alone(falconet):
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
 
 
+def test_a_run_whose_checkpoints_are_all_torn_is_refused_with_what_is_wrong(falconet):
+    falconet(LINE)
+    for folder in files.checkpoints_in(Path("r")):
+        (folder / "model.safetensors").write_bytes(b"")
+    answer = falconet(LINE)
+    assert answer.code == 2
+    assert (
+        "r/checkpoints: none of the 2 checkpoints in it is whole; r/checkpoints/resnet8-cifar_generated_" in answer.err
+    )
+    assert answer.err.endswith("(torn); wanted another --run-dir, to begin anew\n")
+
+
 OTHERS = {
     "--lr 0.3": "was trained with --lr 0.1, this line has 0.3",
     "--replicas 2": "was trained with --replicas 1, this line has 2",

@@ -236,7 +236,60 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
     monkeypatch.setattr(JsonLines, "write", full)
     answer = falconet(f"train {TINY}")
     assert answer.code == 2
-    assert answer.err == "falconet train: the disk is full (metrics.jsonl); what was saved before is whole\n"
+    assert answer.err == (
+        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from: the"
+        " same command begins again\n"
+    )
+
+
+def test_a_disk_that_becomes_full_says_how_to_go_on(falconet, monkeypatch):
+    import errno
+
+    from falconet.report.sinks import JsonLines
+
+    plain = JsonLines.write
+
+    def full_after_an_epoch(sink, update, metrics):
+        if update > 4:
+            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+        plain(sink, update, metrics)
+
+    monkeypatch.setattr(JsonLines, "write", full_after_an_epoch)
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert answer.code == 2
+    assert answer.err == (
+        "falconet train: the disk is full (metrics.jsonl); make room; to continue: falconet restore"
+        " --checkpoint-input-path r\n"
+    )
+
+
+def test_without_a_terminal_a_run_says_that_it_begins(falconet):
+    assert "training begins: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
+    from falconet.train.record import Record
+
+    plain = Record.stop_requested
+
+    def twice(record):
+        if record.state.progress.update == 7:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return plain(record)
+
+    monkeypatch.setattr(Record, "stop_requested", twice)
+    answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
+    assert (answer.code, answer.err) == (130, "")
+    lost = (
+        "3 updates since r/checkpoints/resnet8-cifar_generated_1 are lost; to continue: falconet restore"
+        " --checkpoint-input-path r"
+        if saved
+        else "7 updates are lost, nothing was saved; there is no checkpoint to continue from: the same command begins"
+        " again"
+    )
+    assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 
 
 def test_a_stored_config_runs_again_without_notes_and_leaves_auto_open(falconet):

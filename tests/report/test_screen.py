@@ -49,7 +49,7 @@ def test_a_file_gets_the_lines_and_nothing_of_the_bar():
             screen.note(f"loss {update}")
             if update == 2:
                 screen.line("a line")
-    assert text.getvalue() == "a line\n"
+    assert text.getvalue() == "training begins: update 1 of 4\na line\n"
 
 
 def test_a_terminal_shows_the_epoch_the_updates_and_the_note():

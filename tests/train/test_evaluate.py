@@ -12,7 +12,7 @@ from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import ArraySource
-from falconet.errors import DataError
+from falconet.errors import DataError, Interrupted
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, evaluate
@@ -90,6 +90,35 @@ def test_replicas_together_count_every_image_once(problem, batch, replicas):
         batches = loader(labels, batch, replicas=replicas, replica=replica).batches()
         found = measure(Table(logits), batches, world=Shared(device=torch.device("cpu"), rank=replica, size=replicas))
     assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits, labels)
+
+
+def test_a_wish_to_stop_is_heard_before_every_batch_but_not_after_the_last():
+    logits, labels = torch.eye(3), np.array([1, 0, 2])
+    asked = iter([False, True])
+    with pytest.raises(Interrupted):
+        evaluate(
+            Table(logits),
+            loader(labels, 1).batches(),
+            normalise=Normalise(RAW),
+            regime=REGIMES["32.32"],
+            world=ONE,
+            stopping=lambda: next(asked),
+        )
+    assert next(asked, None) is None
+    assert measure(Table(logits), loader(labels, 1).batches()).images == 3
+
+
+def test_one_process_that_stops_stops_all_of_them():
+    class OtherStops(World):
+        def sum(self, values):
+            return values + torch.tensor([0, 0, 0, 0, 1])
+
+    with pytest.raises(Interrupted):
+        measure(
+            Table(torch.eye(3)),
+            loader(np.array([1, 0]), 1).batches(),
+            world=OtherStops(device=torch.device("cpu"), rank=0, size=2),
+        )
 
 
 def test_with_fewer_than_five_classes_every_image_is_right_among_five():

@@ -33,9 +33,9 @@ def plan(**changes):
 class Story:
     """Step, data and watch in one: writes down what the loop asks of each."""
 
-    def __init__(self, *, stop_at=None, losses=()):
+    def __init__(self, *, stop_at=None, stop_in=None, losses=()):
         self.told, self.progress, self.saved = [], Progress(), None
-        self.stop_at, self.losses = stop_at, dict(losses)
+        self.stop_at, self.stop_in, self.losses = stop_at, stop_in, dict(losses)
 
     def updates_of(self, epoch, skip):
         for done in range(skip, UPDATES):
@@ -53,7 +53,10 @@ class Story:
         self.told.append(("end of epoch", self.progress.update, meter.end_epoch()))
 
     def validate(self):
+        if self.progress.update == self.stop_in:
+            return False
         self.told.append(("validate", self.progress.update))
+        return True
 
     def save(self):
         self.told.append(("save", self.progress.update))
@@ -113,6 +116,39 @@ def test_a_run_that_is_stopped_and_restored_tells_the_same_story(stop_at):
     assert first.after(stop_at).count("save") == 1
     second = Story().run(Progress.from_json(first.saved))
     assert [entry for entry in first.told + second.told if entry[0] != "save"] == straight
+
+
+@pytest.mark.parametrize("stop_in", [8, 12])
+def test_a_validation_that_is_left_is_made_after_the_restore_and_what_is_saved_there_saved_again(stop_in):
+    straight = Story().run()
+    first = Story(stop_in=stop_in)
+    with pytest.raises(Interrupted):
+        first.run()
+    assert first.told[-1] == ("save", stop_in)
+    assert first.saved["unvalidated"]
+    second = Story().run(Progress.from_json(first.saved))
+    left = straight.after(stop_in)
+    assert second.after(stop_in) == left[left.index("validate") :]
+    assert [entry for entry in first.told + second.told if entry[0] != "save"] == [
+        entry for entry in straight.told if entry[0] != "save"
+    ]
+    assert second.saved == straight.saved
+
+
+def test_a_validation_that_is_left_twice_is_still_due():
+    first, second = Story(stop_in=8), Story(stop_in=8)
+    with pytest.raises(Interrupted):
+        first.run()
+    with pytest.raises(Interrupted):
+        second.run(Progress.from_json(first.saved))
+    assert second.told == [("save", 8)]
+    assert second.saved == first.saved
+
+
+def test_a_progress_of_an_older_version_owes_no_validation():
+    stored = Progress(update=3).to_json()
+    del stored["unvalidated"]
+    assert Progress.from_json(stored) == Progress(update=3)
 
 
 def test_a_finished_run_has_nothing_left_to_do():

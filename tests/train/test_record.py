@@ -76,7 +76,7 @@ class Desk:
             identity=Identity(model="timm:a/b c", data="digits", classes=3, content={"class_names": ["x", "y", "z"]}),
             checkpoints=folder,
             kept=changes.pop("kept", None),
-            evaluate=lambda model: self.accuracies.pop(0),
+            evaluate=lambda model, stopping: self.accuracies.pop(0),
             screen=Screen(Console(file=self.text, soft_wrap=True)),
             sink=self.notes,
             writer=writer,
@@ -153,7 +153,7 @@ def test_validating_and_saving_are_no_training_time(desk):
     at = desk()
     at.accuracies = [found(100)]
 
-    def slowly(model):
+    def slowly(model, stopping):
         at.clock.now += 50.0
         return found(100)
 

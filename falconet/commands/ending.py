@@ -1,0 +1,34 @@
+"""How a run goes on that ended before its end."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+from falconet.checkpoint.files import checkpoints_in
+from falconet.errors import CheckpointError, DiskError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def how_to_go_on(folder: Path, checkpoints: Path) -> str:
+    """The command that continues a run, if it has left anything to continue from."""
+    if checkpoints.is_dir() and checkpoints_in(checkpoints):
+        return f"to continue: falconet restore --checkpoint-input-path {folder}"
+    return "there is no checkpoint to continue from: the same command begins again"
+
+
+@contextlib.contextmanager
+def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
+    """A disk that was full for a run's files, or for its last checkpoint, as one line that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise DiskError(f"the disk is full{where}; make room; {how_to_go_on(folder, checkpoints)}") from error
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
+            raise
+        raise CheckpointError(f"{error}; make room; {how_to_go_on(folder, checkpoints)}") from error
