@@ -40,6 +40,18 @@ What is not the same, whatever the options:
   out before the classifier, where the weights that follow take its place.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which
   it kept those with a validation. The epoch is among the values.
+- Batch norm's running statistics move with every micro-batch, as in the PyTorch and the PopART program; for lines of
+  the TensorFlow program once an update, by the mean over its micro-batches (`--batchnorm-per-update`), as there.
+- The learning rate is that of each update. The TensorFlow program set it once for all updates of a host call.
+- The TensorFlow program wrote ckpt-0 again, with other weights, whenever it was restored; here it is written once,
+  before the first update. No average that training makes has it, `weight_avg.py` and `validation.py` take it with the
+  others.
+- `train.py --restore-path RUN` of the TensorFlow program goes on training, as it did, also where its README prints the
+  line under the heading of a validation; `validation.py --restore-path RUN` (`falconet validate
+  --checkpoint-input-path RUN`) measures the checkpoints.
+- Of the lines that its README prints with a mistake, `poprun ... --ipus-per-replica` without a value means 4, the
+  stages of the model in question, and `poprun ... python3 --config NAME`, without a script, runs the `train.py` of the
+  folder it is typed in. Both are said in one line. Python itself, without poprun, refuses the second.
 """
 
 
