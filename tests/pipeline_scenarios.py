@@ -19,6 +19,7 @@ from falconet.data.loader import Batch
 from falconet.numerics.scaling import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
+from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipelined import non_finite_of_stages
 
@@ -87,8 +88,8 @@ def _result(run, state, step, feed, updates):
         state.progress.update += 1
         losses.append(meter.end_interval())
     evaluate = run.placement.evaluator()
-    found = evaluate(state.model)
-    averaged = evaluate(state.ema.model) if state.ema else None
+    found = evaluate(state.model, never)
+    averaged = evaluate(state.ema.model, never) if state.ema else None
     folder = Path(run.world.once(tempfile.mkdtemp))
     _saved(run, state, folder / "c")
     tensors = _read(folder / "c") if run.world.is_first else {}
