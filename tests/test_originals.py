@@ -191,7 +191,7 @@ def test_help_lists_the_options_and_what_becomes_of_them(original, line):
     code, out, _ = original("tf1:train.py", line)
     assert code == 0
     assert "--pipeline-splits TEXT ..." in out
-    assert "--gradient-accumulation: the same" in out
+    assert "--momentum: the same" in out
 
 
 def test_a_mistake_is_one_line_under_the_scripts_name(original):

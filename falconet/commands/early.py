@@ -1,5 +1,6 @@
 """Mistakes that names and the file system show: answered before torch is imported, which takes two seconds."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ from falconet.config.schema import AverageOptions, InferOptions, RestoreOptions,
 from falconet.config.settings import Setting
 from falconet.data import roots
 from falconet.errors import ConfigError
+from falconet.parallel.environment import is_first
 
 FROM_CHECKPOINT = (RestoreOptions, ValidateOptions, AverageOptions)  # most of their options are the checkpoint's
+OF_ONE_PROCESS = (ValidateOptions, AverageOptions)  # of several, the others do nothing
 
 
 def check(command: type[object], line: Sequence[Setting]) -> None:
     """Refuse a line that its command would refuse for the same reason, with the same words, but later."""
+    if command in OF_ONE_PROCESS and not is_first(os.environ):
+        return
     given = {setting.option for setting in line}
     if command in FROM_CHECKPOINT or (command is InferOptions and "checkpoint-input-path" in given):
         path = input_path(line)

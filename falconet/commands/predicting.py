@@ -16,6 +16,7 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.errors import ConfigError
 from falconet.infer.predictor import Classifier
 from falconet.models import zoo
+from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import open_world
 
@@ -29,7 +30,7 @@ def open_classifier(line: Sequence[Setting], note: parts.Note) -> tuple[Classifi
     folder = files.newest_whole(path, note)
     manifest = files.verify(folder)
     options = load_options(ServeOptions, line, manifest.config).options
-    return _trained(options, folder, manifest), options
+    return _trained(options, folder, manifest, note), options
 
 
 def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: parts.Note) -> Classifier:
@@ -46,24 +47,30 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
         load_weights(model, read_weights(path), where=str(path), name=name)
     else:
         note(f"note: {name} has random weights, always the same ones: for measuring")
-    return _classifier(options, model, preprocessing, tuple(str(label) for label in range(classes)))
+    return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note)
 
 
-def _trained(options: ServeOptions, folder: Path, manifest: Manifest) -> Classifier:
+def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: parts.Note) -> Classifier:
     model = parts.build_model(options.model, classes=manifest.classes, seed=0)
     weights = files.read_tensors(folder, "model", verified=manifest)
     load_weights(model, weights, where=str(folder), name=options.model.model)
     preprocessing = Preprocessing.from_json(manifest.preprocessing)
-    return _classifier(options, model, preprocessing, manifest.class_names)
+    return _classifier(options, model, preprocessing, manifest.class_names, note)
 
 
 def _classifier(
-    options: ServeOptions, model: nn.Module, preprocessing: Preprocessing, class_names: tuple[str, ...]
+    options: ServeOptions,
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    class_names: tuple[str, ...],
+    note: parts.Note,
 ) -> Classifier:
     machine, regime = options.machine, REGIMES[options.machine.precision]
     threads = parts.value_or(machine.threads, parts.cores())
     device = open_world(machine.device, threads=threads, deterministic=machine.deterministic).device
     regime.require(device)
+    if options.serving.half_partial:
+        note(half_partials(True, device))
     return Classifier(
         name=options.model.model.replace("/", "-").replace(":", "-"),  # a part of the server's addresses
         model=regime.prepare(model, device),

@@ -27,6 +27,8 @@ class Serving:
     """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
     capture: bool = True
     """On CUDA, record the computation of each batch size once and replay it: the same scores, less work for the CPU."""
+    half_partial: bool = False
+    """Let matrix products add up in half precision, where the device can."""
 
 
 @dataclass(frozen=True, kw_only=True)
