@@ -12,7 +12,8 @@ from falconet import __version__
 from falconet.commands import early
 from falconet.commands.reading import read_line
 from falconet.config import schema
-from falconet.config.load import parse, print_help
+from falconet.config.help import print_help
+from falconet.config.load import parse
 from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
 
@@ -146,6 +147,8 @@ def command_name(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _run(name: str, rest: list[str]) -> int:
+    if name in HELP and rest and rest != ["help"]:
+        name, rest = command_name(rest)[0], ["--help"]
     group, _, second = name.partition(" ")
     if name in HELP or (group in GROUPS and name not in COMMANDS and second in ("", *HELP)):
         print(_overview(group if group in GROUPS else ""))  # noqa: T201
@@ -153,18 +156,22 @@ def _run(name: str, rest: list[str]) -> int:
     if name == "--version":
         print(f"falconet {__version__}")  # noqa: T201
         return DONE
+    if name.startswith("-"):
+        raise UserError(f"{name}: a command was wanted before it, such as `falconet train {name}`")
     if name not in COMMANDS:
         raise UserError(
             f"'{name}' is not a command{did_you_mean(name, [*COMMANDS, *GROUPS]) or '; wanted ' + ', '.join(COMMANDS)}"
         )
     longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    command = COMMANDS[name]
+    if {"-h", "--help"} & set(rest) or rest == ["help"]:
+        usage = " ".join([f"falconet {name}", *(word.upper() for word in command.words)])
+        examples = [command.example, *(f"falconet {other} --help" for other in longer)]
+        print_help(command.options, usage=usage, examples=examples)
+        return DONE
     if longer and rest and not rest[0].startswith("-"):
         meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
         raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
-    command = COMMANDS[name]
-    if {"-h", "--help"} & set(rest):
-        print_help(command.options, prog=f"falconet {name}", example=command.example)
-        return DONE
     line = read_line(command.options, _named(command, rest))
     parse(command.options, line)
     early.check(command.options, line)

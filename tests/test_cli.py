@@ -20,6 +20,17 @@ ANSWERS = {
     "data pack a b --shard-sise 3": (2, "unknown option --shard-sise; did you mean '--shard-size'?"),
     "data pack --help": (0, "falconet data pack photos photos-packed"),
     "data verify": (2, "falconet data verify: needs the folder with the shards"),
+    "help train": (0, "usage: falconet train [-h] [OPTIONS]"),
+    "help data pack": (0, "usage: falconet data pack SOURCE TARGET"),
+    "help": (0, "usage: falconet COMMAND [options]"),
+    "help trian": (2, "falconet: 'trian' is not a command; did you mean 'train'?"),
+    "train help": (0, "usage: falconet train [-h] [OPTIONS]"),
+    "bench --help": (0, "falconet bench infer --help"),
+    "--plan": (2, "falconet: --plan: a command was wanted before it, such as `falconet train --plan`"),
+    "models resnet50": (2, "falconet models: 'resnet50': no option was wanted"),
+    "train --device gpu": (2, "--device: got 'gpu', wanted auto, cpu, cuda; did you mean 'cuda'?"),
+    "train --precision FP16": (2, "; did you mean '16.16'?"),
+    "train --precision bf16.61": (2, "; did you mean 'bf16.bf16'?"),
     "data verify nowhere": (2, "nowhere: no packed shards in it; `falconet data pack` makes them"),
 }
 
@@ -41,6 +52,22 @@ def test_a_groups_overview_names_its_own(falconet):
     assert "data" in GROUPS
     assert "data verify" in shown
     assert "restore" not in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_offers_no_value_that_cannot_be_typed(falconet, command):
+    """What may stay unset, or empty, is shown by what it takes."""
+    shown = falconet(f"{command} --help").out
+    assert "Example" in shown
+    assert "{None}" not in shown
+    assert "(default: )" not in " ".join(shown.split())
+
+
+def test_a_list_shows_the_values_that_it_has_by_default(falconet):
+    shown = " ".join(falconet("train --help").out.replace("\u2502", " ").split())
+    assert "--lr-decay FLOAT ..." in shown
+    assert "--config STR A named config" in shown
+    assert "(default: none)" in shown
 
 
 def test_a_run_imports_no_library_that_it_does_not_need():

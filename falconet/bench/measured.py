@@ -143,8 +143,8 @@ def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
 
 def _global_batch(plan: Path) -> int:
     text = plan.read_text(encoding="utf-8") if plan.exists() else ""
-    found = re.search(r"^global batch (\d+)", text, re.M)
-    return int(found[1]) if found else 1
+    found = re.search(r"^global batch ([\d,]+)", text, re.M)
+    return int(found[1].replace(",", "")) if found else 1
 
 
 def _peak_memory(runs: Path) -> int:

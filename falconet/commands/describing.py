@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from falconet.commands import feeding, numbers, parts, sharding
 from falconet.commands.placing import freezing_lines
 from falconet.config import rules
+from falconet.report.words import counted
 
 if TYPE_CHECKING:
     from falconet.commands.running import Run
@@ -42,8 +43,9 @@ def _lines(run: "Run") -> list[str]:
     each = " in each process" if run.division.processes > 1 else ""
     lines = [
         f"model {options.model.model}, {run.placement.parameters:,} parameters",
-        f"data {options.data.data}: {run.images.describe()}, augment {augment}{_decoding(run)}",
-        f"device {world.device}, {run.threads} CPU threads, {loaders} loader threads{each}",
+        f"data {options.data.data}: {run.images.describe()}, augment {augment}",
+        *_decoding_lines(run),
+        f"device {world.device}, {counted(run.threads, 'CPU thread')}, {counted(loaders, 'loader thread')}{each}",
         *feeding.lines(
             options.data,
             train=parts.training_reading(run.images, options),
@@ -63,9 +65,9 @@ def _lines(run: "Run") -> list[str]:
     return lines
 
 
-def _decoding(run: "Run") -> str:
+def _decoding_lines(run: "Run") -> list[str]:
     data = run.options.data
     if data.data not in rules.PHOTOS:
-        return ""
+        return []
     on_device = feeding.decode_device(data, run.images.splits.train, run.world.device) == "cuda"
-    return f", decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"
+    return [f"photos are decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"]

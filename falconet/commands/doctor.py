@@ -57,7 +57,7 @@ def machine() -> list[str]:
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"{parts.cores()} CPU cores, {count} CUDA devices{': ' + ', '.join(devices) if devices else ''}",
-        f"photographs are decoded by {parts.decoder()}",
+        f"photos are decoded by {parts.decoder()}",
     ]
 
 

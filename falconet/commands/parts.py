@@ -33,6 +33,7 @@ from falconet.models.squeeze import SqueezeNetShape
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
+from falconet.report.words import counted
 from falconet.train.evaluate import Evaluation, Measure, evaluate
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
@@ -106,8 +107,8 @@ class Images:
         size, trained = self.preprocessing.image_size, self.training.image_size
         less = f" and {trained} x {trained} in training" if trained != size else ""
         return (
-            f"{len(self.splits.train):,} training and {len(self.splits.validation):,} validation images of"
-            f" {self.classes} classes, {size} x {size}{less}{self._stored()}"
+            f"{len(self.splits.train):,} training and {counted(len(self.splits.validation), 'validation image')} of"
+            f" {self.classes:,} classes, {size} x {size}{less}{self._stored()}"
         )
 
     def _stored(self) -> str:

@@ -29,6 +29,7 @@ def open_classifier(line: Sequence[Setting], note: parts.Note) -> tuple[Classifi
         return _fresh(options, path, line, note), options
     folder = files.newest_whole(path, note)
     manifest = files.verify(folder)
+    note(f"weights of {folder}, after epoch {manifest.progress.epoch}")
     options = load_options(ServeOptions, line, manifest.config).options
     return _trained(options, folder, manifest, note), options
 

@@ -12,6 +12,7 @@ from falconet.infer.batching import Batcher, Policy
 from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import Served
 from falconet.report.screen import Screen
+from falconet.report.words import counted
 
 try:
     from falconet.infer import server
@@ -70,5 +71,6 @@ def run(line: Sequence[Setting]) -> int:
         finally:
             batcher.close()
         counts = batcher.counts
-        screen.line(f"stopped: {counts.requests:,} requests, {counts.images:,} images in {counts.executions:,} batches")
+        batches = f"{counts.executions:,} batch{'' if counts.executions == 1 else 'es'}"
+        screen.line(f"stopped: {counted(counts.requests, 'request')}, {counted(counts.images, 'image')} in {batches}")
         return code

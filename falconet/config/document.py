@@ -1,5 +1,6 @@
 """docs/options.md, generated from the schema: `python -m falconet.config.document > docs/options.md`."""
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ PAGES = (
     ("data bench", schema.DataBenchOptions),
     ("data pack", schema.PackOptions),
     ("data verify", schema.VerifyOptions),
+    ("upload", schema.UploadOptions),
 )
 
 
@@ -36,7 +38,7 @@ def _lines() -> Iterator[str]:
     shown: set[type[object]] = set()
     for name, command in PAGES:
         sections = sections_of(command)
-        again = [section.__name__ for section in sections.values() if section in shown]
+        again = [_title(section) for section in sections.values() if section in shown]
         yield ""
         yield f"## falconet {name}"
         yield ""
@@ -52,7 +54,7 @@ def _lines() -> Iterator[str]:
 
 def _section(section: type[object], options: list[Option]) -> Iterator[str]:
     yield ""
-    yield f"### {section.__name__}"
+    yield f"### {_title(section)}"
     yield ""
     yield (section.__doc__ or "").strip()
     yield ""
@@ -61,6 +63,12 @@ def _section(section: type[object], options: list[Option]) -> Iterator[str]:
     for option in options:
         value = "switch" if option.is_flag else option.wanted()
         yield f"| `--{option.name}` | {value} | {_default(option)} | {option.help} |".replace("<", "&lt;")
+
+
+def _title(section: type[object]) -> str:
+    """`LearningRate` as `Learning rate`."""
+    first, *others = re.findall("[A-Z][a-z]*", section.__name__)
+    return " ".join([first, *map(str.lower, others)])
 
 
 def _default(option: Option) -> str:

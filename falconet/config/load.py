@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import tyro
 
 from falconet.config import rules
+from falconet.config.help import STYLE
 from falconet.config.options import Option, options_of, value_of
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.errors import ConfigError, did_you_mean
@@ -19,8 +20,14 @@ Options = TypeVar("Options")
 INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path"),
 )
+MEANT = {  # words of other programs that are near to a wrong choice here, by option
+    "device": {"gpu": "cuda"},
+    "precision": {
+        **{"fp16": "16.16", "float16": "16.16", "half": "16.16", "amp": "16.32", "mixed": "16.32"},
+        **{"fp32": "32.32", "float32": "32.32", "single": "32.32", "bf16": "bf16.32", "bfloat16": "bf16.32"},
+    },
+}
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
-_STYLE = (tyro.conf.OmitArgPrefixes,)
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,6 @@ def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options
     return Loaded(options, {name: setting.source for name, setting in final.items()})
 
 
-def print_help(command: type, *, prog: str, example: str) -> None:
-    """The grouped help of a command, with one worked example."""
-    description = f"{(command.__doc__ or '').strip()}\n\nExample:\n  {example}"
-    with contextlib.suppress(SystemExit):
-        tyro.cli(command, args=["--help"], prog=prog, description=description, config=_STYLE)
-
-
 def _parse(command: type[Options], final: Mapping[str, Setting]) -> Options:
     parsed = _try(command, [token for setting in final.values() for token in setting.argv()])
     if parsed is not None:
@@ -84,8 +84,7 @@ def _parse(command: type[Options], final: Mapping[str, Setting]) -> Options:
     for name, setting in final.items():
         if _try(command, setting.argv()) is None:
             option = options_of(command)[name]
-            meant = did_you_mean(setting.values[-1], option.choices()) if setting.values else ""
-            raise _wrong_value(setting, option.wanted(), meant)
+            raise _wrong_value(setting, option.wanted(), _meant(name, setting.values, option.choices()))
     raise AssertionError("every setting parses alone, so all of them do")
 
 
@@ -93,9 +92,16 @@ def _try(command: type[Options], argv: list[str]) -> Options | None:
     """Parse with tyro, whose own error boxes are not shown: ours name the source as well."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return tyro.cli(command, args=argv, config=_STYLE, console_outputs=False)
+            return tyro.cli(command, args=argv, config=STYLE, console_outputs=False)
     except SystemExit:
         return None
+
+
+def _meant(name: str, values: tuple[str, ...], choices: tuple[str, ...]) -> str:
+    if not values:
+        return ""
+    word = MEANT.get(name, {}).get(values[-1].lower())
+    return f"; did you mean '{word}'?" if word else did_you_mean(values[-1], choices)
 
 
 def _wrong_value(setting: Setting, wanted: str, meant: str = "") -> ConfigError:

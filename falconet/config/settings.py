@@ -43,7 +43,8 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
             last = settings.pop()
             settings.append(last._replace(values=(*last.values, token)))
         else:
-            raise ConfigError(f"'{token}': an option was wanted, such as --{next(iter(options))}")
+            wanted = f"an option was wanted, such as --{next(iter(options))}" if options else "no option was wanted"
+            raise ConfigError(f"'{token}': {wanted}")
     for setting in settings:
         _check_count(setting, options, spelled=f"--{setting.option}")
     return settings

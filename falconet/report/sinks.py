@@ -107,7 +107,13 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError("--wandb: needs the package wandb: pip install falconet[wandb]") from error
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+        try:
+            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+        except wandb.Error as error:  # no key, or no way to the server
+            problem = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither key nor network"
+            ) from error
         self._histogram: Any = wandb.Histogram
 
     def write(self, update: int, metrics: Metrics) -> None:

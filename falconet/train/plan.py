@@ -6,6 +6,7 @@ from typing import Literal
 
 from falconet.errors import ConfigError
 from falconet.optim.schedules import Schedule
+from falconet.report.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,12 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan in words."""
         tail = self.images - self.updates_per_epoch * self.global_batch
-        left = f"; {tail} images sit out each epoch, others each time" if tail else ""
+        sit = "image sits" if tail == 1 else "images sit"
+        left = f"; {tail:,} {sit} out each epoch, others each time" if tail else ""
         return [
-            f"global batch {self.global_batch} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+            f"global batch {self.global_batch:,} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
-            f"{self._length()} updates of {self.images:,} images{left}",
+            f"{self._length()} of {counted(self.images, 'image')}{left}",
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {self._saving()}at the end",
         ]
@@ -121,9 +123,10 @@ class Plan:
 
     def _length(self) -> str:
         updates, whole = self.updates - self.updates_before, self.updates_per_epoch * self.epochs
+        each = counted(self.updates_per_epoch, "update")
         if updates == whole:
-            return f"{updates:,} updates = {self.epochs} epochs x {self.updates_per_epoch:,}"
-        return f"{updates:,} updates = {updates / self.updates_per_epoch:.4g} epochs of {self.updates_per_epoch:,}"
+            return f"{counted(updates, 'update')} = {counted(self.epochs, 'epoch')} x {each}"
+        return f"{counted(updates, 'update')} = {updates / self.updates_per_epoch:.4g} epochs of {each}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

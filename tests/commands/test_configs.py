@@ -55,7 +55,7 @@ def test_a_config_does_one_update_on_generated_data(falconet, name):
         " --validation-mode none --weight-avg-strategy none --device cpu --threads 1 --dataloader-workers 0"
     )
     assert answer.code == 0, answer.err
-    assert "1 updates = 1 epochs x 1 updates" in answer.out
+    assert "1 update = 1 epoch x 1 update of" in answer.out
     shutil.rmtree("runs")  # a hundred megabytes a config, which pytest would keep
 
 

@@ -72,12 +72,13 @@ def test_a_signal_ends_it_after_what_is_in_flight(number, code):
             asking.join(20)
         assert [answer.shape for answer in answers] == [(1, 5)]
         assert process.wait(20) == code
-        assert process.stdout.read() == "stopped: 1 requests, 1 images in 1 batches\n"
+        assert process.stdout.read() == "stopped: 1 request, 1 image in 1 batch\n"
 
 
 def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
     with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
+        assert lines[0].startswith("weights of r/checkpoints/")
         name = re.search(r"serving (\S+) at", lines[-1])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
             connection.request("GET", f"/v2/models/{name}")

@@ -59,6 +59,23 @@ def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd
     }
 
 
+def test_without_a_key_one_line_says_how_to_do_without(falconet, wandb, monkeypatch):
+    wandb.Error = type("Error", (Exception,), {})
+
+    def refuse(**_):
+        raise wandb.Error("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/metrics.jsonl").write_text('{"update": 1, "train/loss": 0.5}\n')
+    answer = falconet("upload runs/first")
+    assert (answer.code, answer.err) == (
+        2,
+        "falconet upload: Weights & Biases: No API key configured. Use `wandb login` to log in;"
+        " WANDB_MODE=offline needs neither key nor network\n",
+    )
+
+
 REFUSED = {
     "upload": "falconet upload: --source: is needed: a run folder",
     "upload nowhere": "falconet upload: --source: nowhere is not a folder",

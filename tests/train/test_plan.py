@@ -145,6 +145,14 @@ def test_the_plan_in_words():
     ]
 
 
+def test_one_of_a_kind_has_no_plural():
+    made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
+    assert made.lines()[:2] == [
+        "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
+        "1 update = 1 epoch x 1 update of 1,025 images; 1 image sits out each epoch, others each time",
+    ]
+
+
 VALIDATION = {
     ("none", 1): "validates never;",
     ("after", 1): "validates at the end;",
