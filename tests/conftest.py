@@ -1,5 +1,6 @@
 """Shared by all tests: the command line called in this process, small things to train on, and who runs which."""
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from PIL import Image
 
 from falconet.cli import main
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test fetches weights; read when that library is imported, which is later
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's `&` hands on an ignored Ctrl-C, to every process that a test starts too.

@@ -20,6 +20,7 @@ from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
+from falconet.errors import CheckpointError
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
@@ -104,6 +105,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         data = options.data
         images = parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = parts.build_model(options.model, classes=images.classes, seed=0)
+        _give_weights(model, options, classes=images.classes, note=launching.screen_of(world).line)
         REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
@@ -114,6 +116,21 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         opened = next(opening.open_checkpoint(files.newest_whole(path, note=launching.spoken(world)), shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
+
+
+def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: parts.Note) -> None:
+    """Published weights instead of the new ones, as --weights asks; nothing is fetched for a plan."""
+    asked = options.inference.weights
+    if asked == "random" or options.inference.plan:
+        return
+    try:
+        note(opening.load_published(model, options.model.model, classes=classes))
+    except CheckpointError as error:
+        if asked == "pretrained":
+            raise CheckpointError(
+                f"--weights pretrained: {error}; wanted --weights random, or a file by --checkpoint-input-path"
+            ) from error
+        note(f"note: random weights, because {error}")
 
 
 def _measure(subject: Subject, world: World) -> None:

@@ -38,7 +38,8 @@ def _changed_lines(run: "Run") -> list[str]:
 def _lines(run: "Run") -> list[str]:
     options, world = run.options, run.world
     augment = run.images.augment(options.augmentation.augment)
-    placed = sharding.describe(options.parallel, world)
+    placed = sharding.describe(options.parallel, world, replicas=run.division.replicas)
+    others = options.validation.validate_checkpoints
     loaders = parts.workers(options.data, run.division.processes)
     each = " in each process" if run.division.processes > 1 else ""
     lines = [
@@ -58,6 +59,7 @@ def _lines(run: "Run") -> list[str]:
         ),
         *run.placement.lines(),
         *run.plan.lines(),
+        *([f"then measures each checkpoint of {others}"] if others and options.data.data != "synthetic" else []),
         f"optimizer {options.optimizer.optimizer}{placed}, seed {options.run.seed}",
     ]
     if options.data.data == "synthetic" and options.validation.validation_mode != "none":

@@ -31,11 +31,23 @@ def check(command: type[object], line: Sequence[Setting]) -> None:
         problem = model.unknown(parse(command, line).options) if "model" in given else None
         if problem:
             raise ConfigError(problem)
+        _check_validated(parse(command, line).options)
     else:
-        _check_data(load_options(command, line).options)
+        options = load_options(command, line).options
+        _check_data(options)
+        _check_validated(options)
 
 
 def _check_data(options: Any) -> None:
     """Photos that are trained on must be there; a plan may do without ImageNet."""
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         roots.require_folder(options.data.data_dir)
+
+
+def _check_validated(options: Any) -> None:
+    """Checkpoints to measure after training must be there before it, unless they are the run's own."""
+    path = options.validation.validate_checkpoints if hasattr(options, "validation") else None
+    run_dir = options.run.run_dir if path else None
+    own = () if run_dir in (None, "auto") else (run_dir, run_dir / "checkpoints")
+    if path and path not in (*own, options.checkpoints.checkpoint_output_path):
+        places.require_folder(path)

@@ -45,7 +45,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     _check_stages(rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
     rules.check(loaded.options)  # again: the accumulation may be another one now
-    division = _whole(loaded.options, _divided(loaded, place))
+    division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
     _check_interleaving(loaded.options.parallel, division)
     restarted = environment.attempt(os.environ) > 0
@@ -214,6 +214,14 @@ def _whole(options: schema.TrainOptions, division: Division) -> Division:
         f"{stages} stages asked for: all of a replica's run in one process, because --half-res-training freezes layers"
     )
     return replace(division, notes=(note, *division.notes))
+
+
+def _undivided_state(parallel: sections.Parallel, division: Division) -> Division:
+    """The same, with what became of a state that only replicas can divide."""
+    if not parallel.enable_optimizer_rts or parallel.replicas == 1 or division.replicas > 1:
+        return division  # of one replica asked for, the rules of the options say it
+    note = "--enable-optimizer-rts has no effect: one replica runs, which holds the whole state"
+    return replace(division, notes=(*division.notes, note))
 
 
 def accumulation_of(phase: Phase, division: Division) -> int:

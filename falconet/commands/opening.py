@@ -4,18 +4,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint.manifest import Manifest
 from falconet.commands import parts
 from falconet.commands.reading import load_options
 from falconet.config.schema import TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
+from falconet.models import published
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_world
 from falconet.train.evaluate import Evaluation, never
+
+STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,25 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     images = parts.open_images(
         options.data, model=options.model.model, global_batch=parts.global_batch(trained), seed=trained.run.seed
     )
-    for stem, suffix in (("model", ""), ("ema", " (moving average)")):
+    for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
-        weights = files.read_tensors(folder, stem, verified=manifest)
         model = _built(options, classes=manifest.classes)
-        own = {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
-        load_weights(model, own, where=str(folder), name=options.model.model)
-        epoch = f"{manifest.progress.epoch}" + (
-            f" + {manifest.progress.images:,} images" if manifest.progress.images else ""
-        )
-        update = manifest.progress.update
+        load_weights(model, weights_of(folder, manifest, stem), where=str(folder), name=options.model.model)
+        epoch, update = epoch_of(manifest), manifest.progress.update
         yield Opened(folder.name + suffix, epoch, model, options, images, manifest.class_names, update)
+
+
+def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
+    """The model's weights, or those of its moving average, under the model's names."""
+    weights = files.read_tensors(folder, stem, verified=manifest)
+    return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
+
+
+def epoch_of(manifest: Manifest) -> str:
+    """Whole epochs behind a checkpoint, and images of the next one."""
+    progress = manifest.progress
+    return f"{progress.epoch}" + (f" + {progress.images:,} images" if progress.images else "")
 
 
 def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
@@ -76,6 +87,21 @@ def load_initial(model: nn.Module, path: Path, *, name: str, note: parts.Note) -
         path = files.newest_whole(path, note)
         weights = files.read_tensors(path, "model", verified=files.read_manifest(path))
     load_weights(model, weights, where=f"--init-path: {path}", name=name)
+
+
+def load_published(model: nn.Module, name: str, *, classes: int) -> str:
+    """Give a new model its published weights, the classifier's only for as many classes; which they are, in words."""
+    weights, own = published.published(name), model.state_dict()
+    found = read_weights(published.fetch(weights))
+    is_other = classes != weights.classes
+    kept = {
+        key: tensor
+        for key, tensor in own.items()
+        if (is_other and key.startswith(f"{weights.classifier}."))
+        or (key.endswith(".num_batches_tracked") and key not in found)  # older files have none
+    }
+    load_weights(model, found | kept, where=weights.tag, name=f"this {name}")
+    return f"weights {weights.tag}" + (f", but for the classifier, of {classes} classes here" if is_other else "")
 
 
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:

@@ -14,6 +14,7 @@ from falconet.commands import (
     describing,
     ending,
     launching,
+    measuring,
     numbers,
     parts,
     planning,
@@ -319,10 +320,21 @@ class Run:
                 record.finish()
                 if options.averaging.weight_avg_strategy != "none":
                     averaged = averaging.after_training(record, options, world=world, say=self.screen.line)
+                self._validate_others(record, folder)
         held = memory.measure(state, self.replicas, self.grid)
         if world.is_first:
             run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
         return Handover(averaged=averaged, best=record.best) if averaged else None
+
+    def _validate_others(self, record: Record, folder: Path) -> None:
+        """At the end of the run, each checkpoint of the folder that --validate-checkpoints names."""
+        path = self.options.validation.validate_checkpoints
+        if path is None or self.options.data.data == "synthetic" or not self.phase.is_last:
+            return
+        say = self.screen.line
+        measured = measuring.after_training(record, path, images=self.images, world=self.world, say=say)
+        if self.options.style.log_style == "falconet" and self.world.is_first:
+            measuring.report(measured, folder, say)
 
     def _drawing(self, sinks: run_folder.Sinks, stopwatch: Stopwatch) -> Draw:
         """Histograms of the weights of the first replica, if they were asked for; its stages all take part."""

@@ -28,10 +28,10 @@ def replicas(model: nn.Module, world: World, *, bucket: float, sharded: bool) ->
     return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
-def describe(parallel: sections.Parallel, world: World) -> str:
-    """Where the optimizer's state lies, in words for the plan; nothing where nobody asked."""
+def describe(parallel: sections.Parallel, world: World, *, replicas: int) -> str:
+    """Where the optimizer's state lies, in words for the plan; nothing where nobody asked. `replicas`: that run."""
     words = ""
-    if parallel.enable_optimizer_rts and parallel.replicas != 1:
+    if parallel.enable_optimizer_rts and replicas > 1:
         words += ", state divided over the replicas"
     if not parallel.offload_optimizer:
         return words

@@ -1,25 +1,23 @@
 """`falconet validate`: the accuracy of a checkpoint, or of each one in a folder."""
 
-import csv
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from falconet.checkpoint import files
-from falconet.commands import launching, opening
+from falconet.commands import accuracies, launching, opening
+from falconet.commands.accuracies import Accuracy
 from falconet.commands.reading import idle_lines, input_path
 from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
-from falconet.errors import CheckpointError, ConfigError
+from falconet.errors import CheckpointError
 from falconet.report.originals import style_of
 from falconet.report.screen import Screen
 from falconet.report.styles import RunLog, Validated
 from falconet.train.evaluate import Evaluation
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
-COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
-Row = dict[str, str]
 Measured = tuple[opening.Opened, Evaluation, float]  # seconds that the images took
 Say = Callable[[str], None]
 
@@ -35,9 +33,13 @@ def run(line: Sequence[Setting]) -> int:
         for measured in _measured(path, line, screen.line):
             style.validated(_told(measured))
         return 0
-    rows = _table(list(_measured(path, line, screen.line)))
-    _show(rows, screen.line)
-    _write_csv(rows, output)
+    found = [
+        Accuracy(name=opened.name, epoch=opened.epoch, found=found)
+        for opened, found, _ in _measured(path, line, screen.line)
+    ]
+    rows = accuracies.tabulate(found)
+    accuracies.show(rows, screen.line)
+    accuracies.write_csv(rows, output, option="--output")
     screen.line(f"written to {output}")
     return 0
 
@@ -89,43 +91,7 @@ def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[opening.O
         raise files.refuse(folders[0], refused[0])
 
 
-def _table(measured: Sequence[Measured]) -> list[Row]:
-    """One row a model, the best one marked; by its exact accuracy, not by the two places shown."""
-    best = max((found for _, found, _ in measured), key=lambda found: (found.accuracy, found.top5_accuracy))
-    return [
-        {
-            "checkpoint": opened.name,
-            "epoch": opened.epoch,
-            "top1": f"{found.accuracy:.2f}",
-            "top5": f"{found.top5_accuracy:.2f}",
-            "loss": f"{found.loss:.4f}",
-            "images": str(found.images),
-            "best": "best" if found is best else "",
-        }
-        for opened, found, _ in measured
-    ]
-
-
-def _show(rows: Sequence[Row], say: Say) -> None:
-    """A table in plain text, and the line that tools of the originals read."""
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in COLUMNS}
-    for cells in ({name: name for name in COLUMNS}, *rows):
-        say("  ".join(cells[name].ljust(widths[name]) for name in COLUMNS).rstrip())
-    for row in rows:
-        say(f"Accuracy on test set: {row['top1']}%")
-
-
 def _beside(path: Path) -> Path:
     """Where the CSV goes: beside what was measured, never into a checkpoint, which holds its own files alone."""
     one = path.is_file() or files.checkpoints_in(path) == [path]
-    return (path.parent if one else path) / "validation.csv"
-
-
-def _write_csv(rows: Sequence[Row], path: Path) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+    return (path.parent if one else path) / accuracies.FILE

@@ -68,6 +68,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     schema.InferOptions: (
         *_NOT_TRAINED,
         ("dataset-cache", "where batches are read once, before the clock starts", _never),
+        ("weights", "beside --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
     schema.AverageOptions: (
         *(

@@ -63,6 +63,8 @@ class Inference:
     """Processes that predict side by side, one a device; auto: as many as a launcher started, else 1."""
     output: Path | None = None
     """Also write every latency and the result to this JSON file."""
+    weights: Literal["random", "pretrained", "auto"] = "random"
+    """pretrained: timm's, by the Hugging Face cache or network; auto: those if they can be had, else random ones."""
     half_partial: bool = False
     """Let matrix products add up in half precision, where the device can."""
     profile: bool = False

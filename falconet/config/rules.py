@@ -305,7 +305,7 @@ def _averages(options: TrainOptions) -> bool:
 
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
-    *("augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
+    *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")

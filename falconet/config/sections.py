@@ -187,6 +187,8 @@ class Validation:
     """Never, every --validation-frequency epochs (and at the end), or once at the end."""
     validation_frequency: Annotated[int, AtLeast(1)] = 1
     """Epochs between validations in mode during."""
+    validate_checkpoints: Path | None = None
+    """After training, measure each checkpoint of this folder, such as the run's own: a table and validation.csv."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from falconet.dialects.layers import pytorch_layer
+from falconet.dialects.pytorch_ending import ENDING
 from falconet.dialects.pytorch_layers import mobilenet_layer, recomputed_layers
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
@@ -81,12 +82,6 @@ def splits(old: Values) -> Iterable[Effect]:
 def cache(old: Values) -> Iterable[Effect]:
     if old.has("--model-cache-path"):
         yield Variable("TRITON_CACHE_DIR", old.text("--model-cache-path"))
-
-
-def profile(old: Values) -> Iterable[Effect]:
-    if old.flag("--profile"):
-        yield To("profile")
-        yield Say("--profile: a few updates or batches are traced; a training goes on after them, the original's ended")
 
 
 def compile_only(old: Values) -> Iterable[Effect]:
@@ -194,23 +189,6 @@ def initial_loss_scaling(old: Values) -> Iterable[Effect]:
         yield To("initial-loss-scaling", (old.text("--initial-loss-scaling"),))
 
 
-def checkpoint_input(old: Values) -> Iterable[Effect]:
-    """Where their averaging and their validation after training looked: the run's own checkpoints, usually."""
-    if not old.given("--checkpoint-input-path") or not old.text("--checkpoint-input-path"):
-        return
-    given = old.text("--checkpoint-input-path")
-    if not old.given("--checkpoint-output-path") or old.text("--checkpoint-output-path") != given:
-        yield Say(
-            "--checkpoint-input-path: the run's own checkpoints are averaged and validated; for others there are"
-            " `falconet average` and `falconet validate`"
-        )
-    elif old.text("--validation-mode") == "after":
-        yield Say(
-            "--validation-mode after: measures the last weights; each checkpoint, as the original did:"
-            f" `falconet validate --checkpoint-input-path {given}`"
-        )
-
-
 def _same_text(text: str, _model: str) -> str:
     return text
 
@@ -274,7 +252,6 @@ COMMON: tuple[Old, ...] = (
     ),
     becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
     same("--dataloader-worker", "whole", new="dataloader-workers", effect="threads instead of processes"),
-    becomes("--profile", "flag", None, "profile", profile, "torch.profiler for a few updates; the run goes on"),
     becomes("--model-cache-path", "text", None, "TRITON_CACHE_DIR", cache, "where compiled kernels are kept"),
     same("--input-image-padding", "flag"),
     nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
@@ -307,15 +284,6 @@ TRAINING: tuple[Old, ...] = (
     same("--rmsprop-decay", "number", "0.99"),
     same("--epoch", "whole", "10"),
     becomes(
-        "--checkpoint-input-path",
-        "text",
-        None,
-        "checkpoint-input-path",
-        checkpoint_input,
-        "the run's own checkpoints are averaged and validated; others by `falconet average` and `falconet validate`",
-        aliases=("--checkpoint-input-dir",),
-    ),
-    becomes(
         "--checkpoint-output-path",
         "text",
         None,
@@ -325,7 +293,6 @@ TRAINING: tuple[Old, ...] = (
         aliases=("--checkpoint-output-dir", "--checkpoint-path"),
     ),
     same("--checkpoint-save-freq", "whole", "1"),
-    same("--validation-mode", "text", "after", choices=("none", "during", "after")),
     same("--validation-frequency", "whole", "4"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "to the project pytorch-cnn"),
     becomes(
@@ -393,4 +360,5 @@ TRAINING: tuple[Old, ...] = (
     same("--weight-avg-strategy", "text", "none", choices=("mean", "exponential", "none")),
     same("--weight-avg-exp-decay", "number", "0.99"),
     same("--weight-avg-N", "whole", "-1"),
+    *ENDING,
 )

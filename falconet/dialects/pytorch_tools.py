@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from falconet.dialects.pytorch import COMMON, IMAGENET, TRAINING
-from falconet.dialects.rows import becomes, nothing, part_of, same
+from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Program, Say, To
 from falconet.dialects.values import Values
 from falconet.errors import ConfigError
@@ -17,6 +17,7 @@ _SERVED = {
     "request type": re.compile(r"(?<![A-Za-z])(SYNC|ASYNC)(?![A-Za-z])"),
     "number of processes": re.compile(r"(?:SYNC-|[^\w.-])(\d+)(?!\w)"),
 }
+WHOLE = "every process of `falconet bench infer` predicts with the whole model; --replicas N uses N devices"
 _SERVED_REQUESTS = "200"  # of each client: each a micro-batch
 
 
@@ -88,6 +89,11 @@ def served_port(old: Values) -> Iterable[Effect]:
     if old.has("--grpc-port"):
         yield To("port", (old.text("--grpc-port"),))
         yield Say("--grpc-port: HTTP is spoken on it, not gRPC")
+
+
+def weights(old: Values) -> Iterable[Effect]:
+    """Theirs were published ones unless told otherwise; a machine without a network measures all the same."""
+    yield To("weights", ("random" if old.flag("--random-weights") else "auto",))
 
 
 def bench_data(old: Values) -> Iterable[Effect]:
@@ -191,7 +197,7 @@ PROGRAMS = (
     Program(
         name="pytorch:inference/run_benchmark.py",
         options=(
-            *COMMON,
+            *(idle(option, WHOLE) if option.name == "--pipeline-splits" else option for option in COMMON),
             becomes(
                 "--data",
                 "text",
@@ -202,7 +208,15 @@ PROGRAMS = (
                 choices=("real", "synthetic", "generated"),
             ),
             same("--precision", "text", "16.16", choices=("16.16", "32.32")),
-            nothing("--random-weights", "flag", "always so here, unless --checkpoint-input-path is given"),
+            same("--profile", "flag", effect="torch.profiler for three batches, and nothing measured, as it was"),
+            becomes(
+                "--random-weights",
+                "flag",
+                None,
+                "weights",
+                weights,
+                "--weights random; without it, published weights where they can be had, else random with a line why",
+            ),
             same("--checkpoint-input-path", "text", effect="not of the original: weights to measure with"),
         ),
         command="bench infer",

@@ -1,7 +1,7 @@
 """What a run leaves behind: log lines, metrics, validations, checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,16 @@ class Record:
         self._warn(found, "the averaged checkpoints' validation")
         self._write(_named(f"validation_averaged_{suffix}" if suffix else "validation_averaged", found))
         self._style.averaged(self._validated(found, self.stopwatch.clock() - begun, name), which=suffix)
+
+    def validate_other(self, name: str, *, progress: files.Progress) -> Evaluation:
+        """Measure the model with weights of another moment than the newest; told in the style, unless it is ours."""
+        begun = self.stopwatch.clock()
+        found = self.evaluate(self.state.model, self._stopping)
+        self._warn(found, f"the validation of {name}")
+        if not isinstance(self._style, Falconet):
+            told = self._validated(found, self.stopwatch.clock() - begun, name)
+            self._style.validated(replace(told, update=progress.update, epoch=float(progress.epoch)))
+        return found
 
     def _warn(self, found: Evaluation, what: str) -> None:
         warning = found.warning(what)

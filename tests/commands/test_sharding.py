@@ -68,3 +68,17 @@ def test_on_a_cpu_the_plan_says_that_offloading_has_no_effect(falconet):
 def test_offloading_an_optimizer_without_state_is_said_to_have_no_effect(falconet):
     answer = falconet(f"train {TINY} --offload-optimizer --momentum 0 --plan")
     assert "note: --offload-optimizer has no effect without an optimizer that has state" in answer.out
+
+
+ONE_REPLICA = {
+    "": "note: --enable-optimizer-rts has no effect without --replicas\n",
+    "--replicas 5": "note: --enable-optimizer-rts has no effect: one replica runs, which holds the whole state\n",
+}
+
+
+@pytest.mark.parametrize(("extra", "said"), ONE_REPLICA.items())
+def test_one_replica_has_nothing_to_divide_its_state_with_and_says_so_once(falconet, extra, said):
+    out = falconet(f"train {TINY} --enable-optimizer-rts {extra} --plan").out
+    assert said in out
+    assert out.count("--enable-optimizer-rts has no effect") == 1
+    assert "state divided" not in out

@@ -5,9 +5,11 @@ import pytest
 from falconet.config import rules
 from falconet.config.load import parse
 from falconet.config.schema import TrainOptions
+from falconet.dialects import pytorch_ending
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
+from falconet.report import tracing
 
 TRAIN = "pytorch:train.py"
 HOST = "pytorch:datasets/host_benchmark.py"
@@ -152,8 +154,61 @@ def test_rmsprop_is_taken_in_the_programs_own_precision():
     assert (options.optimizer.optimizer, options.machine.precision) == ("rmsprop", "16.16")
 
 
-def test_checkpoints_of_the_run_itself_are_validated_one_by_one_by_another_command():
-    _, notes = translated(TRAIN, "--data generated --checkpoint-output-path c --checkpoint-input-path c")
-    assert any("`falconet validate --checkpoint-input-path c`" in note for note in notes)
-    _, notes = translated(TRAIN, "--data generated --checkpoint-output-path c --checkpoint-input-path d")
-    assert any("`falconet average` and `falconet validate`" in note for note in notes)
+ENDS = {
+    "--checkpoint-input-path d": ({"validate-checkpoints": "d", "validation-mode": "after"}, None),
+    "--checkpoint-input-dir d --validation-mode after": ({"validate-checkpoints": "d"}, None),
+    "--checkpoint-output-path c --checkpoint-input-path c --weight-avg-strategy mean": (
+        {"validate-checkpoints": "c", "weight-avg-strategy": "mean"},
+        None,
+    ),
+    "--checkpoint-output-path c --checkpoint-input-path d --weight-avg-strategy mean": (
+        {"validate-checkpoints": "d"},
+        "the run's own checkpoints are averaged; others by `falconet average`",
+    ),
+    "--checkpoint-input-path d --validation-mode during": (
+        {"validate-checkpoints": None},
+        "--checkpoint-input-path: has no effect without --validation-mode after or a --weight-avg-strategy",
+    ),
+    "": ({"validate-checkpoints": None, "validation-mode": "after", "updates": None}, None),
+    "--profile": (
+        {"profile": "", "updates": "6", "validation-mode": "none"},
+        "--profile: ends after 6 updates, the last three of them traced; nothing is validated",
+    ),
+    "--profile --checkpoint-input-path d": ({"validate-checkpoints": None, "updates": "6"}, "ends after 6 updates"),
+    "--profile --initial-loss-scaling 2 --loss-scaling 8": (
+        {"profile": "", "updates": None, "validation-mode": "after"},
+        "the training goes on after them, because --half-res-training and --initial-loss-scaling need whole epochs",
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", ENDS)
+def test_a_training_ends_as_it_did(typed):
+    wanted, said = ENDS[typed]
+    settings, notes = translated(TRAIN, f"--data generated {typed}")
+    assert {name: settings.get(name) for name in wanted} == wanted
+    assert [note for note in notes if "--checkpoint-input-path" in note or "--profile" in note] == (
+        [note for note in notes if said in note] if said else []
+    )
+    assert said is None or any(said in note for note in notes)
+    rules.check(parse(TrainOptions, translate(TRAIN, ["--data", "generated", *typed.split()]).settings).options)
+
+
+def test_it_ends_with_the_last_update_that_is_traced():
+    assert pytorch_ending.TRACED_UPDATES == tracing.BEFORE + tracing.TRACED
+
+
+def test_the_inference_benchmarks_weights_are_published_ones_if_they_can_be_had():
+    assert translated(INFER, "--data generated")[0]["weights"] == "auto"
+    settings, notes = translated(INFER, "--data generated --random-weights")
+    assert settings.get("weights", "random") == "random"
+    assert not notes
+
+
+def test_stages_of_the_inference_benchmark_are_said_to_be_one():
+    settings, notes = translated(INFER, "--data generated --pipeline-splits layer2/0 layer3/0")
+    assert "pipeline-splits" not in settings
+    assert list(notes) == [
+        "--pipeline-splits: every process of `falconet bench infer` predicts with the whole model; --replicas N uses N"
+        " devices"
+    ]

@@ -1,0 +1,83 @@
+"""Weights that timm publishes for models here: which ones they are, and fetching them."""
+
+import socket
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from falconet.errors import CheckpointError
+
+TIMM_PREFIX = "timm:"
+FILE = "model.safetensors"
+REACHED_WITHIN = 3.0  # seconds; Hugging Face's own library tries for most of a minute
+# Torchvision's first weights of the ResNets, as the PyTorch program had; the others' are timm's for the same layers.
+TAGS = {
+    **{f"resnet{depth}": f"resnet{depth}.tv_in1k" for depth in (18, 34, 50, 101, 152)},
+    "resnext50": "resnext50_32x4d.tv_in1k",
+    "resnext101": "resnext101_32x4d.gluon_in1k",
+    "efficientnet-b0": "efficientnet_b0.ra_in1k",
+    "efficientnet-b1": "efficientnet_b1.ft_in1k",
+    "efficientnet-b2": "efficientnet_b2.ra_in1k",
+    "efficientnet-b3": "efficientnet_b3.ra2_in1k",
+    "efficientnet-b4": "efficientnet_b4.ra2_in1k",
+    "efficientnet-b5": "efficientnet_b5.sw_in12k_ft_in1k",
+    "mobilenet": "mobilenetv2_100.ra_in1k",
+    "mobilenet-v3-small": "mobilenetv3_small_100.lamb_in1k",
+    "mobilenet-v3-large": "mobilenetv3_large_100.ra_in1k",
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights that can be fetched."""
+
+    tag: str  # timm's name of model and weights
+    repository: str  # on the Hugging Face hub
+    classifier: str  # the layer that depends on the number of classes
+    classes: int
+
+
+def published(name: str) -> Published:
+    """The published weights of a model."""
+    import timm
+
+    tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
+    config = timm.get_pretrained_cfg(tag) if tag else None
+    if config is None or not config.hf_hub_id or not config.architecture or not isinstance(config.classifier, str):
+        raise CheckpointError(f"there are no published weights of {name}")
+    full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
+    repository = f"{config.hf_hub_id}{full}" if config.hf_hub_id.endswith("/") else config.hf_hub_id
+    return Published(full, repository, config.classifier, config.num_classes)
+
+
+def fetch(weights: Published) -> Path:
+    """Their file: out of the Hugging Face cache, or from the network into it."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the library that it asks with
+
+    cached = huggingface_hub.try_to_load_from_cache(weights.repository, FILE)
+    if isinstance(cached, str):
+        return Path(cached)
+    if constants.HF_HUB_OFFLINE or not _reached(constants.ENDPOINT):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise CheckpointError(f"{weights.repository} is not in the Hugging Face cache, and {why}")
+    try:
+        return Path(huggingface_hub.hf_hub_download(weights.repository, FILE))
+    except (OSError, HTTPError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{weights.repository} cannot be fetched: {lines[0]}") from error
+
+
+def _reached(endpoint: str) -> bool:
+    """Whether somebody answers there; behind a proxy that is not ours to ask."""
+    if urllib.request.getproxies().get("https"):
+        return True
+    address = urllib.parse.urlsplit(endpoint)
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=REACHED_WITHIN).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""`bench infer --weights`: published weights out of a cache, and random ones with a reason."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from falconet.commands import bench_infer
+from falconet.models import zoo
+
+LINE = "bench infer --model resnet18 --data generated --micro-batch-size 1 --iterations 6 --image-size 32 --threads 1"
+ABSENT = "timm/resnet18.tv_in1k is not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A Hugging Face cache that holds weights for resnet18, as its library lays them out."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = zoo.build("resnet18", classes=1000, seed=77).state_dict()
+    repository = tmp_path / "hub/models--timm--resnet18.tv_in1k"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("a" * 40)
+    stored = {name: tensor.contiguous() for name, tensor in model.items() if "num_batches" not in name}
+    safetensors.torch.save_file(stored, snapshot / "model.safetensors")
+    return stored
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The models that were measured."""
+    models = []
+    monkeypatch.setattr(bench_infer, "_measure", lambda subject, world: models.append(subject.model))
+    return models
+
+
+@pytest.mark.parametrize("asked", ["pretrained", "auto"])
+def test_published_weights_are_those_of_the_file(falconet, cache, measured, asked):
+    answer = falconet(f"{LINE} --weights {asked}")
+    assert answer.code == 0, answer.err
+    assert answer.out == "weights resnet18.tv_in1k\n"
+    found = measured[0].state_dict()
+    assert all(torch.equal(found[name].contiguous(), tensor) for name, tensor in cache.items())
+
+
+def test_for_other_classes_the_classifier_stays_random(falconet, cache, measured):
+    answer = falconet(f"{LINE} --weights pretrained --classes 7")
+    assert answer.out == "weights resnet18.tv_in1k, but for the classifier, of 7 classes here\n"
+    found = measured[0].state_dict()
+    assert found["fc.weight"].shape == (7, 512)
+    assert torch.equal(found["conv1.weight"].contiguous(), cache["conv1.weight"])
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_does_not_fit_is_random_and_says_why(falconet, measured):
+    answer = falconet(f"{LINE} --weights auto --norm-type group")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("note: random weights, because resnet18.tv_in1k does not fit this resnet18: ")
+    assert len(measured) == 1
+
+
+def test_where_they_cannot_be_had_auto_is_random_with_one_line(falconet, measured):
+    answer = falconet(f"{LINE} --weights auto")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == f"note: random weights, because {ABSENT}\n"
+    options = measured[0].state_dict()
+    assert torch.equal(options["fc.weight"], zoo.build("resnet18", classes=1000, seed=0).state_dict()["fc.weight"])
+
+
+def test_where_they_cannot_be_had_pretrained_is_refused_in_one_line(falconet):
+    answer = falconet(f"{LINE} --weights pretrained")
+    wanted = f"{ABSENT}; wanted --weights random, or a file by --checkpoint-input-path"
+    assert (answer.code, answer.err) == (2, f"falconet bench infer: --weights pretrained: {wanted}\n")
+
+
+def test_random_weights_and_plans_ask_nobody(falconet, measured, monkeypatch):
+    monkeypatch.setattr("falconet.models.published.fetch", lambda _: pytest.fail("fetched"))
+    assert falconet(LINE).out == ""
+    assert len(measured) == 1
+    assert "would measure resnet18" in falconet(f"{LINE} --weights pretrained --plan").out
+
+
+@pytest.mark.usefixtures("measured")
+def test_beside_a_file_of_weights_it_has_no_effect_and_says_so(falconet):
+    weights = zoo.build("resnet18", classes=1000, seed=3).state_dict()
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in weights.items()}, "w.safetensors")
+    answer = falconet(f"{LINE} --checkpoint-input-path w.safetensors --weights pretrained")
+    assert answer.code == 0, answer.err
+    assert "note: --weights has no effect beside --checkpoint-input-path\n" in answer.out
