@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from falconet.commands import feeding, numbers, parts, sharding
 from falconet.commands.placing import freezing_lines
-from falconet.config import rules
+from falconet.config.data_rules import PHOTOS
 from falconet.report.words import counted
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _lines(run: "Run") -> list[str]:
 
 def _decoding_lines(run: "Run") -> list[str]:
     data = run.options.data
-    if data.data not in rules.PHOTOS:
+    if data.data not in PHOTOS:
         return []
     on_device = feeding.decode_device(data, run.images.splits.train, run.world.device) == "cuda"
     return [f"photos are decoded by {'nvJPEG on the device' if on_device else parts.decoder()}"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from falconet.checkpoint import places
 from falconet.commands.reading import input_path, load_options
-from falconet.config import model, rules
+from falconet.config import data_rules, model
 from falconet.config.load import parse
 from falconet.config.schema import AverageOptions, InferOptions, RestoreOptions, ValidateOptions
 from falconet.config.settings import Setting
@@ -40,7 +40,7 @@ def check(command: type[object], line: Sequence[Setting]) -> None:
 
 def _check_data(options: Any) -> None:
     """Photos that are trained on must be there; a plan may do without ImageNet."""
-    if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
+    if hasattr(options, "data") and options.data.data in data_rules.PHOTOS and not data_rules.only_planned(options):
         roots.require_folder(options.data.data_dir)
 
 

@@ -14,8 +14,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def how_to_go_on(folder: Path, checkpoints: Path) -> str:
     """The command that continues a run, if it has left anything to continue from."""
     if checkpoints.is_dir() and checkpoints_in(checkpoints):
-        return f"to continue: falconet restore --checkpoint-input-path {folder}"
+        return f"to continue: {restore_line(folder, checkpoints)}"
     return "there is no checkpoint to continue from: the same command begins again"
+
+
+def restore_line(folder: Path, checkpoints: Path) -> str:
+    """The command itself: the run folder is enough where its checkpoints lie in it; from elsewhere they lead to it."""
+    found = folder if checkpoints in (folder, folder / "checkpoints") else checkpoints
+    return f"falconet restore --checkpoint-input-path {found}"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from rich.console import Console
 import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands import parts, run_folder
+from falconet.commands import ending, parts, run_folder
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
@@ -78,16 +78,10 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     try:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
-        raise WorldError(f"{error}; {_how_to_continue(home, saved)}") from None
+        raise WorldError(f"{error}; {ending.how_to_go_on(home, saved)}") from None
     if options.run.temporary and code == 0:
         run_folder.throw_away(home, say)
     return code
-
-
-def _how_to_continue(home: Path, saved: Path) -> str:
-    if not _names(saved):
-        return "nothing was saved yet"
-    return f"to continue: falconet restore --checkpoint-input-path {home}"
 
 
 def screen_of(world: World) -> Screen:

@@ -45,8 +45,12 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
     state = runs[0].begin()
     done = state.progress.update >= runs[0].plan.updates and not state.progress.unvalidated
     if runs[0].phase.is_last and done:
-        epochs, option = runs[0].plan.last_epoch, runs[0].phase.length
-        screen.line(f"nothing left to train: all {epochs} epochs are done; a larger {option} goes on")
+        length = (
+            f"{runs[0].plan.last_epoch} epochs"
+            if options.training.updates is None
+            else f"{runs[0].plan.updates:,} updates"
+        )
+        screen.line(f"nothing left to train: all {length} are done; a larger {runs[0].phase.length} goes on")
         return 0
     folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
     if options.run.temporary:

@@ -41,6 +41,7 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
         raise ConfigError(where or "--checkpoint-input-path: is needed, or --model NAME to measure with random weights")
     name = options.model.model
     size = parts.value_or(options.fresh.image_size, zoo.image_size(name))
+    zoo.check_image_size(name, size)
     classes = parts.value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
     preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
     model = parts.build_model(options.model, classes=classes, seed=0)

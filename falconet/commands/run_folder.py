@@ -1,4 +1,4 @@
-"""The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, checkpoints/ and summary.json."""
+"""The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, updates.jsonl, checkpoints/, summary.json."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 import falconet
 from falconet.checkpoint.files import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Manifest
+from falconet.commands.ending import restore_line
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
@@ -48,8 +49,8 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
         raise ConfigError(
-            f"--run-dir: {folder} already holds a run; `falconet restore --checkpoint-input-path {folder}` goes on"
-            " with it, another folder starts a new one"
+            f"--run-dir: {folder} already holds a run; `{restore_line(folder, saved)}` goes on with it, another folder"
+            " starts a new one"
         )
     _require_writable(folder, "--run-dir")
     _require_writable(saved, "--checkpoint-output-path")

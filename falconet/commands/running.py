@@ -311,7 +311,7 @@ class Run:
                 saved = record.finish()
                 world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
                 self.screen.line(f"saved {saved}")
-                self.screen.line(f"to continue: falconet restore --checkpoint-input-path {folder}")
+                self.screen.line(f"to continue: {ending.restore_line(folder, record.checkpoints)}")
                 raise
             finally:
                 loader.close()

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from falconet.config import data_rules, fine_tuning, keeping, model, reporting
 from falconet.config.averages import further
-from falconet.config.data_rules import PHOTOS as PHOTOS
-from falconet.config.data_rules import only_planned as only_planned
+from falconet.config.data_rules import PHOTOS
 from falconet.config.schema import DataBenchOptions, TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.errors import ConfigError

@@ -17,10 +17,12 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    """Whole epochs as such, a part of one in updates."""
+    """Whole epochs as such, a part of one in updates; a restored run forgets a length in updates that it had."""
     updates = facts.updates(old)
     if updates is None:
         yield To("epoch", (str(facts.whole_epochs(old)),))
+        if old.has("--restore-path"):
+            yield To("updates", ("None",))
     elif not old.has("--iterations"):
         yield To("updates", (str(updates),))
 

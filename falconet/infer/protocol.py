@@ -1,8 +1,10 @@
 """The Open Inference Protocol (v2) over HTTP: JSON, and Triton's binary tensors; bytes in, values out, no network."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -183,15 +185,25 @@ def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
     """Flat or nested lists of whole numbers, as the protocol allows both."""
     if not isinstance(data, list):
         raise RequestError(f"{INPUT}.data: got {_shown(data)}, wanted a list of numbers, or binary_data_size")
-    try:
-        found = np.array(data)
-    except (ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
-        found = np.empty(0)
+    found = np.empty(0)
+    # One look first: of texts numpy would make an array as wide as the longest, a thousand times the body's size.
+    if _holds_whole_numbers(data, most=prod(shape)):
+        with contextlib.suppress(ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
+            found = np.array(data)
     if found.dtype.kind not in "iu" or found.size != prod(shape) or found.shape not in (shape, (prod(shape),)):
         raise RequestError(f"{INPUT}.data: wanted {prod(shape)} whole numbers, flat or nested as its shape is")
     if found.min() < 0 or found.max() > 255:
         raise RequestError(f"{INPUT}.data: got {found.min()} to {found.max()}, wanted 0 to 255")
     return found.astype(np.uint8).reshape(shape)
+
+
+def _holds_whole_numbers(data: list[Any], *, most: int) -> bool:
+    """Whether there are, in lists as deep as an image's or flat, `most` whole numbers at the most and nothing else."""
+    for _ in range(4):
+        if len(data) > most or set(map(type, data)) != {list}:
+            break
+        data = list(chain.from_iterable(data))
+    return len(data) <= most and set(map(type, data)) == {int}
 
 
 def _wants_binary(content: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from falconet.infer.predictor import Pixels, Scores
 from falconet.infer.protocol import RequestError, Served
 
 BODY_SECONDS = 60.0  # for a client to send what it announced
+IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers; an hour, if nobody says so
 DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
 READ_AHEAD = 1 << 20  # bytes of a connection
 AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
@@ -84,6 +85,8 @@ class Front:
     def __init__(self, served: Served, submit: Submit, *, counts: Counts, room: Room, max_delay: float) -> None:
         self._served, self._submit, self._counts, self._room = served, submit, counts, room
         self._config = protocol.configuration(served, max_delay=max_delay)
+        # One long JSON at a time: parsed it takes up to thirty times its bytes, which no room is counted for.
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self.is_ready = True
 
     def application(self) -> web.Application:
@@ -144,7 +147,10 @@ class Front:
             await _read_into(body, request)
             header = request.headers.get(protocol.HEADER)
             if header is None and length > AT_ONCE:
-                asked = await asyncio.to_thread(protocol.read_request, body.data, header, self._served)
+                loop = asyncio.get_running_loop()
+                asked = await loop.run_in_executor(
+                    self._parsing, protocol.read_request, body.data, header, self._served
+                )
             else:
                 asked = protocol.read_request(body.data, header, self._served)
             scores = await self._submit(asked.images)
@@ -215,6 +221,7 @@ async def _desk(front: Front) -> AsyncIterator[Take]:
         access_log=None,
         logger=_logger(),
         shutdown_timeout=DRAIN_SECONDS,
+        keepalive_timeout=IDLE_SECONDS,
         handler_cancellation=True,  # of a client that goes away
         read_bufsize=READ_AHEAD,
         auto_decompress=False,

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from falconet.errors import ConfigError
 
@@ -31,9 +31,7 @@ class JsonLines:
     """metrics.jsonl: one JSON object a line. A restored run appends; of two lines for one update the later counts."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            _drop_torn_end(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = _appended(path)
 
     def write(self, update: int, metrics: Metrics) -> None:
         plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
@@ -44,12 +42,13 @@ class JsonLines:
 
 
 class UpdateTimes:
-    """updates.jsonl: at each log point the milliseconds of every update since the one before."""
+    """updates.jsonl: at each log point the milliseconds of the updates since the one before, `update` being the last.
+
+    A restored run appends; an update that it made again stands in two lines, of which the later counts.
+    """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            _drop_torn_end(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = _appended(path)
 
     def write(self, update: int, seconds: Sequence[float]) -> None:
         times = [round(1000 * one, 3) for one in seconds]
@@ -59,10 +58,12 @@ class UpdateTimes:
         self._file.close()
 
 
-def _drop_torn_end(path: Path) -> None:
-    """A line that a killed process left half written: its update comes again, because it was not saved yet."""
-    with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+def _appended(path: Path) -> TextIO:
+    """The file, to add lines to; without one that a killed process left half written, whose update comes again."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 class TensorBoard:

@@ -68,7 +68,7 @@ def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(f
     assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
-    assert "nothing left to train: all 2 epochs are done; a larger --updates goes on" in again.out
+    assert "nothing left to train: all 6 updates are done; a larger --updates goes on" in again.out
     longer = falconet("restore --checkpoint-input-path r --updates 7")
     assert longer.code == 0, longer.err
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 7

@@ -275,6 +275,8 @@ SMALLER = [
         {"checkpoint-input-path": "a", "micro-batch-size": "8", "data-dir": "d"},
     ),
     ("tf1:train.py", "--restore-path a --data-dir imagenet", "restore", {"data-dir": "imagenet"}),
+    ("tf1:train.py", f"{IMAGENET} --restore-path a --epochs 3", "restore", {"epoch": "3", "updates": "None"}),
+    ("tf1:train.py", f"{IMAGENET} --restore-path a --iterations 9", "restore", {"updates": "9"}),
     (
         "tf1:validation.py",
         "--model resnet --model-size 50 --dataset imagenet --batch-size 4 --synthetic-data --repeat 2",

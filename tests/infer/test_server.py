@@ -206,6 +206,33 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
         assert b"3 of 999 bytes came within 0.2 seconds" in slow.recv(1000)
 
 
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-Half: "], ids=["nothing", "half of the headers"]
+)
+def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=10) as idle:
+        idle.sendall(sent)
+        assert idle.recv(1000) == b""
+
+
+def test_long_json_is_parsed_one_at_a_time(monkeypatch):
+    read, at_work, most = server.protocol.read_request, [], []
+
+    def watched(*arguments):
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.05)
+        at_work.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(server.protocol, "read_request", watched)
+    body = json.dumps({"inputs": [], "padding": "x" * server.AT_ONCE})
+    with running() as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert {answer[0] for answer in threads.map(found.request, [body] * 4)} == {400}
+    assert most == [1] * 4
+
+
 @pytest.mark.parametrize("fronts", [1, 2])
 def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
     held = Held()

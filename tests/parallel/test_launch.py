@@ -15,7 +15,6 @@ from runs import assert_bitwise, begin, children, finish, metrics, updates, wait
 from tiny import TINY
 
 from falconet.checkpoint import files
-from falconet.commands import launching
 from falconet.errors import WorldError
 from falconet.parallel import launch
 
@@ -150,16 +149,6 @@ def test_who_gives_up_names_the_process_its_host_and_where_to_look(monkeypatch, 
     found = words.format(here=socket.gethostname())
     assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (--max-restarts 1)"
     assert len(said) == 1
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_and_how_to_continue(tmp_path, saved):
-    (tmp_path / "checkpoints").mkdir()
-    if saved:
-        (tmp_path / "checkpoints/one").mkdir()
-    said = launching._how_to_continue(tmp_path, tmp_path / "checkpoints")
-    wanted = f"to continue: falconet restore --checkpoint-input-path {tmp_path}"
-    assert said == (wanted if saved else "nothing was saved yet")
 
 
 def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_again(tmp_path):
