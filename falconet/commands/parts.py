@@ -20,7 +20,7 @@ from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, open_source
-from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.preprocessing import Normalise, Preprocessing, normaliser
 from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
 from falconet.data.sources import published
@@ -86,7 +86,7 @@ class Images:
     def normalise(self, device: torch.device) -> Normalise:
         """What the device does to the images that it gets."""
         preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
-        return Normalise(preprocessing).to(device)
+        return normaliser(preprocessing).to(device)
 
     def augment(self, asked: str) -> Augment:
         """What `--augment auto` means for this data."""
@@ -157,6 +157,8 @@ def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     preprocessing = splits.preprocessing(size)
     if data.normalization == "mean":
         preprocessing = preprocessing.centred
+    if data.normalization == "image":
+        preprocessing = preprocessing.by_image
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
     return Images(

@@ -55,8 +55,8 @@ class Data:
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
-    normalization: Literal["deviation", "mean"] = "deviation"
-    """Pixels less the data's mean over its deviation, or, of 0 to 255, only less ImageNet's mean."""
+    normalization: Literal["deviation", "mean", "image"] = "deviation"
+    """Pixels less the data's mean over its deviation, only less ImageNet's mean, or each image by its own two."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"

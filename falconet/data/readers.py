@@ -1,8 +1,9 @@
 """From a source to rows of a batch: gather or decode, crop, resize, flip; all in uint8."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from falconet.data import augment as augmenting
@@ -13,6 +14,8 @@ from falconet.data.keyed import IntArray
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import ArraySource, BoolArray, PhotoSource, PixelArray, Source
+
+ValueArray = npt.NDArray[Any]  # of pixels, or of numbers
 
 
 class Reader(Protocol):
@@ -55,22 +58,39 @@ class ArrayReader:
         self._augment, self._seed = augment, seed
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
-        images = self._images[indices]  # a copy: fancy indexing
-        flips = augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
-        if self._augment == "crop-flip":
-            self._read_boxes(images, self._random_boxes(indices, epoch), flips, out)
-            return np.ones(len(indices), dtype=np.bool_)
-        if self._augment in ("shift", "shift-flip"):
-            side = min(self._height, self._width)
-            shifts = augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch)
-            images = shifted(images, shifts)
-        if (self._height, self._width, self._resize) == (self.size, self.size, self.size):
-            out[:] = images
-            out[flips] = images[flips, :, ::-1]
+        if self.only_moves:
+            self.move(self.stored(indices), indices, epoch=epoch, out=out)
+        elif self._augment == "crop-flip":
+            self._read_boxes(self.stored(indices), self._random_boxes(indices, epoch), indices, epoch, out)
         else:
             box = augmenting.evaluation_box(self._width, self._height, resize=self._resize, crop=self.size)
-            self._read_boxes(images, [box] * len(images), flips, out)
+            images = self._shifted(self.stored(indices), indices, epoch)
+            self._read_boxes(images, [box] * len(images), indices, epoch, out)
         return np.ones(len(indices), dtype=np.bool_)
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether the images have their size already, and are shifted and mirrored at the most."""
+        whole = (self._height, self._width, self._resize) == (self.size, self.size, self.size)
+        return whole and self._augment != "crop-flip"
+
+    def stored(self, indices: IntArray) -> PixelArray:  # N x H x W x 3, a copy: fancy indexing
+        return self._images[indices]
+
+    def move(self, images: ValueArray, indices: IntArray, *, epoch: int, out: ValueArray) -> None:
+        """Shift and mirror the images, of pixels or of values, into `out`; zeros move in."""
+        out[:] = images = self._shifted(images, indices, epoch)
+        flips = self._flips(indices, epoch)
+        out[flips] = images[flips, :, ::-1]
+
+    def _flips(self, indices: IntArray, epoch: int) -> BoolArray:
+        return augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
+
+    def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
+        if self._augment not in ("shift", "shift-flip"):
+            return images
+        side = min(self._height, self._width)
+        return shifted(images, augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch))
 
     def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
         widths, heights = np.full(len(indices), self._width), np.full(len(indices), self._height)
@@ -78,8 +98,8 @@ class ArrayReader:
         boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws).tolist()
         return boxes
 
-    def _read_boxes(self, images: PixelArray, boxes: list[Box], flips: BoolArray, out: PixelArray) -> None:
-        for row, (image, box, flip) in enumerate(zip(images, boxes, flips, strict=True)):
+    def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
+        for row, (image, box, flip) in enumerate(zip(images, boxes, self._flips(indices, epoch), strict=True)):
             out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip))
 
 
@@ -118,7 +138,7 @@ def resized(image: Image.Image, box: Box, *, size: int, flip: bool) -> PixelArra
     return pixels[:, ::-1] if flip else pixels
 
 
-def shifted(images: PixelArray, shifts: IntArray) -> PixelArray:  # N x H x W x 3; N x 2: down, right
+def shifted(images: ValueArray, shifts: IntArray) -> ValueArray:  # N x H x W x 3; N x 2: down, right
     """Each image moved by its own shift, zeros where nothing comes from."""
     height, width = images.shape[1:3]
     moved = np.zeros_like(images)

@@ -27,7 +27,8 @@ whatever is different, and exits.
 What is not the same, whatever the options:
 
 - A seed that is not given is 0; the originals drew one.
-- Images of CIFAR are normalised by the data's mean and deviation; the TensorFlow program did so image by image.
+- Images of CIFAR are standardised one by one for lines of the TensorFlow program (`--normalization image`): on the host
+  before they are shifted, as there; with `--eight-bit-io`, on the device, with the black border that the shift leaves.
 - On ImageNet, random crops overlap annotated objects with `-- --use-bbox-info`, as in the TensorFlow program whenever
   there were boxes; they cover 8 % of the photo or more, where its covered 5 %.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
