@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from falconet.config import sections
-from falconet.data.augment import Augment, Crops
+from falconet.data.augment import LEAST_AREAS, Augment, Crops, LeastAreas
 from falconet.data.cache import PixelCache
 from falconet.data.free_memory import available
 from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, StandardLanding, ValueLanding
@@ -32,6 +32,7 @@ class Reading:
     preprocessing: Preprocessing
     augment: Augment
     seed: int
+    least: LeastAreas = LEAST_AREAS
 
 
 def free_memory() -> int:
@@ -111,7 +112,13 @@ def _on_device(reading: Reading, device: torch.device, allowance: Allowance) -> 
 
     source = reading.source
     assert not isinstance(source, ArraySource)
-    crops = Crops.of(reading.preprocessing, augment=reading.augment, seed=reading.seed, objects=source.objects)
+    crops = Crops.of(
+        reading.preprocessing,
+        augment=reading.augment,
+        seed=reading.seed,
+        objects=source.objects,
+        least=reading.least,
+    )
     return DeviceLanding(device, encoded=bytes_of(source), crops=crops, allowance=allowance)
 
 

@@ -123,6 +123,8 @@ class LearningRate:
     """Further drops of the step schedule, as shares of the training."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
     """Changes per epoch; 0: at every update."""
+    lr_changes: Annotated[int, AtLeast(1)] | None = None
+    """Changes in the whole training, evenly spaced, whatever its epochs; instead of --lr-scheduler-freq."""
     lr_power: Annotated[float, MoreThan(0)] = 2.0
     """Exponent of the polynomial schedule."""
     lr_end_ratio: Annotated[float, Between(0, 1)] = 1e-5
@@ -165,6 +167,12 @@ class Augmentation:
     """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
     use_bbox_info: bool = False
     """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
+    use_bbox_info_if_there: bool = False
+    """The same where the data has boxes; where it has none, crops are plain and nothing is refused."""
+    crop_area: Annotated[float, Between(0.001, 1)] = 0.08
+    """Smallest share of a photo that a random crop covers; the largest is all of it."""
+    object_crop_area: Annotated[float, Between(0.001, 1)] | Auto = "auto"
+    """The same for crops that must overlap an annotated object; auto: --crop-area."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0

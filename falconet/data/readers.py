@@ -8,7 +8,7 @@ from PIL import Image
 
 from falconet.data import augment as augmenting
 from falconet.data import native
-from falconet.data.augment import Augment, Box, Crops
+from falconet.data.augment import LEAST_AREAS, Augment, Box, Crops, LeastAreas
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
 from falconet.data.native.reader import NativeReader
@@ -31,18 +31,27 @@ class Reader(Protocol):
         """Write the images into `out` (N x size x size x 3); which of them could be read. The others are black."""
 
 
-def reader_for(source: Source, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages) -> Reader:
+def reader_for(
+    source: Source,
+    *,
+    preprocessing: Preprocessing,
+    augment: Augment,
+    seed: int,
+    bad: BadImages,
+    least: LeastAreas = LEAST_AREAS,
+) -> Reader:
     """The reader of this kind of source; augment "none" is what evaluation and prediction use.
 
     Files are decoded by the native library where it was built (`native.why_not` says why not), else by Pillow.
     """
     if isinstance(source, ArraySource):
-        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed)
-    pillow = FileReader(source, preprocessing=preprocessing, augment=augment, seed=seed, bad=bad)
+        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed, least=least)
+    crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects, least=least)
+    pillow = FileReader(source, crops=crops, bad=bad)
     library = native.library()
     if library is None:
         return pillow
-    return NativeReader(source, library=library, preprocessing=preprocessing, augment=augment, seed=seed, pillow=pillow)
+    return NativeReader(source, library=library, crops=crops, pillow=pillow)
 
 
 class ArrayReader:
@@ -50,12 +59,20 @@ class ArrayReader:
 
     rows = 512  # a part takes milliseconds, so that handing it to a thread costs little beside it
 
-    def __init__(self, source: ArraySource, *, preprocessing: Preprocessing, augment: Augment, seed: int) -> None:
+    def __init__(
+        self,
+        source: ArraySource,
+        *,
+        preprocessing: Preprocessing,
+        augment: Augment,
+        seed: int,
+        least: LeastAreas = LEAST_AREAS,
+    ) -> None:
         self.size = preprocessing.image_size
         self._images = source.images
         self._height, self._width = source.images.shape[1:3]
         self._resize = preprocessing.resize
-        self._augment, self._seed = augment, seed
+        self._augment, self._seed, self._least = augment, seed, least.plain
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         if self.only_moves:
@@ -95,7 +112,7 @@ class ArrayReader:
     def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
         widths, heights = np.full(len(indices), self._width), np.full(len(indices), self._height)
         draws = augmenting.crop_draws(indices, seed=self._seed, epoch=epoch)
-        boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws).tolist()
+        boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws, least=self._least).tolist()
         return boxes
 
     def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
@@ -108,12 +125,9 @@ class FileReader:
 
     rows = 8  # about 20 ms of decoding: fine enough to keep every thread busy to the end of a batch
 
-    def __init__(
-        self, source: PhotoSource, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages
-    ) -> None:
-        self.size = preprocessing.image_size
-        self._crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects)
-        self._source, self._bad = source, bad
+    def __init__(self, source: PhotoSource, *, crops: Crops, bad: BadImages) -> None:
+        self.size = crops.size
+        self._source, self._crops, self._bad = source, crops, bad
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         flips = self._crops.flips(indices, epoch=epoch)

@@ -135,8 +135,17 @@ def percentage(old: Values) -> Iterable[Effect]:
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
+    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did.
+
+    A tenth of an object is covered by 5 % of the photo at the least. A photo without boxes was one object itself, so
+    that its crops were a tenth of it or more.
+    """
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
+    elif facts.is_imagenet(old) and not facts.is_random(old):
+        yield To("use-bbox-info-if-there")
+        yield To("crop-area", ("0.1",))
+        yield To("object-crop-area", ("0.05",))
 
 
 MODEL: tuple[Old, ...] = (
@@ -239,7 +248,14 @@ DATA: tuple[Old, ...] = (
         "deviation; without it, ImageNet's images only lose their mean; CIFAR's are always standardised one by one",
     ),
     becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
-    becomes("--train-with-valid-preprocessing", "flag", None, "augment", valid_preprocessing, "--augment none"),
+    becomes(
+        "--train-with-valid-preprocessing",
+        "flag",
+        None,
+        "augment use-bbox-info-if-there crop-area object-crop-area",
+        valid_preprocessing,
+        "--augment none; without it, crops of ImageNet's photos overlap objects where there are boxes, as they did",
+    ),
     becomes(
         "--hostside-norm",
         "flag",

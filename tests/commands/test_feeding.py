@@ -185,6 +185,7 @@ def test_options_without_effect_say_so(falconet, options, said):
 @pytest.mark.usefixtures("photos")
 def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falconet, monkeypatch):
     monkeypatch.setattr(feeding, "decode_device", lambda data, source, device: "cuda")
+    monkeypatch.setattr(feeding, "most_ahead", lambda data, source, device: 1 << 20)  # there may be no CUDA to ask
     out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
     assert "note: --dataset-cache has no effect without --decode-device cpu" in out
     assert "\ncache:" not in out
