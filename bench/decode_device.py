@@ -74,7 +74,7 @@ def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -
 
 
 def agreement(source: FileSource, images: int) -> None:
-    pillow = FileReader(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad())
+    pillow = FileReader(source, crops=CROPS, bad=bad())
     landing = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS)
     indices = np.arange(images)
     wanted = np.empty((images, SIZE, SIZE, 3), np.uint8)

@@ -38,6 +38,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from falconet.data import native
+from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader
 from falconet.data.native.reader import NativeReader
@@ -134,15 +135,12 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
 def readers(photos: Photos) -> tuple[Reader, Reader | None]:
     """The Pillow reader and, where it is built, the native one."""
     source, augment = photos.source(), "crop-flip" if photos.training else "none"
-    pillow = FileReader(
-        source, preprocessing=PREPROCESSING, augment=augment, seed=0, bad=BadImages(len(source), note=print)
-    )
+    crops = Crops.of(PREPROCESSING, augment=augment, seed=0, objects=None)
+    pillow = FileReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()
     if library is None:
         return pillow, None
-    return pillow, NativeReader(
-        source, library=library, preprocessing=PREPROCESSING, augment=augment, seed=0, pillow=pillow
-    )
+    return pillow, NativeReader(source, library=library, crops=crops, pillow=pillow)
 
 
 def methods(photos: Photos, workers: list[int], peers: list[str], scratch: Path) -> list[Method]:

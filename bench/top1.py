@@ -19,6 +19,7 @@ from torchvision.datasets import ImageFolder
 
 from falconet.checkpoint.foreign import read_weights
 from falconet.data import native
+from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Preprocessing
@@ -56,13 +57,12 @@ def folder_source(root: Path) -> FileSource:
 
 
 def both_readers(source: FileSource) -> dict[str, Reader]:
-    pillow = FileReader(
-        source, preprocessing=PREPROCESSING, augment="none", seed=0, bad=BadImages(len(source), note=print)
-    )
+    crops = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
+    pillow = FileReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()
     if library is None:
         sys.exit(f"native decoder: {native.why_not()}")
-    fast = NativeReader(source, library=library, preprocessing=PREPROCESSING, augment="none", seed=0, pillow=pillow)
+    fast = NativeReader(source, library=library, crops=crops, pillow=pillow)
     return {"pillow": pillow, "native": fast}
 
 

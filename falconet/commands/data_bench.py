@@ -11,7 +11,7 @@ import falconet
 from falconet.commands import feeding, launching, parts
 from falconet.commands.feeding import Reading
 from falconet.commands.reading import idle_lines, load_options
-from falconet.config import rules
+from falconet.config.data_rules import boxes_used
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
 from falconet.data import digest, measure
@@ -42,7 +42,7 @@ def run(line: Sequence[Setting]) -> int:
         model=options.model.model,
         global_batch=options.data.micro_batch_size,
         seed=0,
-        use_objects=rules.crops_photos(options) and options.augmentation.use_bbox_info,
+        use_objects=boxes_used(options),
     )
     if options.bench.md5:
         return _compare_md5(images, options, say)
@@ -69,6 +69,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         preprocessing=images.preprocessing,
         augment=images.augment(options.augmentation.augment) if training else "none",
         seed=0,
+        least=parts.least_areas(options.augmentation),
     )
     allowed = parts.value_or(options.data.bad_images_allowed, len(source) // 1000)
     reader = reader_for(
@@ -77,6 +78,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         augment=reading.augment,
         seed=0,
         bad=BadImages(allowed, note=say),
+        least=reading.least,
     )
     return Pipeline(
         source=source,

@@ -12,6 +12,7 @@ from falconet.commands import feeding, parts
 from falconet.commands.feeding import Reading
 from falconet.config.sections import Data
 from falconet.data import measure, native
+from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.landing import Landing, PixelLanding
 from falconet.data.measure import Pipeline
@@ -57,7 +58,8 @@ def made_photos(root: Path) -> FileSource:
 
 def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
     bad = BadImages(0, note=lambda _: None)
-    pillow = FileReader(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad)
+    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
+    pillow = FileReader(source, crops=crops, bad=bad)
     host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad)
     ways: dict[str, tuple[Reader, Landing]] = {}
     library = native.library()

@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 
 from falconet.config import sections
-from falconet.data.augment import Augment, Crops
+from falconet.data.augment import LEAST_AREAS, Augment, Crops, LeastAreas
 from falconet.data.cache import PixelCache
 from falconet.data.free_memory import available
-from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, ValueLanding
+from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, StandardLanding, ValueLanding
 from falconet.data.memory import Ring, Shape
 from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
 from falconet.data.native.reader import NativeReader
@@ -32,6 +32,7 @@ class Reading:
     preprocessing: Preprocessing
     augment: Augment
     seed: int
+    least: LeastAreas = LEAST_AREAS
 
 
 def free_memory() -> int:
@@ -99,9 +100,11 @@ def landing(data: sections.Data, reading: Reading, *, regime: Regime, device: to
     allowance = Allowance(ring=Ring(pin=True) if device.type == "cuda" else None, portion=portion, most=most)
     if data.eight_bit_io:
         return PixelLanding(allowance)
-    on_host = data.normalization_location == "host"
+    on_host, dtype = data.normalization_location == "host", regime.formats(device)["activations"]
+    if on_host and reading.preprocessing.standardised:
+        return StandardLanding(dtype, allowance)
     preprocessing = reading.preprocessing if on_host else reading.preprocessing.unnormalised
-    return ValueLanding(Normalise(preprocessing, dtype=regime.formats(device)["activations"]), allowance)
+    return ValueLanding(Normalise(preprocessing, dtype=dtype), allowance)
 
 
 def _on_device(reading: Reading, device: torch.device, allowance: Allowance) -> Landing:
@@ -109,7 +112,13 @@ def _on_device(reading: Reading, device: torch.device, allowance: Allowance) -> 
 
     source = reading.source
     assert not isinstance(source, ArraySource)
-    crops = Crops.of(reading.preprocessing, augment=reading.augment, seed=reading.seed, objects=source.objects)
+    crops = Crops.of(
+        reading.preprocessing,
+        augment=reading.augment,
+        seed=reading.seed,
+        objects=source.objects,
+        least=reading.least,
+    )
     return DeviceLanding(device, encoded=bytes_of(source), crops=crops, allowance=allowance)
 
 

@@ -14,13 +14,13 @@ from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
 from falconet.config.model import Model
 from falconet.data import native, share
-from falconet.data.augment import Augment
+from falconet.data.augment import Augment, LeastAreas
 from falconet.data.decode import BadImages
 from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
-from falconet.data.open import RandomImages, open_source
-from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.open import RandomImages, UseObjects, open_source
+from falconet.data.preprocessing import Normalise, Preprocessing, normaliser
 from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
 from falconet.data.sources import published
@@ -87,7 +87,7 @@ class Images:
     def normalise(self, device: torch.device) -> Normalise:
         """What the device does to the images that it gets."""
         preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
-        return Normalise(preprocessing).to(device)
+        return normaliser(preprocessing).to(device)
 
     def augment(self, asked: str) -> Augment:
         """What `--augment auto` means for this data."""
@@ -124,7 +124,7 @@ def open_images(
     model: str,
     global_batch: int,
     seed: int,
-    use_objects: bool = False,
+    use_objects: UseObjects = "no",
     percentage: float = 100.0,
 ) -> Images:
     """The data that the options name, at the model's size; `percentage`: of the training images, if not made up."""
@@ -158,6 +158,8 @@ def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     preprocessing = splits.preprocessing(size)
     if data.normalization == "mean":
         preprocessing = preprocessing.centred
+    if data.normalization == "image":
+        preprocessing = preprocessing.by_image
     if data.normalization_location == "none":
         preprocessing = preprocessing.unnormalised
     return Images(
@@ -259,7 +261,13 @@ def training_reading(images: Images, options: schema.TrainOptions) -> Reading:
         preprocessing=images.training,
         augment=images.augment(options.augmentation.augment),
         seed=options.run.seed,
+        least=least_areas(options.augmentation),
     )
+
+
+def least_areas(augmentation: sections.Augmentation) -> LeastAreas:
+    plain, of_object = augmentation.crop_area, augmentation.object_crop_area
+    return LeastAreas(plain=plain, of_object=plain if of_object == "auto" else of_object)
 
 
 def validation_reading(images: Images) -> Reading:
@@ -273,6 +281,7 @@ def _reader(reading: Reading, bad: BadImages) -> Reader:
         augment=reading.augment,
         seed=reading.seed,
         bad=bad,
+        least=reading.least,
     )
 
 

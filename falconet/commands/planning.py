@@ -1,5 +1,6 @@
 """From the options of a phase to its plan."""
 
+from fractions import Fraction
 from math import ceil
 
 from falconet.config.phases import Phase
@@ -40,7 +41,9 @@ def _schedule_of(phase: Phase, per_epoch: int) -> Schedule:
         epochs=training.epoch if training.updates is None else training.updates / per_epoch,
         updates_per_epoch=per_epoch,
         warmup_epochs=rate.warmup_epoch,
-        changes_per_epoch=rate.lr_scheduler_freq,
+        changes_per_epoch=rate.lr_scheduler_freq
+        if rate.lr_changes is None
+        else Fraction(rate.lr_changes * per_epoch, updates),
         decay=rate.lr_decay[0],
         drops=(*rate.lr_epoch_decay, *drops_at(rate.lr_drop_shares, updates, per_epoch)),
         factors=rate.lr_decay if len(rate.lr_decay) > 1 else (),

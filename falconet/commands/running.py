@@ -25,7 +25,7 @@ from falconet.commands import (
 )
 from falconet.commands.launching import Launch
 from falconet.commands.placing import Placement, Setup, WholeModel
-from falconet.config import rules
+from falconet.config.data_rules import boxes_used
 from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch, BatchShape
@@ -128,7 +128,7 @@ class Run:
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
-            use_objects=rules.crops_photos(self.options) and self.options.augmentation.use_bbox_info,
+            use_objects=boxes_used(self.options),
             percentage=percentage,
         )
 

@@ -1,6 +1,6 @@
 """What may not be combined about data; rules like those of `rules`, which calls them."""
 
-from typing import Any
+from typing import Any, Literal
 
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 
@@ -30,3 +30,17 @@ def decoded_there_is_not_copied(options: Any) -> str | None:
     if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
         return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
     return None
+
+
+def crops_photos(options: Any) -> bool:
+    """Whether random crops of photos are drawn."""
+    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
+
+
+def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:
+    """Whether these crops look at annotated objects."""
+    if not crops_photos(options):
+        return "no"
+    if options.augmentation.use_bbox_info:
+        return "yes"
+    return "if there" if options.augmentation.use_bbox_info_if_there else "no"

@@ -65,6 +65,7 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
             lr=tuning.fine_tune_lr,
             lr_schedule="cosine",
             lr_scheduler_freq=0.0,
+            lr_changes=None,
             warmup_epoch=0.0,
         ),
         numerics=replace(options.numerics, initial_loss_scaling=None),  # the stepped scale has arrived

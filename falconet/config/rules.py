@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from falconet.config import data_rules, fine_tuning, keeping, model, reporting
 from falconet.config.averages import further
-from falconet.config.data_rules import PHOTOS
-from falconet.config.schema import DataBenchOptions, TrainOptions
+from falconet.config.data_rules import PHOTOS, boxes_used, crops_photos
+from falconet.config.schema import TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.errors import ConfigError
 
@@ -273,11 +273,6 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
-def crops_photos(options: TrainOptions | DataBenchOptions) -> bool:
-    """Whether random crops of photos are drawn."""
-    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
-
-
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
@@ -308,6 +303,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
+_BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
@@ -319,6 +315,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
     *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
+    ("lr-scheduler-freq", "a number an epoch: --lr-changes says it", lambda o: o.learning_rate.lr_changes is None),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
     ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
@@ -337,7 +334,9 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("iterations", "--data generated or synthetic", _random_data),
     ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
     ("classes", "--data generated or synthetic", _random_data),
-    ("use-bbox-info", "--data imagenet or folder, and --augment crop-flip or auto", crops_photos),
+    *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
+    ("crop-area", "--augment crop-flip or auto", lambda o: o.augmentation.augment in ("auto", "crop-flip")),
+    ("object-crop-area", "--use-bbox-info", lambda options: boxes_used(options) != "no"),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),

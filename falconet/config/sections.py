@@ -55,8 +55,8 @@ class Data:
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
-    normalization: Literal["deviation", "mean"] = "deviation"
-    """Pixels less the data's mean over its deviation, or, of 0 to 255, only less ImageNet's mean."""
+    normalization: Literal["deviation", "mean", "image"] = "deviation"
+    """Pixels less the data's mean over its deviation, only less ImageNet's mean, or each image by its own two."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -123,6 +123,8 @@ class LearningRate:
     """Further drops of the step schedule, as shares of the training."""
     lr_scheduler_freq: Annotated[float, AtLeast(0)] = 0.0
     """Changes per epoch; 0: at every update."""
+    lr_changes: Annotated[int, AtLeast(1)] | None = None
+    """Changes in the whole training, evenly spaced, whatever its epochs; instead of --lr-scheduler-freq."""
     lr_power: Annotated[float, MoreThan(0)] = 2.0
     """Exponent of the polynomial schedule."""
     lr_end_ratio: Annotated[float, Between(0, 1)] = 1e-5
@@ -165,6 +167,12 @@ class Augmentation:
     """Random shift, shift and mirror, or resized crop and mirror; auto: by the data, as the plan says."""
     use_bbox_info: bool = False
     """Random crops overlap an annotated object: boxes in *bounding_boxes.csv, XML files, or the TFRecords."""
+    use_bbox_info_if_there: bool = False
+    """The same where the data has boxes; where it has none, crops are plain and nothing is refused."""
+    crop_area: Annotated[float, Between(0.001, 1)] = 0.08
+    """Smallest share of a photo that a random crop covers; the largest is all of it."""
+    object_crop_area: Annotated[float, Between(0.001, 1)] | Auto = "auto"
+    """The same for crops that must overlap an annotated object; auto: --crop-area."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0

@@ -16,13 +16,23 @@ from falconet.errors import ConfigError
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
 
-AREA = (0.08, 1.0)  # share of the image a random crop covers
 RATIO = (3 / 4, 4 / 3)  # its width over its height
 ATTEMPTS = 10
 CROP_DRAWS = 2 * ATTEMPTS + 2  # area and ratio of each attempt, then the place down and right
 OBJECT_ATTEMPTS = 100  # to find a crop that overlaps an object
 OBJECT_COVERED = 0.1  # of the object's area, at the least
 OBJECT_DRAWS = 4  # of one attempt: area, ratio, place down, place right
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastAreas:
+    """The smallest share of an image that a random crop covers; the largest is all of it."""
+
+    plain: float = 0.08
+    of_object: float = 0.08  # of crops that must overlap an object
+
+
+LEAST_AREAS = LeastAreas()
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the original image
 
@@ -46,10 +56,12 @@ def crop_draws(indices: IntArray, *, seed: int, epoch: int) -> FloatArray:  # N 
     return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=CROP_DRAWS)
 
 
-def random_resized_crop(widths: IntArray, heights: IntArray, draws: FloatArray) -> IntArray:  # N x 4: x0, y0, x1, y1
+def random_resized_crop(  # N x 4: x0, y0, x1, y1
+    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = LEAST_AREAS.plain
+) -> IntArray:
     """The first of ten random boxes that fits into each image, else the largest centred one of a permitted ratio."""
     images = np.arange(len(widths))
-    area = (widths * heights)[:, None] * (AREA[0] + draws[:, 0 : 2 * ATTEMPTS : 2] * (AREA[1] - AREA[0]))
+    area = (widths * heights)[:, None] * (least + draws[:, 0 : 2 * ATTEMPTS : 2] * (1 - least))
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     ratio = np.exp(low + draws[:, 1 : 2 * ATTEMPTS : 2] * (high - low))
     tried_widths = np.rint(np.sqrt(area * ratio)).astype(np.int64)  # N x ATTEMPTS
@@ -73,13 +85,15 @@ def random_resized_crop(widths: IntArray, heights: IntArray, draws: FloatArray) 
     return np.stack((x, y, x + box_widths, y + box_heights), axis=1)
 
 
-def object_crop(width: int, height: int, *, objects: BoxArray, draws: FloatArray) -> Box | None:
+def object_crop(
+    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = LEAST_AREAS.of_object
+) -> Box | None:
     """The first of the drawn boxes that fits into the image and covers enough of an object, if one does.
 
-    The rule of TensorFlow's sample_distorted_bounding_box, with the areas and ratios of the plain random crop.
+    The rule of TensorFlow's sample_distorted_bounding_box, with the ratios of the plain random crop.
     """
     area, ratio, down, right = draws.T  # A each
-    share = AREA[0] + area * (AREA[1] - AREA[0])
+    share = least + area * (1 - least)
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     across = np.exp(low + ratio * (high - low))
     widths = np.rint(np.sqrt(width * height * share * across)).astype(np.int64)
@@ -126,13 +140,22 @@ class Crops:
     size: int  # side of what is read, pixels
     seed: int
     objects: Objects | None = None  # what random crops must overlap
+    least: LeastAreas = LEAST_AREAS
 
     @classmethod
-    def of(cls, preprocessing: Preprocessing, *, augment: Augment, seed: int, objects: Objects | None) -> "Crops":
+    def of(
+        cls,
+        preprocessing: Preprocessing,
+        *,
+        augment: Augment,
+        seed: int,
+        objects: Objects | None,
+        least: LeastAreas = LEAST_AREAS,
+    ) -> "Crops":
         if augment not in ("none", "crop-flip"):
             raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
         size = preprocessing.image_size
-        return cls(augment=augment, resize=preprocessing.resize, size=size, seed=seed, objects=objects)
+        return cls(augment=augment, resize=preprocessing.resize, size=size, seed=seed, objects=objects, least=least)
 
     def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
         return flips(self.augment, indices, seed=self.seed, epoch=epoch)
@@ -143,7 +166,7 @@ class Crops:
             return np.array(fixed, np.float64).reshape(-1, 4)
         widths, heights = sizes.T.astype(np.int64)
         draws = crop_draws(indices, seed=self.seed, epoch=epoch)
-        boxes = random_resized_crop(widths, heights, draws).astype(np.float64)
+        boxes = random_resized_crop(widths, heights, draws, least=self.least.plain).astype(np.float64)
         if self.objects is not None:
             for row, index in enumerate(indices.tolist()):
                 if len(self.objects[index]) > 0:
@@ -163,7 +186,8 @@ class Crops:
                 draws=OBJECT_DRAWS * (last - first),
                 first=OBJECT_DRAWS * first,
             ).reshape(-1, OBJECT_DRAWS)
-            box = object_crop(width, height, objects=self.objects[index], draws=draws)
+            own = self.objects[index]
+            box = object_crop(width, height, objects=own, draws=draws, least=self.least.of_object)
             if box is not None:
                 return box
         return (0.0, 0.0, float(width), float(height))

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from falconet.data.keyed import IntArray
 from falconet.data.memory import Ring, Room, Shape, fresh
-from falconet.data.preprocessing import Normalise
-from falconet.data.readers import Reader
+from falconet.data.preprocessing import Normalise, standardise_pixels
+from falconet.data.readers import ArrayReader, Reader
 from falconet.data.source import BoolArray, PixelArray
 
 MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes of a value: numpy has no bfloat16
 
 
 class Landing(Protocol):
@@ -80,7 +81,7 @@ class ValueLanding:
         self._allowance = allowance or Allowance()
         self.ring, self.rows = self._allowance.ring, self._allowance.rows
         self._dtype = prepare.dtype
-        self._bits = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]  # numpy has no bfloat16
+        self._bits = BITS[self._dtype.itemsize]
         levels = torch.arange(256, dtype=torch.uint8).view(1, 1, 256, 1).expand(1, 3, 256, 1)
         self._levels = prepare(levels)[0, :, :, 0].reshape(768).view(self._bits).numpy()  # red's 256, green's, blue's
         self._own = threading.local()
@@ -109,3 +110,35 @@ class ValueLanding:
         if kept is None or kept.shape[0] < shape[0] or kept.shape[1:] != shape[1:]:
             kept = self._own.pixels = np.empty(shape, np.uint8)
         return kept[: shape[0]]
+
+
+class StandardLanding:
+    """Images standardised by themselves, on the loader's threads, in the compute format.
+
+    Images that lie in memory are standardised before they are shifted, as the TensorFlow original did: what moves in
+    from outside is 0, the mean of every image. Others are when they are read.
+    """
+
+    def __init__(self, dtype: torch.dtype, allowance: Allowance | None = None) -> None:
+        self._allowance = allowance or Allowance()
+        self.ring, self.rows = self._allowance.ring, self._allowance.rows
+        self._dtype, self._bits = dtype, BITS[dtype.itemsize]
+
+    def ahead(self, images: int, *, size: int) -> int:
+        return self._allowance.ahead(Shape(images, size, self._dtype))
+
+    def room(self, images: int, *, size: int) -> Room:
+        return self._allowance.room(Shape(images, size, self._dtype))
+
+    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
+        values = np.empty(tuple(images.shape), np.float32)
+        if isinstance(reader, ArrayReader) and reader.only_moves:
+            reader.move(standardise_pixels(reader.stored(indices)), indices, epoch=epoch, out=values)
+            read = np.ones(len(indices), np.bool_)
+        else:
+            pixels = np.empty(tuple(images.shape), np.uint8)
+            read = reader.read(indices, epoch=epoch, out=pixels)
+            values = standardise_pixels(pixels)
+        # By numpy, because torch forbids to write into memory that evaluation made in its inference mode.
+        images.view(self._bits).numpy()[:] = torch.from_numpy(values).to(self._dtype).view(self._bits).numpy()
+        return read

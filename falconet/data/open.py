@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from falconet.data.source import Splits
 from falconet.data.sources import boxes, cifar, digits, generated, photos
 from falconet.errors import ConfigError, DataError, did_you_mean
 
 KINDS = ("digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic")
+
+UseObjects = Literal["no", "if there", "yes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,7 @@ class RandomImages:
     seed: int
 
 
-def open_source(kind: str, *, data_dir: Path | None, random: RandomImages, use_objects: bool = False) -> Splits:
+def open_source(kind: str, *, data_dir: Path | None, random: RandomImages, use_objects: UseObjects = "no") -> Splits:
     """The splits of a kind; `random` only concerns those that are made up, and `use_objects` photos.
 
     "synthetic" has the labels and classes of "generated"; its images never leave the device (see SyntheticLoader).
@@ -35,7 +38,10 @@ def open_source(kind: str, *, data_dir: Path | None, random: RandomImages, use_o
         if data_dir is None:
             raise DataError(f"{kind}: no data folder given; --data-dir (or DATA_DIR) names one with train/ and val/")
         splits = photos.load(data_dir)
-        return boxes.with_objects(splits, data_dir) if use_objects else boxes.without_objects(splits)
+        if use_objects == "no":
+            return boxes.without_objects(splits)
+        look = boxes.with_objects if use_objects == "yes" else boxes.with_objects_if_there
+        return look(splits, data_dir)
     if kind in ("generated", "synthetic"):
         return generated.make(
             images=random.images, image_size=random.image_size, classes=random.classes, seed=random.seed

@@ -1,18 +1,21 @@
 """From a source to rows of a batch: gather or decode, crop, resize, flip; all in uint8."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from falconet.data import augment as augmenting
 from falconet.data import native
-from falconet.data.augment import Augment, Box, Crops
+from falconet.data.augment import LEAST_AREAS, Augment, Box, Crops, LeastAreas
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import ArraySource, BoolArray, PhotoSource, PixelArray, Source
+
+ValueArray = npt.NDArray[Any]  # of pixels, or of numbers
 
 
 class Reader(Protocol):
@@ -28,18 +31,27 @@ class Reader(Protocol):
         """Write the images into `out` (N x size x size x 3); which of them could be read. The others are black."""
 
 
-def reader_for(source: Source, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages) -> Reader:
+def reader_for(
+    source: Source,
+    *,
+    preprocessing: Preprocessing,
+    augment: Augment,
+    seed: int,
+    bad: BadImages,
+    least: LeastAreas = LEAST_AREAS,
+) -> Reader:
     """The reader of this kind of source; augment "none" is what evaluation and prediction use.
 
     Files are decoded by the native library where it was built (`native.why_not` says why not), else by Pillow.
     """
     if isinstance(source, ArraySource):
-        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed)
-    pillow = FileReader(source, preprocessing=preprocessing, augment=augment, seed=seed, bad=bad)
+        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed, least=least)
+    crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects, least=least)
+    pillow = FileReader(source, crops=crops, bad=bad)
     library = native.library()
     if library is None:
         return pillow
-    return NativeReader(source, library=library, preprocessing=preprocessing, augment=augment, seed=seed, pillow=pillow)
+    return NativeReader(source, library=library, crops=crops, pillow=pillow)
 
 
 class ArrayReader:
@@ -47,39 +59,64 @@ class ArrayReader:
 
     rows = 512  # a part takes milliseconds, so that handing it to a thread costs little beside it
 
-    def __init__(self, source: ArraySource, *, preprocessing: Preprocessing, augment: Augment, seed: int) -> None:
+    def __init__(
+        self,
+        source: ArraySource,
+        *,
+        preprocessing: Preprocessing,
+        augment: Augment,
+        seed: int,
+        least: LeastAreas = LEAST_AREAS,
+    ) -> None:
         self.size = preprocessing.image_size
         self._images = source.images
         self._height, self._width = source.images.shape[1:3]
         self._resize = preprocessing.resize
-        self._augment, self._seed = augment, seed
+        self._augment, self._seed, self._least = augment, seed, least.plain
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
-        images = self._images[indices]  # a copy: fancy indexing
-        flips = augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
-        if self._augment == "crop-flip":
-            self._read_boxes(images, self._random_boxes(indices, epoch), flips, out)
-            return np.ones(len(indices), dtype=np.bool_)
-        if self._augment in ("shift", "shift-flip"):
-            side = min(self._height, self._width)
-            shifts = augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch)
-            images = shifted(images, shifts)
-        if (self._height, self._width, self._resize) == (self.size, self.size, self.size):
-            out[:] = images
-            out[flips] = images[flips, :, ::-1]
+        if self.only_moves:
+            self.move(self.stored(indices), indices, epoch=epoch, out=out)
+        elif self._augment == "crop-flip":
+            self._read_boxes(self.stored(indices), self._random_boxes(indices, epoch), indices, epoch, out)
         else:
             box = augmenting.evaluation_box(self._width, self._height, resize=self._resize, crop=self.size)
-            self._read_boxes(images, [box] * len(images), flips, out)
+            images = self._shifted(self.stored(indices), indices, epoch)
+            self._read_boxes(images, [box] * len(images), indices, epoch, out)
         return np.ones(len(indices), dtype=np.bool_)
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether the images have their size already, and are shifted and mirrored at the most."""
+        whole = (self._height, self._width, self._resize) == (self.size, self.size, self.size)
+        return whole and self._augment != "crop-flip"
+
+    def stored(self, indices: IntArray) -> PixelArray:  # N x H x W x 3, a copy: fancy indexing
+        return self._images[indices]
+
+    def move(self, images: ValueArray, indices: IntArray, *, epoch: int, out: ValueArray) -> None:
+        """Shift and mirror the images, of pixels or of values, into `out`; zeros move in."""
+        out[:] = images = self._shifted(images, indices, epoch)
+        flips = self._flips(indices, epoch)
+        out[flips] = images[flips, :, ::-1]
+
+    def _flips(self, indices: IntArray, epoch: int) -> BoolArray:
+        return augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
+
+    def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
+        if self._augment not in ("shift", "shift-flip"):
+            return images
+        side = min(self._height, self._width)
+        return shifted(images, augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch))
 
     def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
         widths, heights = np.full(len(indices), self._width), np.full(len(indices), self._height)
         draws = augmenting.crop_draws(indices, seed=self._seed, epoch=epoch)
-        boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws).tolist()
+        boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws, least=self._least).tolist()
         return boxes
 
-    def _read_boxes(self, images: PixelArray, boxes: list[Box], flips: BoolArray, out: PixelArray) -> None:
-        for row, (image, box, flip) in enumerate(zip(images, boxes, flips, strict=True)):
+    def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
+        for row, (image, box, flip) in enumerate(zip(images, boxes, self._flips(indices, epoch), strict=True)):
             out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip))
 
 
@@ -88,12 +125,9 @@ class FileReader:
 
     rows = 8  # about 20 ms of decoding: fine enough to keep every thread busy to the end of a batch
 
-    def __init__(
-        self, source: PhotoSource, *, preprocessing: Preprocessing, augment: Augment, seed: int, bad: BadImages
-    ) -> None:
-        self.size = preprocessing.image_size
-        self._crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects)
-        self._source, self._bad = source, bad
+    def __init__(self, source: PhotoSource, *, crops: Crops, bad: BadImages) -> None:
+        self.size = crops.size
+        self._source, self._crops, self._bad = source, crops, bad
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         flips = self._crops.flips(indices, epoch=epoch)
@@ -118,7 +152,7 @@ def resized(image: Image.Image, box: Box, *, size: int, flip: bool) -> PixelArra
     return pixels[:, ::-1] if flip else pixels
 
 
-def shifted(images: PixelArray, shifts: IntArray) -> PixelArray:  # N x H x W x 3; N x 2: down, right
+def shifted(images: ValueArray, shifts: IntArray) -> ValueArray:  # N x H x W x 3; N x 2: down, right
     """Each image moved by its own shift, zeros where nothing comes from."""
     height, width = images.shape[1:3]
     moved = np.zeros_like(images)

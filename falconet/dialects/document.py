@@ -27,9 +27,11 @@ whatever is different, and exits.
 What is not the same, whatever the options:
 
 - A seed that is not given is 0; the originals drew one.
-- Images of CIFAR are normalised by the data's mean and deviation; the TensorFlow program did so image by image.
-- On ImageNet, random crops overlap annotated objects with `-- --use-bbox-info`, as in the TensorFlow program whenever
-  there were boxes; they cover 8 % of the photo or more, where its covered 5 %.
+- Images of CIFAR are standardised one by one for lines of the TensorFlow program (`--normalization image`): on the host
+  before they are shifted, as there; with `--eight-bit-io`, on the device, with the black border that the shift leaves.
+- For lines of the TensorFlow program on ImageNet, random crops overlap annotated objects wherever there are boxes
+  (`--use-bbox-info-if-there`) and cover 5 % of the photo or more, 10 % of one without boxes, as there. Their areas and
+  the logarithms of their ratios (3/4 to 4/3) are drawn evenly; there, heights and ratios (0.75 to 1.33) were.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
 - New weights are drawn as torchvision's and timm's are, not from the originals' distributions.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the

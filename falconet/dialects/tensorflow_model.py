@@ -94,15 +94,27 @@ def eight_bit(old: Values) -> Iterable[Effect]:
 
 
 def normalisation_place(old: Values) -> Iterable[Effect]:
-    """On the device, unless it is asked for on the host and neither 8-bit images nor the fused step forbid it."""
-    on_host = old.flag("--hostside-norm") and not old.flag("--eight-bit-io") and not old.flag("--fused-preprocessing")
+    """On the device, unless it is asked for on the host and neither 8-bit images nor the fused step forbid it.
+
+    Images of CIFAR were always standardised on the host, before they were shifted.
+    """
+    asked = old.flag("--hostside-norm") or _is_standardised(old)
+    on_host = asked and not old.flag("--eight-bit-io") and not old.flag("--fused-preprocessing")
     yield To("normalization-location", ("host" if on_host else "device",))
 
 
 def normalise(old: Values) -> Iterable[Effect]:
-    """Without it, images of ImageNet only lose their mean."""
-    if not old.flag("--normalise-input") and facts.is_imagenet(old) and not facts.is_random(old):
+    """Without it, images of ImageNet only lose their mean; those of CIFAR are standardised one by one anyway."""
+    if _is_standardised(old):
+        yield To("normalization", ("image",))
+        if old.given("--normalise-input"):
+            yield Say("--normalise-input: images of CIFAR are standardised one by one, as they were")
+    elif not old.flag("--normalise-input") and not facts.is_random(old):
         yield To("normalization", ("mean",))
+
+
+def _is_standardised(old: Values) -> bool:
+    return not facts.is_imagenet(old) and not facts.is_random(old)
 
 
 def fused(old: Values) -> Iterable[Effect]:
@@ -123,8 +135,17 @@ def percentage(old: Values) -> Iterable[Effect]:
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
+    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did.
+
+    A tenth of an object is covered by 5 % of the photo at the least. A photo without boxes was one object itself, so
+    that its crops were a tenth of it or more.
+    """
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
+    elif facts.is_imagenet(old) and not facts.is_random(old):
+        yield To("use-bbox-info-if-there")
+        yield To("crop-area", ("0.1",))
+        yield To("object-crop-area", ("0.05",))
 
 
 MODEL: tuple[Old, ...] = (
@@ -224,11 +245,25 @@ DATA: tuple[Old, ...] = (
         None,
         "normalization",
         normalise,
-        "deviation; without it, ImageNet's images only lose their mean: --normalization mean",
+        "deviation; without it, ImageNet's images only lose their mean; CIFAR's are always standardised one by one",
     ),
     becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
-    becomes("--train-with-valid-preprocessing", "flag", None, "augment", valid_preprocessing, "--augment none"),
-    becomes("--hostside-norm", "flag", None, "normalization-location", normalisation_place, "host, else device"),
+    becomes(
+        "--train-with-valid-preprocessing",
+        "flag",
+        None,
+        "augment use-bbox-info-if-there crop-area object-crop-area",
+        valid_preprocessing,
+        "--augment none; without it, crops of ImageNet's photos overlap objects where there are boxes, as they did",
+    ),
+    becomes(
+        "--hostside-norm",
+        "flag",
+        None,
+        "normalization-location",
+        normalisation_place,
+        "host, else device; CIFAR's: host",
+    ),
     nothing("--no-hostside-norm", "flag", "always so unless --hostside-norm is given"),
     nothing("--standard-imagenet", "flag", LOADER),
     becomes("--mixup-alpha", "number", "0.0", "mixup-alpha", mixing, "the same; not with random data"),

@@ -61,7 +61,10 @@ def schedule(old: Values) -> Iterable[Effect]:
     if kind == "exponential":
         rate, drops = _exponential(old)
         yield To("lr-decay", (short(rate),))
-        yield To("lr-scheduler-freq", (short(drops / length),))
+        if facts.updates(old) is None:
+            yield To("lr-scheduler-freq", (short(drops / length),))
+        else:  # whatever the number of images
+            yield To("lr-changes", (str(drops),))
     if kind == "polynomial_decay_lr":
         yield To("lr-power", (old.text("--poly-lr-decay-power"),))
         yield To("lr-end-ratio", (short(_end_ratio(old)),))
@@ -222,7 +225,7 @@ SCHEDULE: tuple[Old, ...] = (
         "--lr-schedule",
         "text",
         "stepped",
-        "lr-schedule lr-decay lr-epoch-decay lr-drop-shares lr-scheduler-freq",
+        "lr-schedule lr-decay lr-epoch-decay lr-drop-shares lr-scheduler-freq lr-changes",
         schedule,
         "stepped becomes step, polynomial_decay_lr becomes polynomial",
         choices=("stepped", "cosine", "exponential", "polynomial_decay_lr"),
@@ -237,7 +240,14 @@ SCHEDULE: tuple[Old, ...] = (
     ),
     part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
     part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
-    part_of("--lr-drops", "whole", None, "lr-scheduler-freq", "divided by --epochs: drops an epoch", least=1),
+    part_of(
+        "--lr-drops",
+        "whole",
+        None,
+        "lr-scheduler-freq lr-changes",
+        "divided by --epochs: drops an epoch; with --iterations, drops in all",
+        least=1,
+    ),
     part_of("--poly-lr-decay-power", "number", "2.0", "lr-power", "the same"),
     part_of("--poly-lr-end-ratio", "number", "1e-05", "lr-end-ratio", "the same"),
     part_of("--abs-end-learning-rate", "number", None, "lr-end-ratio", "divided by the peak"),

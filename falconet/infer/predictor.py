@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.preprocessing import Preprocessing, normaliser
 from falconet.numerics.precision import Regime
 
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S
@@ -44,7 +44,7 @@ class Predictor:
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
         self._model = classifier.model.eval()
-        self._normalise = Normalise(classifier.preprocessing).to(classifier.device)
+        self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ class Schedule:
     epochs: float
     updates_per_epoch: int
     warmup_epochs: float = 0.0
-    changes_per_epoch: float = 0.0  # how often the rate may change after warm-up; 0: every update
+    changes_per_epoch: float | Fraction = 0.0  # how often the rate may change after warm-up; 0: every update
     decay: float = 0.5  # step: factor of a drop; exponential: factor of a change
     drops: tuple[float, ...] = ()  # step: epochs of the drops
     factors: tuple[float, ...] = ()  # step: of each drop, where they are not all `decay`
@@ -98,8 +98,8 @@ class Schedule:
         if not self.changes_per_epoch:
             return "every update"
         if self.changes_per_epoch > 1:
-            return f"{self.changes_per_epoch:g} times an epoch"
-        return "every epoch" if self.changes_per_epoch == 1 else f"every {1 / self.changes_per_epoch:.3g} epochs"
+            return f"{float(self.changes_per_epoch):g} times an epoch"
+        return "every epoch" if self.changes_per_epoch == 1 else f"every {1 / float(self.changes_per_epoch):.3g} epochs"
 
 
 def drops_at(shares: Iterable[float], updates: int, updates_per_epoch: int) -> list[float]:
@@ -107,8 +107,8 @@ def drops_at(shares: Iterable[float], updates: int, updates_per_epoch: int) -> l
     return [(math.ceil(_exact(share) * updates) - 0.5) / updates_per_epoch for share in shares]
 
 
-def _exact(number: float) -> Fraction:
-    """The decimal a person wrote: 0.424 is 53/125, not the double next to it."""
+def _exact(number: float | Fraction) -> Fraction:
+    """The decimal a person wrote: 0.424 is 53/125, not the double next to it. A fraction is itself."""
     return Fraction(str(number))
 
 

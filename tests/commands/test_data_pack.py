@@ -188,6 +188,30 @@ def test_a_missing_box_file_is_one_line(falconet, root):
     assert f"falconet train: {root}: --use-bbox-info: no bounding boxes there; wanted *bounding_boxes.csv" in answer.err
 
 
+def test_boxes_wanted_if_there_are_used_where_they_are(falconet, root):
+    line = f"train --data imagenet --data-dir {root} {TRAIN} --epoch 1 --validation-mode none"
+
+    def trained(name, options):
+        answer = falconet(f"{line} {options} --run-dir {name}")
+        assert answer.code == 0, answer.err
+        return losses(name), "18 of them with boxes" in answer.out
+
+    plain = trained("plain", "")
+    assert trained("none", "--use-bbox-info-if-there") == plain == (losses("plain"), False)
+    names = [path.name for path, _ in layouts.photos_of(root, "train")]
+    (root / "bounding_boxes.csv").write_text("".join(f"{name},0,0,0.3,0.3\n" for name in names))
+    wanted = trained("wanted", "--use-bbox-info")
+    assert trained("there", "--use-bbox-info-if-there") == wanted
+    assert wanted[1]
+    assert trained("bounded", "--crop-area 0.9")[0] != plain[0]
+    assert trained("larger", "--use-bbox-info --crop-area 0.9")[0] != wanted[0]
+    assert trained("own", "--use-bbox-info --crop-area 0.9 --object-crop-area 0.08") == wanted
+    assert (
+        "note: --object-crop-area has no effect without --use-bbox-info"
+        in falconet(f"{line} --object-crop-area 0.1 --plan").out
+    )
+
+
 def test_imagenet_needs_a_place(falconet):
     answer = falconet("train --data imagenet")
     assert "--data imagenet: needs --data-dir (or the environment variable DATA_DIR)" in answer.err

@@ -14,6 +14,8 @@ from falconet.config import sections
 from falconet.data.native.keeping import can_keep
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import FileSource
+from falconet.infer.predictor import Classifier, Predictor
+from falconet.numerics.precision import REGIMES
 
 LINE = (
     "train --data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2"
@@ -69,7 +71,14 @@ def test_how_images_travel_changes_no_bit_of_what_is_learnt(falconet, options):
 
 @pytest.mark.usefixtures("photos")
 @pytest.mark.parametrize(
-    "options", ["", "--no-eight-bit-io --normalization-location host", "--normalization-location none"]
+    "options",
+    [
+        "",
+        "--no-eight-bit-io --normalization-location host",
+        "--normalization-location none",
+        "--normalization image",
+        "--normalization image --no-eight-bit-io --normalization-location host",
+    ],
 )
 def test_validate_prepares_images_as_training_did(falconet, options):
     answer = falconet(f"{LINE} {options} --run-dir r")
@@ -86,6 +95,27 @@ def test_without_normalisation_the_checkpoint_says_that_the_model_wants_pixels(f
     preprocessing = Preprocessing.from_json(outcome("r")[2])
     assert preprocessing.mean == (0, 0, 0)
     assert preprocessing.std == pytest.approx((1 / 255, 1 / 255, 1 / 255))
+
+
+@pytest.mark.usefixtures("photos")
+def test_an_image_standardised_by_itself_is_prepared_so_by_whoever_reads_the_checkpoint(falconet):
+    """Brightness and contrast are gone for the model: a photo and a fainter print of it score alike."""
+    assert falconet(f"{LINE} --normalization image --run-dir r").code == 0
+    preprocessing = Preprocessing.from_json(outcome("r")[2])
+    assert preprocessing.standardised
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 2))
+    classifier = Classifier(
+        name="r",
+        model=model,
+        preprocessing=preprocessing,
+        class_names=("dark", "light"),
+        regime=REGIMES["32.32"],
+        device=torch.device("cpu"),
+    )
+    photo = torch.randint(0, 100, (1, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        scores = Predictor(classifier, max_batch=2).logits(torch.cat((photo, 2 * photo + 30)))
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("photos")
@@ -155,7 +185,7 @@ def test_options_without_effect_say_so(falconet, options, said):
 @pytest.mark.usefixtures("photos")
 def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falconet, monkeypatch):
     monkeypatch.setattr(feeding, "decode_device", lambda data, source, device: "cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 1000))
+    monkeypatch.setattr(feeding, "most_ahead", lambda data, source, device: 1 << 20)  # there may be no CUDA to ask
     out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
     assert "note: --dataset-cache has no effect without --decode-device cpu" in out
     assert "\ncache:" not in out

@@ -34,15 +34,16 @@ class NumbersFor:
         return torch.tensor([low + int(next(self._places) * (high - low))])
 
 
+@pytest.mark.parametrize("least", [0.08, 0.05, 0.1, 1.0])
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (32, 32), (1, 1), (3, 400), (400, 3), (2, 5)])
-def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, monkeypatch):
+def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, least, monkeypatch):
     width, height = size
     image = torch.empty(3, height, width)
     draws = augment.crop_draws(np.arange(50, dtype=np.int64), seed=9, epoch=0)
-    boxes = augment.random_resized_crop(np.full(50, width), np.full(50, height), draws)
+    boxes = augment.random_resized_crop(np.full(50, width), np.full(50, height), draws, least=least)
     for box, numbers in zip(boxes.tolist(), draws, strict=True):
         monkeypatch.setattr(transforms, "torch", NumbersFor(numbers))
-        top, left, rows, columns = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+        top, left, rows, columns = RandomResizedCrop.get_params(image, [least, 1.0], [3 / 4, 4 / 3])
         assert box == [left, top, left + columns, top + rows]
 
 

@@ -61,6 +61,21 @@ def test_crops_have_the_areas_and_ratios_of_plain_ones():
     assert len(np.unique(found, axis=0)) > 0.95 * COUNT
 
 
+@pytest.mark.parametrize("whose", ["an object", "no object"])
+def test_crops_are_as_small_as_they_may_be_and_no_smaller(whose):
+    """5 % for those that must overlap an object, 10 % for the others, as in the TensorFlow program."""
+    large, count = (4000, 4000), 3000
+    own = [(0.0, 0.0, 0.001, 0.001), (0.999, 0.999, 1.0, 1.0), (0.5, 0.5, 0.501, 0.501)] if whose == "an object" else []
+    objects = Objects.of([np.array(own, np.float32).reshape(-1, 4)] * count)
+    areas = augment.LeastAreas(plain=0.1, of_object=0.05)
+    drawn = Crops.of(PREPROCESSING, augment="crop-flip", seed=1, objects=objects, least=areas)
+    found = drawn.boxes(np.arange(count), np.tile(large, (count, 1)), epoch=0)
+    shares = (found[:, 2:] - found[:, :2]).prod(axis=1) / np.prod(large)
+    least = 0.05 if whose == "an object" else 0.1
+    assert least - 1e-3 < shares.min() < least + 0.01
+    assert shares.max() > 0.95
+
+
 def test_an_image_without_an_object_has_the_plain_crop():
     mixed = Objects.of([np.zeros((0, 4), np.float32), np.array([CORNER], np.float32)] * (COUNT // 2))
     found, plain = boxes(mixed), boxes(None)
@@ -75,8 +90,8 @@ def test_a_crop_is_the_images_own_whoever_else_is_in_the_batch():
 
 
 def test_where_no_attempt_covers_the_object_the_whole_image_is_taken(monkeypatch):
-    monkeypatch.setattr(augment, "AREA", (0.001, 0.001))
-    far = every((0.0, 0.0, 1.0, 1.0))  # a thousandth of the image never covers a tenth of it
+    monkeypatch.setattr(augment, "OBJECT_COVERED", 1.1)
+    far = every((0.0, 0.0, 1.0, 1.0))  # nothing covers more of it than all
     assert np.array_equal(boxes(far, count=20), np.tile([0.0, 0.0, WIDTH, HEIGHT], (20, 1)))
 
 

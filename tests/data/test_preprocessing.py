@@ -1,12 +1,21 @@
 """Preprocessing as a stored value, and normalisation against torchvision's."""
 
 import json
+import math
 
 import pytest
 import torch
 from torchvision.transforms.functional import normalize
 
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing, short_side
+from falconet.data.preprocessing import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Normalise,
+    Preprocessing,
+    normaliser,
+    short_side,
+    standardise_pixels,
+)
 from falconet.errors import CheckpointError, ConfigError
 
 PHOTOS = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -77,3 +86,65 @@ def test_pixels_that_only_lose_their_mean_are_the_tensorflow_originals():
     mean = torch.tensor([123.68, 116.78, 103.94], dtype=torch.float64).view(1, 3, 1, 1)
     torch.testing.assert_close(Normalise(PHOTOS.centred)(pixels).double(), pixels.double() - mean, rtol=0, atol=2e-5)
     assert Preprocessing.from_json(json.loads(json.dumps(PHOTOS.centred.to_json()))) == PHOTOS.centred
+
+
+def standardised(image):
+    """TensorFlow's per_image_standardization by its formula, value by value, in Python's own floats."""
+    values = [float(value) for value in image.reshape(-1)]
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    divisor = max(deviation, 1 / math.sqrt(len(values)))
+    return torch.tensor([(value - mean) / divisor for value in values], dtype=torch.float64).view(image.shape)
+
+
+def images_to_standardise():
+    drawn = torch.randint(0, 256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    drawn[1] //= 8  # dark
+    drawn[2] = 255  # of one colour: its deviation is 0
+    drawn[3] = 7
+    drawn[3, 1, 4, 5] = 8  # a single level apart: its deviation is just below 1 / sqrt(values)
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_images_standardised_one_by_one_are_tensorflows(dtype):
+    images = images_to_standardise()
+    wanted = torch.stack([standardised(image) for image in images])
+    found = normaliser(PHOTOS.by_image, dtype=dtype)(images.contiguous(memory_format=torch.channels_last))
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    # A mean of 7.0003 is off by 5e-7 at the most, over a deviation of 0.018; a half has 11 bits.
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=3e-5)
+    assert not found[2].any()
+
+
+def test_images_standardised_on_the_host_are_tensorflows():
+    images = images_to_standardise()
+    wanted = torch.stack([standardised(image) for image in images])
+    found = torch.from_numpy(standardise_pixels(images.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=3e-5)
+
+
+def test_an_image_is_standardised_alike_whatever_lies_beside_it():
+    images = images_to_standardise()
+    together = normaliser(PHOTOS.by_image)(images)
+    assert all(torch.equal(together[row], normaliser(PHOTOS.by_image)(images[row : row + 1])[0]) for row in range(5))
+
+
+def test_standardising_is_stored_and_an_older_checkpoint_has_none():
+    stored = json.loads(json.dumps(PHOTOS.by_image.to_json()))
+    assert stored["standardised"] is True
+    assert Preprocessing.from_json(stored) == PHOTOS.by_image
+    older = {name: value for name, value in PHOTOS.to_json().items() if name != "standardised"}
+    assert Preprocessing.from_json(older) == PHOTOS
+    with pytest.raises(CheckpointError, match="standardised: got 'no', wanted true or false"):
+        Preprocessing.from_json(stored | {"standardised": "no"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_images_standardised_on_cuda_are_tensorflows():
+    images = images_to_standardise()
+    wanted = torch.stack([standardised(image) for image in images])
+    found = normaliser(PHOTOS.by_image).cuda()(images.cuda())
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=2e-6, atol=3e-5)

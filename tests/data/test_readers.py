@@ -175,6 +175,21 @@ def test_a_one_pixel_image_is_read(tmp_path):
         assert (images == [9, 8, 7]).all()
 
 
+@pytest.mark.parametrize("kind", ["in memory", "in a file"])
+def test_crops_that_may_not_be_smaller_than_the_image_are_all_of_it(kind, photos):
+    source = array_source() if kind == "in memory" else photos
+    size, indices = preprocessing(16, 16), np.array([2])  # both are square
+    options = {"preprocessing": size, "seed": 5, "bad": BadImages(0, note=lambda message: None)}
+    whole = reader_for(source, augment="crop-flip", least=augment.LeastAreas(plain=1.0), **options)
+    free = reader_for(source, augment="crop-flip", **options)
+    fixed = read(reader_for(source, augment="none", **options), indices)[0]
+    for epoch in range(5):
+        flips = augment.flips("crop-flip", indices, seed=5, epoch=epoch)
+        wanted = fixed[:, :, ::-1] if flips[0] else fixed
+        assert np.array_equal(read(whole, indices, epoch=epoch)[0], wanted)
+        assert not np.array_equal(read(free, indices, epoch=epoch)[0], wanted)
+
+
 def test_files_cannot_be_shifted(photos):
     with pytest.raises(ConfigError, match="augment: got 'shift', wanted 'crop-flip' or 'none'"):
         file_reader(photos, "shift")

@@ -2,8 +2,11 @@
 
 import pytest
 
+from falconet.commands.planning import plan_of
 from falconet.config.load import load
+from falconet.config.phases import phases_of
 from falconet.config.schema import TrainOptions
+from falconet.data.loader import BatchShape
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
 from falconet.optim.schedules import Schedule, drops_at
@@ -90,6 +93,19 @@ def test_the_steps_of_a_training_by_updates_are_shares_of_it():
     )
 
 
+@pytest.mark.parametrize("images", [1_281_167, 50_000, 1000])
+def test_the_drops_of_an_exponential_training_by_updates_are_even_whatever_the_data(images):
+    """decay^k, k = floor(update x drops / updates), counted in whole numbers."""
+    line = f"{IMAGENET} --iterations 350 --lr-schedule exponential --lr-decay-rate 0.9 --lr-drops 7 --batch-size 10"
+    options = load(TrainOptions, translate("tf1:train.py", line.split()).settings).options
+    shape = BatchShape(micro_batch=10)
+    plan = plan_of(phases_of(options)[0], images=images, shape=shape, updates_before=0)
+    peak = options.learning_rate.lr
+    assert [plan.schedule.lr(update) for update in range(350)] == pytest.approx(
+        [peak * 0.9 ** (update * 7 // 350) for update in range(350)]
+    )
+
+
 def test_rmsprop_is_known_by_the_documents_spelling_too():
     line = "--model efficientnet --dataset imagenet --data-dir d --batch-size 4 --optimiser"
     coded, documented = (translate("tf1:train.py", [*line.split(), name]) for name in ("RMSprop", "RMSProp"))
@@ -154,6 +170,11 @@ EFFECTS = [
     ("--cutmix-lambda 0.85 --cutmix-version 2", {"cutmix-draw": None, "cutmix-lambda-low": "0.85"}),
     ("", {"normalization": "mean"}),
     ("--normalise-input", {"normalization": None}),
+    ("", {"use-bbox-info-if-there": "", "crop-area": "0.1", "object-crop-area": "0.05", "augment": None}),
+    (
+        "--train-with-valid-preprocessing",
+        {"augment": "none", "use-bbox-info-if-there": None, "crop-area": None, "object-crop-area": None},
+    ),
     ("--offload-fp32-weight-copy --optimiser momentum", {"precision": "16.32", "offload-optimizer": ""}),
     ("--offload-fp32-weight-copy --precision 32.32", {"precision": None}),
 ]
@@ -165,6 +186,25 @@ def test_what_an_option_of_the_tensorflow_program_did_it_does(line, expected):
     value = {setting.option: " ".join(setting.values) for setting in translation.settings}
     assert {name: value.get(name) for name in expected} == expected
     assert translation.notes == ()
+
+
+CIFAR = [
+    ("", ("image", "host", None)),
+    ("--no-hostside-norm", ("image", "host", None)),
+    ("--eight-bit-io", ("image", None, None)),  # on the device
+    ("--generated-data", (None, None, None)),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), CIFAR)
+def test_images_of_cifar_are_standardised_one_by_one_on_the_host(line, expected):
+    words = ["--dataset", "cifar-10", "--data-dir", "d", "--model-size", "8", *line.split()]
+    value = {
+        setting.option: " ".join(setting.values)
+        for setting in translate("tf1:train.py", words).settings
+        if setting.option in ("normalization", "normalization-location", "crop-area")
+    }
+    assert tuple(map(value.get, ("normalization", "normalization-location", "crop-area"))) == expected
 
 
 def test_the_device_of_a_number_is_the_one_that_is_seen():

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from falconet.data.augment import Augment, Crops
+from falconet.data.augment import Crops
 from falconet.data.keyed import IntArray
 from falconet.data.native.binding import MOST_PIXELS, Library, SizeArray, Status, StatusArray, Workspace
-from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import BoolArray, FileSource, PhotoSource, PixelArray, Ranges, ShardSource
 
 if TYPE_CHECKING:
@@ -28,18 +27,8 @@ class NativeReader:
     # hold it for a seventh of the time at 6,000 images a second. As many files lie in each thread's memory at once.
     rows = 32
 
-    def __init__(
-        self,
-        source: PhotoSource,
-        *,
-        library: Library,
-        preprocessing: Preprocessing,
-        augment: Augment,
-        seed: int,
-        pillow: "Reader",
-    ) -> None:
-        self.size = preprocessing.image_size
-        self._crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects)
+    def __init__(self, source: PhotoSource, *, library: Library, crops: Crops, pillow: "Reader") -> None:
+        self.size, self._crops = crops.size, crops
         self._open = file_opener(source) if isinstance(source, FileSource) else shard_opener(source)
         self._library, self._pillow = library, pillow
         self._own = threading.local()

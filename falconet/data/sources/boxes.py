@@ -40,6 +40,17 @@ def with_objects(splits: Splits, data_dir: Path) -> Splits:
     return replace(splits, train=own)
 
 
+def with_objects_if_there(splits: Splits, data_dir: Path) -> Splits:
+    """The same, but where no training image has an object, crops are plain."""
+    train = splits.train
+    assert isinstance(train, PhotoSource)
+    if train.objects is None or train.objects.annotated == 0:
+        where = _find(data_dir)
+        train = train if where is None else replace(train, objects=match(list(names_of(train)), _read(where)))
+    found = train.objects is not None and train.objects.annotated > 0
+    return replace(splits, train=train) if found else without_objects(splits)
+
+
 def without_objects(splits: Splits) -> Splits:
     """The same, with crops as if nothing were annotated; TFRecords bring boxes along."""
     train = splits.train
@@ -53,14 +64,25 @@ def _matched(train: PhotoSource, data_dir: Path) -> tuple[PhotoSource, str]:
 
 def read(data_dir: Path) -> tuple[dict[str, BoxArray], Path]:
     """Boxes by image name without its ending, and where they were found."""
+    where = _find(data_dir)
+    if where is None:
+        wanted = f"{CSV_NAMES} or a folder {', '.join(XML_FOLDERS)} of XML files"
+        raise DataError(f"{data_dir}: --use-bbox-info: no bounding boxes there; wanted {wanted}")
+    return _read(where), where
+
+
+def _find(data_dir: Path) -> Path | None:
+    """The CSV file, or the folder of XML files."""
     for place in (data_dir, data_dir / INNER):
-        for path in sorted(place.glob(CSV_NAMES)):
-            return _read_csv(path), path
-        for name in XML_FOLDERS:
-            if (place / name).is_dir():
-                return _read_folder(place, place / name), place / name
-    wanted = f"{CSV_NAMES} or a folder {', '.join(XML_FOLDERS)} of XML files"
-    raise DataError(f"{data_dir}: --use-bbox-info: no bounding boxes there; wanted {wanted}")
+        folders = (place / name for name in XML_FOLDERS if (place / name).is_dir())
+        found = next(iter((*sorted(place.glob(CSV_NAMES)), *folders)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _read(where: Path) -> dict[str, BoxArray]:
+    return _read_folder(where.parent, where) if where.name in XML_FOLDERS else _read_csv(where)
 
 
 def _read_csv(path: Path) -> dict[str, BoxArray]:

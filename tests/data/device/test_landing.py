@@ -76,7 +76,8 @@ def landing_of(source, augment):
 
 def pillow(source, augment):
     bad = BadImages(100, note=lambda message: None)
-    return FileReader(source, preprocessing=PREPROCESSING, augment=augment, seed=6, bad=bad)
+    crops = Crops.of(PREPROCESSING, augment=augment, seed=6, objects=None)
+    return FileReader(source, crops=crops, bad=bad)
 
 
 def decibels(one, other):

@@ -47,8 +47,9 @@ def folder(tmp_path_factory, photo):
 
 def readers(library, source, kind, *, allowed=0, noted=None):
     bad = BadImages(allowed, note=(noted if noted is not None else []).append)
-    pillow = FileReader(source, preprocessing=PREPROCESSING, augment=kind, seed=3, bad=bad)
-    native = NativeReader(source, library=library, preprocessing=PREPROCESSING, augment=kind, seed=3, pillow=pillow)
+    crops = augment.Crops.of(PREPROCESSING, augment=kind, seed=3, objects=source.objects)
+    pillow = FileReader(source, crops=crops, bad=bad)
+    native = NativeReader(source, library=library, crops=crops, pillow=pillow)
     return native, pillow
 
 

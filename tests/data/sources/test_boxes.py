@@ -82,6 +82,19 @@ def test_records_bring_their_own(root, tmp_path):
     assert boxes.without_objects(photos.load(records)).train.objects is None
 
 
+def test_where_there_are_none_crops_are_plain_if_they_were_only_wanted_if_there(root, tmp_path):
+    assert boxes.with_objects_if_there(photos.load(root), root).train.objects is None
+    (root / CSV).write_text("b.JPEG,0,0,1,1\n")  # of no image here
+    assert boxes.with_objects_if_there(photos.load(root), root).train.objects is None
+    (root / CSV).write_text(f"{FIRST}.JPEG,0,0,1,1\n")
+    assert boxes.with_objects_if_there(photos.load(root), root).train.objects.annotated == 1
+
+    empty = layouts.tfrecords(root, tmp_path / "empty", boxes=())
+    assert boxes.with_objects_if_there(photos.load(empty), empty).train.objects is None
+    records = layouts.tfrecords(root, tmp_path / "records", boxes=((0.0, 0.0, 0.5, 0.5),))
+    assert boxes.with_objects_if_there(photos.load(records), records).train.objects.annotated == 18
+
+
 def bomb():
     return '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation>&a;</annotation>'
 
