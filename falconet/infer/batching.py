@@ -15,6 +15,10 @@ class OverloadedError(Exception):
     """More is waiting than may wait; the client should come back later."""
 
 
+class ComputingError(Exception):
+    """The model failed on a batch; after a fault of the device it will fail on every other one too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """When a batch is sent off, and what may wait."""
@@ -33,6 +37,7 @@ class Counts:
     executions: int = 0
     refused: int = 0
     dropped: int = 0  # given up by their client before they were computed
+    failed_in_a_row: int = 0  # executions since the last one that went well
 
 
 @dataclass(eq=False)
@@ -116,11 +121,12 @@ class Batcher:
         def answer(done: "asyncio.Future[list[Scores]]") -> None:
             self._idle.append(lane)
             error = done.exception()
+            self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
             for number, waiting in enumerate(batch):
                 if waiting.scores.done():  # its client went away meanwhile
                     self.counts.dropped += 1
                 elif error is not None:
-                    waiting.scores.set_exception(error)
+                    waiting.scores.set_exception(_failure(error))
                 else:
                     self.counts.requests += 1
                     self.counts.images += len(waiting.images)
@@ -128,6 +134,12 @@ class Batcher:
             self._send_off()
 
         running.add_done_callback(answer)
+
+
+def _failure(error: BaseException) -> ComputingError:
+    failure = ComputingError(f"the model failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    failure.__cause__ = error
+    return failure
 
 
 def _size(batch: Sequence[_Waiting]) -> int:

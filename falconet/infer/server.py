@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 import falconet
 from falconet.errors import ConfigError
 from falconet.infer import protocol
-from falconet.infer.batching import Counts, OverloadedError
+from falconet.infer.batching import ComputingError, Counts, OverloadedError
 from falconet.infer.predictor import Pixels, Scores
 from falconet.infer.protocol import RequestError, Served
 
@@ -30,6 +30,7 @@ IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers
 DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
 READ_AHEAD = 1 << 20  # bytes of a connection
 AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
+MOST_FAILED = 3  # batches in a row, after which the server is not ready: a broken device fails on all of them
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Bytes = npt.NDArray[np.uint8]  # one dimension
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -117,7 +118,8 @@ class Front:
         return checked
 
     async def _ready(self, _: web.Request) -> web.Response:
-        return web.json_response({"ready": self.is_ready}, status=200 if self.is_ready else 503)
+        ready = self.is_ready and self._counts.failed_in_a_row < MOST_FAILED
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def _statistics(self, _: web.Request) -> web.Response:
         counts = self._counts
@@ -298,6 +300,9 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
         return _refusal(400, str(error))
     except OverloadedError as error:
         return _refusal(503, str(error), {"Retry-After": "1"})
+    except ComputingError as error:
+        _logger().error("%s", error, exc_info=error)
+        return _refusal(500, str(error))
     except web.HTTPException as error:  # of the router: no such address, no such method
         return _refusal(error.status, f"{request.method} {request.path[:80]}: {error.reason.lower()}")
 

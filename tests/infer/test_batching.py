@@ -167,7 +167,7 @@ def test_a_batch_that_fails_fails_for_its_requests_and_the_next_one_works():
 
     async def scenario(batcher):
         found = await asyncio.gather(*(batcher.submit(pixels(4)) for _ in range(2)), return_exceptions=True)
-        assert [str(error) for error in found] == ["out of memory"] * 2
+        assert [str(error) for error in found] == ["the model failed: RuntimeError: out of memory"] * 2
         return await batcher.submit(pixels(1))
 
     assert in_loop(scenario, [Broken()]).shape == (1, 1)

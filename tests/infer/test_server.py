@@ -160,6 +160,34 @@ def test_too_many_are_refused_with_503_and_served_again_later():
         assert found.scores(pixels(1)).shape == (1, 5)
 
 
+def test_a_model_that_fails_says_so_and_is_not_ready_until_it_works_again(caplog):
+    (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+    broken = threading.Event()
+
+    def fragile(portions):
+        if broken.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access\nsecond line")
+        return lane(portions)
+
+    def ready():
+        return found.request(None, method="GET", path="/v2/health/ready")[0]
+
+    with running(fragile, max_delay=0.0) as found:
+        assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
+        broken.set()
+        for _ in range(server.MOST_FAILED):
+            assert ready() == 200
+            status, _, answer = found.request(*binary(pixels(1)))
+            assert status == 500
+            assert json.loads(answer) == {
+                "error": "the model failed: RuntimeError: CUDA error: an illegal memory access"
+            }
+        assert ready() == 503
+        assert "second line" in caplog.text
+        broken.clear()
+        assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
+
+
 def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
     body, headers = binary(pixels(8))
     with running(room=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
