@@ -213,7 +213,8 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         dtype=tensors.datatype,
         devices=1,
     )
-    for text in lines.summary(facts, rates, measured.latencies):
+    theirs = lines.tensorflow if options.style.log_style == "tensorflow" else lines.summary
+    for text in theirs(facts, rates, measured.latencies):
         screen.line(text)
     spread = measured.within() or estimate(rates)
     latency = "  ".join(f"{key} {value:.3f}" for key, value in measured.latency().items())

@@ -69,8 +69,9 @@ class Setup:
 
     @property
     def seed(self) -> int:
-        """Of dropout: every process drops other units."""
-        return self.options.run.seed + (self.grid.world.rank << 40)
+        """Of dropout: every process drops other units, or every stage does, the same ones in all replicas."""
+        alike = self.options.parallel.identical_replica_seeding
+        return self.options.run.seed + ((self.grid.stages if alike else self.grid.world).rank << 40)
 
 
 def freezing_lines(setup: Setup) -> list[str]:

@@ -65,6 +65,7 @@ _ALONE = "on the input alone, without a model"
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     schema.ValidateOptions: _NOT_TRAINED,
+    schema.BenchServeOptions: _NOT_TRAINED,
     schema.InferOptions: (
         *_NOT_TRAINED,
         ("dataset-cache", "where batches are read once, before the clock starts", _never),

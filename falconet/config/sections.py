@@ -231,6 +231,8 @@ class Parallel:
     """Replicas that share the statistics of a batch in batch norm; must divide the replicas."""
     enable_optimizer_rts: bool = False
     """Divide the optimizer's state over the replicas: the same update with a share of the memory."""
+    identical_replica_seeding: bool = False
+    """Let every replica drop the same units of its own images; otherwise each drops others."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory: the same update, with copies beside the computation (CUDA)."""
     max_restarts: Annotated[int, AtLeast(0)] = 3

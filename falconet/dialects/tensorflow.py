@@ -27,14 +27,40 @@ def validation_command(old: Values) -> str:
     return "validate" if old.has("--restore-path") else "bench infer"
 
 
+def embedded_command(old: Values) -> str:
+    """Requests side by side are what a server is measured with."""
+    return "bench serve" if _threads(old) > 1 else "bench infer"
+
+
+def _threads(old: Values) -> int:
+    return old.whole("--num-inference-thread")
+
+
+def clients(old: Values) -> Iterable[Effect]:
+    if _threads(old) > 1:
+        yield To("clients", (str(_threads(old)),))
+        yield Say(f"--num-inference-thread {_threads(old)}: as many processes ask a server of ours, over HTTP")
+
+
 def repeats(old: Values) -> Iterable[Effect]:
+    """Of a validation without a checkpoint, which measures speed."""
+    if not old.has("--restore-path"):
+        yield from passes(old)
+    elif old.whole("--repeat") > 1:
+        yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
+
+
+def passes(old: Values) -> Iterable[Effect]:
     """As many batches as that many passes over the validation images have."""
-    if old.has("--restore-path"):
-        if old.whole("--repeat") > 1:
-            yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
-        return
-    passes = ceil(VALIDATION_IMAGES[facts.dataset(old)] / (facts.micro_batch(old) * facts.replicas(old)))
-    yield To("iterations", (str(old.whole("--repeat") * passes),))
+    batches = ceil(VALIDATION_IMAGES[facts.dataset(old)] / (facts.micro_batch(old) * facts.replicas(old)))
+    yield To("iterations", (str(old.whole("--repeat") * batches),))
+
+
+def shared_passes(old: Values) -> Iterable[Effect]:
+    """The same, divided over the threads that ask."""
+    for effect in passes(old):
+        assert isinstance(effect, To)
+        yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
 
 
 def discard(old: Values) -> Iterable[Effect]:
@@ -121,15 +147,26 @@ PROGRAMS = (
         name="tf1:inference_embedded.py",
         options=(
             *_PREDICTING,
-            *_VALIDATING,
-            nothing(
-                "--num-inference-thread", "whole", "one request at a time; --replicas puts processes side by side", "1"
+            *(
+                replace(option, rule=shared_passes, effect="passes over the validation images")
+                if option.name == "--repeat"
+                else option
+                for option in _VALIDATING
+            ),
+            becomes(
+                "--num-inference-thread",
+                "whole",
+                "1",
+                "clients iterations",
+                clients,
+                "more than one: `falconet bench serve --clients N`, clients that ask side by side",
+                least=1,
             ),
             nothing("--force-recompile", "flag", "there is no compiled program to make again"),
             nothing("--tmp-execs", "flag", "there is no compiled program to name"),
         ),
-        command="bench infer",
-        about="how fast the model predicts",
+        command=embedded_command,
+        about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         style="tensorflow",
     ),
 )

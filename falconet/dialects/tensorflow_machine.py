@@ -11,6 +11,10 @@ from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
 SELECT = "devices are chosen by CUDA_VISIBLE_DEVICES"
+OVERFLOW = (
+    "what overflows in fp16 is infinite here, no device clips it; in 16.16 and 16.32 an update with such gradients is"
+    " skipped, and a loss that is not finite stops the run"
+)
 MEGABYTE = 2**20
 
 
@@ -229,9 +233,9 @@ MACHINE: tuple[Old, ...] = (
     nothing("--on-demand", "flag", IPU),
     nothing("--prefetch-depth", "whole", "the loader reads ahead by itself, bounded in bytes"),
     nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
-    nothing("--saturate-on-overflow", "flag", "an update with gradients that overflow is skipped or stops the run"),
+    nothing("--saturate-on-overflow", "flag", OVERFLOW),
     nothing("--latency", "flag", "`falconet bench infer` reports latency"),
     nothing("--scheduling-algorithm", "text", IPU),
-    nothing("--identical-replica-seeding", "flag", "replicas drop different units, from one seed"),
+    same("--identical-replica-seeding", "flag", effect="the same, for dropout; the noise of rounding is always alike"),
     nothing("--max-reduce-many-buffer-size", "whole", "--bucket-size groups reductions", "0"),
 )

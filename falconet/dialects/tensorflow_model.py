@@ -35,6 +35,14 @@ def norm(old: Values) -> Iterable[Effect]:
     yield To("norm-eps", (old.text("--norm-epsilon") if efficient else "1.53e-05",))
 
 
+def stable_norm(old: Values) -> Iterable[Effect]:
+    """Theirs took one pass unless told otherwise, but for ResNeXts and EfficientNets on ImageNet."""
+    stable = old.flag("--stable-norm") or (facts.is_imagenet(old) and facts.family(old) in ("resnext", "efficientnet"))
+    spans = old.whole("--BN-span") > 1  # of which ours knows the stable form alone
+    one_pass = facts.family(old) != "squeezenet" and facts.uses_batch_norm(old) and not stable and not spans
+    yield To("disable-stable-batchnorm" if one_pass else "no-disable-stable-batchnorm")
+
+
 _NORM_OPTIONS = ("--batch-norm", "--group-norm", "--groups", "--BN-decay", "--norm-epsilon")
 
 
@@ -219,7 +227,14 @@ MODEL: tuple[Old, ...] = (
     same("--width-coefficient", "number", new="efficientnet-width"),
     same("--depth-coefficient", "number", new="efficientnet-depth"),
     same("--use-bypass", "flag", new="squeezenet-bypass"),
-    nothing("--stable-norm", "flag", "norms are always computed around their mean, unless --disable-stable-batchnorm"),
+    becomes(
+        "--stable-norm",
+        "flag",
+        None,
+        "disable-stable-batchnorm",
+        stable_norm,
+        "without it, batch norm's variance takes one pass, as there; group norm's and --BN-span's is always stable",
+    ),
 )
 DATA: tuple[Old, ...] = (
     becomes(

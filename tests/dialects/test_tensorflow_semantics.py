@@ -6,6 +6,9 @@ import pipeline_scenarios
 import pytest
 import torch
 
+from falconet.config import rules
+from falconet.config.load import parse
+from falconet.config.schema import TrainOptions
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.optim.build import set_lr
@@ -197,3 +200,49 @@ def test_an_average_of_the_last_epochs_has_the_checkpoint_at_its_beginning_too(s
     saved = [plan.epoch_at(update) for update in range(1, plan.updates + 1) if plan.saves_at(update)]
     assert int(value["weight-avg-N"][0]) == sum(round(epoch, 1) >= round(saved[-1], 1) - last for epoch in saved)
     assert float(value.get("checkpoint-save-freq", ("1",))[0]) == apart
+
+
+BATCH_NORM = "--generated-data --model resnet --dataset"
+STABLE = {  # whether batch norm's variance takes one pass
+    f"{BATCH_NORM} cifar-10 --model-size 8": True,
+    f"{BATCH_NORM} cifar-10 --model-size 8 --stable-norm": False,
+    f"{BATCH_NORM} imagenet --model-size 50": False,  # group norm
+    f"{BATCH_NORM} imagenet --model-size 50 --batch-norm": True,
+    f"{BATCH_NORM} imagenet --model-size 50 --batch-norm --stable-norm": False,
+    f"{BATCH_NORM} imagenet --model-size 50 --batch-norm --replicas 2 --BN-span 2": False,
+    "--generated-data --dataset imagenet --model resnext --model-size 101 --batch-norm": False,
+    "--generated-data --dataset imagenet --model efficientnet --model-size B0 --batch-norm": False,
+    "--generated-data --dataset imagenet --model squeezenet": False,
+}
+
+
+@pytest.mark.parametrize(("line", "one_pass"), STABLE.items())
+def test_batch_norms_variance_takes_one_pass_unless_it_is_to_be_stable(line, one_pass):
+    options = parse(TrainOptions, translate("tf1:train.py", line.split()).settings).options
+    assert options.model.disable_stable_batchnorm is one_pass
+    rules.check(options)
+
+
+def test_replicas_that_are_seeded_alike_drop_alike():
+    line = f"{BATCH_NORM} cifar-10 --model-size 8 --replicas 2 --identical-replica-seeding"
+    translation = translate("tf1:train.py", line.split())
+    assert parse(TrainOptions, translation.settings).options.parallel.identical_replica_seeding
+    assert not translation.notes
+
+
+THREADS = {  # command, requests or batches: 10,000 images, 4 at once
+    "": ("bench infer", {"iterations": "2500"}),
+    "--num-inference-thread 1 --repeat 2": ("bench infer", {"iterations": "5000"}),
+    "--num-inference-thread 3": ("bench serve", {"iterations": "834", "clients": "3"}),
+}
+
+
+@pytest.mark.parametrize("typed", THREADS)
+def test_threads_that_ask_side_by_side_are_clients_of_a_server(typed):
+    command, wanted = THREADS[typed]
+    line = f"{BATCH_NORM} cifar-10 --model-size 8 --batch-size 4 {typed}"
+    translation = translate("tf1:inference_embedded.py", line.split())
+    found = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert translation.command == command
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert "batchnorm-momentum" not in found
