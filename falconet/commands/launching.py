@@ -79,7 +79,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
         raise WorldError(f"{error}; {ending.how_to_go_on(home, saved)}") from None
-    if options.run.temporary and code == 0:
+    if options.run.temporary and (code == 0 or not any(home.iterdir())):  # stopped before it began
         run_folder.throw_away(home, say)
     return code
 

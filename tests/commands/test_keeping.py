@@ -103,6 +103,14 @@ def test_after_a_failure_it_stays_and_can_be_restored_to_stay(falconet, temporar
     assert (kept / "summary.json").exists()
 
 
+def test_workers_that_are_stopped_before_they_begin_leave_nothing(falconet, temporary, monkeypatch):
+    from falconet.parallel import launch
+
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: 130)
+    assert falconet(f"train {TINY} --temporary --replicas 2").code == 130
+    assert list(temporary.iterdir()) == []
+
+
 def test_its_plan_makes_no_folder(falconet, temporary):
     assert falconet(f"train {TINY} --temporary --plan").code == 0
     assert list(temporary.iterdir()) == []
