@@ -48,12 +48,12 @@ def test_neither_the_answers_nor_the_reader_of_specs_import_torch():
 
 PLANNED = {
     "--data imagenet --model resnet18 --micro-batch-size 256": (
-        "1,281,167 training and 50,000 validation images of 1000 classes, 224 x 224, from their published sizes,"
+        "1,281,167 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
         " because no --data-dir is given",
         "5,004 updates of 1,281,167 images; 143 images sit out",
     ),
     "--data imagenet --data-dir nope --model resnet18 --micro-batch-size 100 --dataset-percentage 50": (
-        "640,583 training and 50,000 validation images of 1000 classes, 224 x 224, from their published sizes,"
+        "640,583 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
         " because they are not in nope",
         "6,405 updates of 640,583 images",
     ),
