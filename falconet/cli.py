@@ -1,10 +1,12 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
+import contextlib
 import errno
 import itertools
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -176,8 +178,23 @@ def _run(name: str, rest: list[str]) -> int:
     parse(command.options, line)
     early.check(command.options, line)
     # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
-    code: int = import_module(f"falconet.commands.{name.replace(' ', '_')}").run(line)
+    with _leaving_at_once():
+        module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
+    code: int = module.run(line)
     return code
+
+
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process: libraries may swallow it while they are imported, and break seconds later."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # another program's own way of stopping
+        return
+    try:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

@@ -46,5 +46,7 @@ class Interrupted(Exception):  # noqa: N818, an interruption is not an error
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or nothing if none is near."""
+    if word.isdigit():  # a number that looks alike is no nearer to what was meant
+        return ""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

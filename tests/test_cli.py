@@ -1,5 +1,6 @@
 """Commands of two words: found, listed, and a typo answered with the nearest."""
 
+import os
 import subprocess
 import sys
 
@@ -31,6 +32,7 @@ ANSWERS = {
     "train --device gpu": (2, "--device: got 'gpu', wanted auto, cpu, cuda; did you mean 'cuda'?"),
     "train --precision FP16": (2, "; did you mean '16.16'?"),
     "train --precision bf16.61": (2, "; did you mean 'bf16.bf16'?"),
+    "bench --spec 21": (2, "no spec is named '21'; wanted a YAML file or one of"),
     "data verify nowhere": (2, "nowhere: no packed shards in it; `falconet data pack` makes them"),
 }
 
@@ -68,6 +70,24 @@ def test_a_list_shows_the_values_that_it_has_by_default(falconet):
     assert "--lr-decay FLOAT ..." in shown
     assert "--config STR A named config" in shown
     assert "(default: none)" in shown
+
+
+@pytest.mark.parametrize("line", ["train --plan", "bench infer --plan"])
+def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, line):
+    """A library that swallows the interruption half-imported would break later, with a traceback."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
+        "except BaseException:\n    pass\n"
+    )
+    code = "import sys; from falconet.cli import main; sys.exit(main(sys.argv[1:]))"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *line.split()],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_a_run_imports_no_library_that_it_does_not_need():

@@ -144,7 +144,7 @@ def test_a_program_measures_a_server(original):
     )
     assert code == 0, err
     assert "samples/sec (mean)" in out
-    assert "served to 1 clients, SYNC" in out
+    assert "served to 1 client, SYNC" in out
 
 
 def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
@@ -229,4 +229,4 @@ def test_the_benchmark_runner_has_its_old_name():
     run = subprocess.run(line, cwd=COMPAT, capture_output=True, text=True, check=True)
     assert run.stdout.startswith("falconet bench --spec benchmarks.yml")
     wrong = subprocess.run(line[:3], cwd=COMPAT, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr.splitlines()[0][:6]) == (1, "usage:")
+    assert (wrong.returncode, wrong.stderr.splitlines()[0][:6]) == (2, "usage:")

@@ -6,5 +6,8 @@ from falconet.originals import main
 
 words = sys.argv[1:]
 if words[:1] != ["benchmark"]:
-    sys.exit("usage: python3 -m examples_utils benchmark [--spec FILE ...] [--benchmark NAME ...]")
+    asked = set(words) & {"-h", "--help"}
+    usage = "usage: python3 -m examples_utils benchmark [--spec FILE ...] [--benchmark NAME ...]"
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
 sys.exit(main("tool:examples_utils benchmark", __file__, words[1:]))

@@ -30,6 +30,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.screen import Screen
+from falconet.report.words import counted
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
@@ -203,9 +204,9 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
     rates = [sample.images / sample.seconds for sample in samples if sample.seconds > 0]
     load = options.load
     if load.request_type == "ASYNC":
-        clients = f"{load.clients} clients, ASYNC, {load.window} requests in flight each"
+        clients = f"{counted(load.clients, 'client')}, ASYNC, {load.window} requests in flight each"
     else:
-        clients = f"{load.clients} clients, SYNC"
+        clients = f"{counted(load.clients, 'client')}, SYNC"
     facts = lines.Facts(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
@@ -213,8 +214,8 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         dtype=tensors.datatype,
         devices=1,
     )
-    theirs = lines.tensorflow if options.style.log_style == "tensorflow" else lines.summary
-    for text in theirs(facts, rates, measured.latencies):
+    told = {"pytorch": lines.summary, "tensorflow": lines.tensorflow}.get(options.style.log_style)
+    for text in told(facts, rates, measured.latencies) if told else [lines.heading(facts)]:
         screen.line(text)
     spread = measured.within() or estimate(rates)
     latency = "  ".join(f"{key} {value:.3f}" for key, value in measured.latency().items())

@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from falconet.checkpoint.files import checkpoints_in
@@ -22,6 +22,16 @@ def restore_line(folder: Path, checkpoints: Path) -> str:
     """The command itself: the run folder is enough where its checkpoints lie in it; from elsewhere they lead to it."""
     found = folder if checkpoints in (folder, folder / "checkpoints") else checkpoints
     return f"falconet restore --checkpoint-input-path {found}"
+
+
+@contextlib.contextmanager
+def insistence_explained(say: Callable[[str], None], lost: Callable[[], str]) -> Iterator[None]:
+    """What a second Ctrl-C cost, said when what it interrupted has ended: an update, a validation or a save."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(lost())
+        raise
 
 
 @contextlib.contextmanager

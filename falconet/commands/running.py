@@ -270,9 +270,16 @@ class Run:
             batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
             return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.last_epoch}")
 
+        begun: list[Record] = []
+
+        def lost() -> str:
+            words = begun[0].lost() if begun else "stopped at once"
+            return f"{words}; {ending.how_to_go_on(folder, run_folder.checkpoints(folder, options))}"
+
         with (
-            sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             StopRequest(self.screen.line) as stop,
+            ending.insistence_explained(self.screen.line, lost),
+            sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             self.screen,
         ):
             record = Record(
@@ -297,6 +304,7 @@ class Run:
                 noted=self.restored[1].metrics if self.restored and state.progress.unvalidated else {},
                 style=telling.open_style(self, folder, sinks=sinks.tables),
             )
+            begun.append(record)
             self.screen.begin(total=self.plan.updates, done=state.progress.update)
             if options.checkpoints.initial_checkpoint and state.progress.update == 0 and not self.restored:
                 record.save()
@@ -304,9 +312,6 @@ class Run:
                 train(self.plan, state.progress, step, updates_of=updates_of, watch=record, world=world)
             except NotFiniteError as error:
                 raise record.diverged(error) from None
-            except KeyboardInterrupt:
-                self.screen.line(f"{record.lost()}; {ending.how_to_go_on(folder, record.checkpoints)}")
-                raise
             except Interrupted:
                 saved = record.finish()
                 world.barrier("saving")  # a launcher may end the first process as soon as another one is gone

@@ -258,6 +258,7 @@ PROGRAMS = (
         word=nothing("PATH", "text", "the folder of the originals' tests; Falconet's own server is measured"),
         command="bench serve",
         about="throughput and latency through a server",
+        style="pytorch",
     ),
     Program(
         name="pytorch:datasets/host_benchmark.py",

@@ -17,6 +17,7 @@ from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
 from falconet.report.styles import Falconet, Point, RunLog, Style, Validated
 from falconet.report.throughput import Laps, Rate, Stopwatch
+from falconet.report.words import counted
 from falconet.train.drawing import Draw, no_drawing
 from falconet.train.evaluate import Evaluation, Measure, never
 from falconet.train.metrics import Meter, NotFiniteError
@@ -215,11 +216,10 @@ class Record:
 
     def lost(self) -> str:
         """What stopping at once costs."""
-        update = self.state.progress.update
-        if not self._saved:
-            return f"stopped at once: {update - self.plan.updates_before:,} updates are lost, nothing was saved"
-        newest = max(self._saved)
-        return f"stopped at once: {update - newest:,} updates since {self._saved[newest]} are lost"
+        whole = [update for update, folder in self._saved.items() if folder.exists()]
+        newest = max(whole, default=self.plan.updates_before)
+        since = f" since {self._saved[newest]}" if whole else ""
+        return f"stopped at once: {counted(self.state.progress.update - newest, 'update')} lost{since}"
 
     def diverged(self, error: NotFiniteError) -> DivergedError:
         """The same error with the last good checkpoint named: one whose weights gave a loss that was a number."""

@@ -283,13 +283,36 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
     answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
     assert (answer.code, answer.err) == (130, "")
     lost = (
-        "3 updates since r/checkpoints/resnet8-cifar_generated_1 are lost; to continue: falconet restore"
+        "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates are lost, nothing was saved; there is no checkpoint to continue from: the same command begins"
-        " again"
+        else "7 updates lost; there is no checkpoint to continue from: the same command begins again"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
+
+
+def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatch):
+    from falconet.train.record import Record
+
+    plain, finish = Record.stop_requested, Record.finish
+
+    def once(record):
+        if record.state.progress.update == 3:
+            signal.raise_signal(signal.SIGINT)
+        return plain(record)
+
+    def again(record):
+        signal.raise_signal(signal.SIGINT)
+        return finish(record)
+
+    monkeypatch.setattr(Record, "stop_requested", once)
+    monkeypatch.setattr(Record, "finish", again)
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == (
+        "stopped at once: 0 updates lost since r/checkpoints/resnet8-cifar_generated_0+00003;"
+        " to continue: falconet restore --checkpoint-input-path r"
+    )
 
 
 def test_a_stored_config_runs_again_without_notes_and_leaves_auto_open(falconet):
