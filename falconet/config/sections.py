@@ -70,7 +70,7 @@ class Training:
     epoch: Annotated[int, AtLeast(1)] = 30
     """Passes over the training images."""
     updates: Annotated[int, AtLeast(1)] | None = None
-    """Length of the training in updates, instead of --epoch; it may end within an epoch."""
+    """Length of the training in updates, instead of --epoch; it may end within an epoch. None undoes a stored one."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches in one update."""
     init_path: Path | None = None
