@@ -338,6 +338,7 @@ def doctor(world, folder):
 
 def mistaken(world, ranks):
     """A mistake that some of the processes find; what the command line would be told."""
+    world.barrier("meeting")
     if world.rank in ranks:
         raise DataError("the photo is torn")
     world.barrier("waiting for everybody")

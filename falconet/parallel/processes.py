@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from falconet.parallel.liveness import Liveness
 from falconet.parallel.world import World
 
 SAYING = 2.0  # seconds in which the first process may say what went wrong on all of them
+STAYING = 1.0  # seconds that it waits for them to ask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +106,24 @@ class Processes(World):
     def _said(self, error: UserError) -> UserError:
         """The same error, said by one process: the first if it has it too, else by this one with its rank."""
         key = f"said/{sha256(str(error).encode()).hexdigest()}"
+        heard = f"{key}/heard"
         if self.is_first:
             self.store.set(key, "")
+            self._stay_until(heard)
             return error
         try:
             self.store.wait([key], timedelta(seconds=SAYING))
+            self.store.add(heard, 1)
         except (dist.DistError, RuntimeError):
             return type(error)(f"rank {self.rank}: {error}")
         return SaidElsewhereError(str(error))
+
+    def _stay_until(self, heard: str) -> None:
+        """Its store ends with the first process: those with the same error are given time to ask it."""
+        deadline = time.monotonic() + STAYING
+        with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun may hold the store, and be gone
+            while self.store.add(heard, 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType, operation: str) -> Tensor:
         result = values.detach().clone()
@@ -177,6 +189,7 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
             backend, store=store, rank=place.rank, world_size=place.size, timeout=wait, device_id=own
         )
         host = dist.new_group(backend="gloo", timeout=wait)
+        alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size)
     except dist.DistNetworkError as error:
         if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
             raise _taken(place) from error
@@ -188,7 +201,6 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
             f"rank {place.rank}: the {place.size} processes did not meet within {timeout:g} s: {_first_line(error)}"
         ) from error
     sys.excepthook = _with_rank(place.rank)
-    alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size)
     assert isinstance(host, dist.ProcessGroup)
     return Processes(
         device=device, rank=place.rank, size=place.size, store=store, host=host, alive=alive, timeout=timeout
