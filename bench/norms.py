@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from timing import milliseconds
 from torch import nn
 
 from falconet.models.groupnorm import FastGroupNorm
@@ -15,16 +16,10 @@ SHAPES = [(128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 102
 GROUPS, REPEATS = 32, 40
 
 
-def milliseconds(call: Callable[[], None]) -> float:
+def median(call: Callable[[], None]) -> float:
     for _ in range(5):
         call()
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+    return statistics.median(milliseconds(call, repeats=REPEATS))
 
 
 def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
@@ -36,7 +31,7 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
         # As a network would: what follows a norm wants channels-last memory.
         layer(x).contiguous(memory_format=torch.channels_last).backward(dy)
 
-    return milliseconds(both)
+    return median(both)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+from timing import milliseconds
 from torch import Tensor
 
 from falconet.models import zoo
@@ -46,13 +47,7 @@ def weights(dtype: torch.dtype) -> list[Tensor]:
 
 def times(call: Callable[[], None]) -> list[float]:
     """Microseconds of each of many calls, measured on the GPU."""
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [1000 * start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+    return [1000 * each for each in milliseconds(call, repeats=REPEATS)]
 
 
 def measured(optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:

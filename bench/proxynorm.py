@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from timing import milliseconds
 from torch import Tensor, nn
 
 from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed
@@ -24,23 +25,17 @@ class Unfused(ProxyNorm):
         return y
 
 
-def milliseconds(call: Callable[[], None]) -> float:
+def median(call: Callable[[], None]) -> float:
     for _ in range(5):
         call()
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+    return statistics.median(milliseconds(call, repeats=REPEATS))
 
 
 def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
     x = torch.randn(shape, device="cuda", dtype=torch.float16).contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     dy = torch.randn_like(x)
-    return milliseconds(lambda: layer(x).backward(dy))
+    return median(lambda: layer(x).backward(dy))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.parallel import environment
 from falconet.report.screen import Screen
+from falconet.report.words import counted
 
 # torch is imported where it is used: a wrong name of a spec is answered without it.
 PASSED, FAILED, SLOWER, INTERRUPTED = 0, 1, 3, 130  # exit codes
@@ -167,7 +168,7 @@ def _show_plan(jobs: Sequence[runner.Job], screen: Screen) -> None:
     here = devices_here()
     for job in jobs:
         folded = f"; {here} here, so it would run folded" if job.devices > here else ""
-        screen.line(f"{job.name}: {job.devices} devices{folded}")
+        screen.line(f"{job.name}: {counted(job.devices, 'device')}{folded}")
         screen.line(f"  {job.command.shown()}")
 
 

@@ -4,6 +4,7 @@ They take fp32 parameters too (norms in a half regime, all of them in 16.32), wh
 CUDA an update is one launch of a Triton kernel for each type and group; elsewhere plain torch, with the same result.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -22,7 +23,7 @@ PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay
 Arithmetic = Callable[..., tuple[Tensor, ...]]
 
 
-class HalfOptimizer(torch.optim.Optimizer):
+class HalfOptimizer(torch.optim.Optimizer, ABC):
     """What the rules share: loss scale, skipping, rounding, and where the arithmetic happens.
 
     `scale` (0-d fp32) divides the gradients, in fp32. Where `found` (0-d bool) is true, weights and state stay as they
@@ -65,13 +66,13 @@ class HalfOptimizer(torch.optim.Optimizer):
                 torch._foreach_add_([self.state[p]["step"] for p in params], [taken] * len(params))
             update(group, params)
 
+    @abstractmethod
     def slots(self, group: dict[str, Any]) -> dict[str, float]:
         """The states of a parameter and what they begin with, in the rule's order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
         """The kernel's name for the rule, the plain rule with its constants, and those of the kernel."""
-        raise NotImplementedError
 
     def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
         """Two fp32 numbers of each parameter's own that the rule wants, on the device."""
@@ -204,16 +205,20 @@ class HalfLars(HalfOptimizer):
         return partial(arithmetic, rate=own[0] * lr)
 
 
-class HalfRMSpropTF(HalfOptimizer):
-    """TensorFlow's RMSprop: averages begin at 1, eps is inside the root, the rate inside the momentum."""
-
-    counts_updates = True
+class _RMSprop(HalfOptimizer):
+    """What both of them are told."""
 
     def __init__(
         self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
     ) -> None:
         defaults = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "weight_decay": 0.0}
         super().__init__(params, defaults, rounding=rounding)
+
+
+class HalfRMSpropTF(_RMSprop):
+    """TensorFlow's RMSprop: averages begin at 1, eps is inside the root, the rate inside the momentum."""
+
+    counts_updates = True
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:
         return {"square_avg": 1.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
@@ -227,17 +232,11 @@ class HalfRMSpropTF(HalfOptimizer):
         return "momentum_rmsprop", plain, (*constants, momentum)
 
 
-class HalfRMSprop(HalfOptimizer):
+class HalfRMSprop(_RMSprop):
     """Torch's RMSprop: averages begin at 0, eps is outside the root, the rate outside the momentum.
 
     The root is kept instead of the average, because squares of gradients underflow in fp16.
     """
-
-    def __init__(
-        self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
-    ) -> None:
-        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "weight_decay": 0.0}
-        super().__init__(params, defaults, rounding=rounding)
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:
         return {"root_square_avg": 0.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
