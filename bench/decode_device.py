@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torchvision
-from photos import repeated
 from PIL import Image
 
 from falconet.data import native
@@ -31,6 +30,7 @@ from falconet.data.memory import Ring
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader, reader_for
 from falconet.data.source import FileSource
+from photos import repeated
 
 SIZE, BATCH = 224, 256
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)

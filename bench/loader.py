@@ -32,7 +32,6 @@ import numpy as np
 import PIL
 import torch
 import torchvision
-from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -45,6 +44,7 @@ from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader
 from falconet.data.source import FileSource
+from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=RESIZE, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 

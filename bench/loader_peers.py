@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
-
 from falconet.data.source import FileSource
+from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 
 
 def dali_method(source: FileSource, workers: list[int], training: bool) -> Method:

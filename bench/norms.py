@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from timing import milliseconds
 from torch import nn
 
 from falconet.models.groupnorm import FastGroupNorm
+from timing import milliseconds
 
 SHAPES = [(128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
 GROUPS, REPEATS = 32, 40

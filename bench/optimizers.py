@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 import triton
-from timing import milliseconds
 from torch import Tensor
 
 from falconet.models import zoo
 from falconet.numerics.kernels.table import CHUNK, Tables
 from falconet.numerics.rounding import Rounding
 from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
+from timing import milliseconds
 
 GOAL = 1.15  # of the time of torch's fused fp32 SGD
 REPEATS = 60

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from timing import milliseconds
 from torch import Tensor, nn
 
 from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed
+from timing import milliseconds
 
 SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 480, 14, 14), (128, 1152, 7, 7)]
 REPEATS = 40

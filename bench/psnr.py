@@ -12,8 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from loader import Photos, readers
 from PIL import Image
+
+from loader import Photos, readers
 
 QUALITIES = (75, 80, 85, 90, 93, 96)
 SAMPLINGS = {"4:4:4": 0x111111, "4:2:2": 0x211111, "4:2:0": 0x221111, "4:1:1": 0x411111, "4:4:0": 0x121111}

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from tiny import TINY
-
 from falconet.checkpoint import files
+from tiny import TINY
 
 # Phase 1: 2 epochs of 32 // 8 = 4 updates. Phase 2: 2 epochs of 32 // (4 x 2) = 4 updates, counted 9 to 16.
 HALF = (

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from served import NAME, PATH, SIDE, pixels, running, small_classifier
 
 from falconet.bench import serving
 from falconet.bench.client import Job, Outcome, difference
 from falconet.bench.serving import Target, Tensors, together
 from falconet.errors import ConfigError, WorldError
 from falconet.infer.predictor import Predictor
+from served import NAME, PATH, SIDE, pixels, running, small_classifier
 
 
 def test_throughput_is_that_of_the_time_in_which_all_clients_are_at_work():

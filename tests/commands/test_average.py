@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.cli import main
+from tiny import TINY
 
 TRAIN = f"train {TINY} --iterations 10 --epoch 4 --lr 0.2 --checkpoints-kept all"
 NAMES = [f"resnet8-cifar_generated_{epoch}" for epoch in (1, 2, 3, 4)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY
 
 from falconet.bench.inference import Series
+from tiny import TINY
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from served import running
 
 SIZES = "--image-size 8 --classes 5 --micro-batch-size 3 --iterations 8"

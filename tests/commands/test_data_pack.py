@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import layouts
 import pytest
 
+import layouts
 from falconet.checkpoint import files
 from falconet.data import packing
 from falconet.data.packing import Packer

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet import cli
+from tiny import TINY
 
 MISTAKES = {
     "restore --checkpoint-input-path /nope": "/nope: no such file or folder\n",

@@ -1,9 +1,9 @@
 """How a run goes on that ended before its end: the command that is printed works."""
 
 import pytest
-from tiny import TINY
 
 from falconet.commands import ending
+from tiny import TINY
 
 PLACES = {
     "in the run folder": "",

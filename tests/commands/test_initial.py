@@ -5,9 +5,9 @@ import shutil
 
 import torch
 from safetensors.torch import load_file
-from tiny import TINY
 
 from falconet.checkpoint import files
+from tiny import TINY
 
 STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights stay where they begin
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.commands import parts
 from falconet.models import zoo
+from tiny import TINY
 
 
 @pytest.fixture

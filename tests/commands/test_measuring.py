@@ -4,9 +4,9 @@ import csv
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.commands import parts
+from tiny import TINY
 
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"
 NAMES = [f"resnet8-cifar_generated_{epoch}" for epoch in (1, 2, 3)]

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.commands.mlperf import submission
 from falconet.commands.reading import load_options, read_line
@@ -12,6 +11,7 @@ from falconet.config.schema import TrainOptions
 from falconet.models import zoo
 from falconet.optim.schedules import Schedule
 from falconet.train.plan import Plan
+from tiny import TINY
 
 IMAGES, VALIDATED = 1_281_167, 50_000
 # From mlcommons/training_results_v1.0 and _v1.1, Graphcore/results/ipu-pod16-TF1/resnet/result_0.txt; the steps of

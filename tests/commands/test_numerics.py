@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from test_restore import state
-from tiny import TINY
 from torch import nn
 
 from falconet.commands import parts
@@ -19,6 +18,7 @@ from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 from falconet.data.feed import Feed
 from falconet.numerics.precision import REGIMES
+from tiny import TINY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

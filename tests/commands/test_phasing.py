@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.errors import CheckpointError
+from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
+from tiny import TINY
 
 RUNS = {
     "momentum, mixing, moving average": "--mixup-alpha 0.3 --ema-half-life 1 --augment shift-flip",

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from half_resolution import EARLY, HALF, NAME, logged, tensors
 
 from falconet.checkpoint import files
+from half_resolution import EARLY, HALF, NAME, logged, tensors
 
 
 def test_a_run_killed_with_9_in_the_second_phase_goes_on_bit_for_bit(tmp_path, falconet):

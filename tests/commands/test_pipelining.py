@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.commands import parts
+from tiny import TINY
 
 SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"
 

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.commands import poprun
+from tiny import TINY
 
 pytestmark = pytest.mark.dist
 

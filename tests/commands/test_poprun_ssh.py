@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import gloo
 import pytest
+
+import gloo
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [

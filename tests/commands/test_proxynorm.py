@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from test_restore import assert_equal_runs, state
-from tiny import TINY
 
+import runs
 from falconet.train.record import Record
+from tiny import TINY
 
 # EfficientNet's seven stages with one block each, 8 to 80 channels wide.
 SLIM = (

@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gloo
 import pytest
-from tiny import TINY
 
+import gloo
 from falconet.checkpoint import files
 from falconet.commands import parts
 from falconet.parallel import environment
+from tiny import TINY
 
 pytestmark = pytest.mark.dist
 

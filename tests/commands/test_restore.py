@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY
 
 from falconet.checkpoint import files
+from tiny import TINY
 
 RUNS = {
     "momentum, mixing, moving average": (

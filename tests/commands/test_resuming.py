@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY
 
 from falconet.checkpoint import files
+from tiny import TINY
 
 LINE = f"train {TINY} --logs-per-epoch 4 --run-dir r --resume"
 

@@ -14,12 +14,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from served import binary
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.commands.opening import open_checkpoint
 from falconet.infer.protocol import HEADER
+from served import binary
+from tiny import TINY
 
 SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
 pytestmark = pytest.mark.dist

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.commands import parts
+from tiny import TINY
 
 HALF = "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --enable-optimizer-rts"
 

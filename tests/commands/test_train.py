@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.checkpoint import files
+from tiny import TINY
 
 
 def test_a_run_leaves_a_folder_with_everything_in_it(falconet):

@@ -1,14 +1,14 @@
 """`--trainable` and `--lars-skip`: what moves, what keeps its bits, and what is decayed."""
 
-import pipeline_scenarios
 import pytest
 import torch
-from runs import assert_bitwise
-from tiny import TINY
 
+import pipeline_scenarios
 from falconet.checkpoint import files
 from falconet.models import zoo
 from falconet.parallel.world import World
+from runs import assert_bitwise
+from tiny import TINY
 
 HARSH = "--weight-decay 0.1 --momentum 0.9 --lr 0.1"  # what would move a weight that is only left without a gradient
 

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 from falconet.originals import main
+from tiny import TINY
 
 
 class Wandb:

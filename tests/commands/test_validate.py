@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tiny import TINY
 
 from falconet.checkpoint import files
 from falconet.cli import main
 from falconet.commands import opening
 from falconet.config.schema import ValidateOptions
 from falconet.train.evaluate import Evaluation
+from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"

@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import begin, finish
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import TINY
 
 from falconet.checkpoint import files
+from runs import begin, finish
+from tiny import TINY
 
 DRAWN = "--tensorboard --weight-histogram --logs-per-epoch 2 --run-dir r"
 

@@ -5,13 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
-import layouts
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
+import layouts
 from falconet.data import index
 from falconet.data.index import FOLDER, Found
 from falconet.data.sources import boxes, photos

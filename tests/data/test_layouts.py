@@ -2,10 +2,10 @@
 
 import hashlib
 
-import layouts
 import numpy as np
 import pytest
 
+import layouts
 from falconet.data import readers
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader

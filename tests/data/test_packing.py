@@ -4,16 +4,16 @@ import hashlib
 import io
 import os
 
-import layouts
 import numpy as np
 import pytest
-from layouts import pack
 from PIL import Image
 
+import layouts
 from falconet.data import packing
 from falconet.data.packing import Packer, Recipe, plan, prepared, shrunk
 from falconet.data.sources import folder, packed
 from falconet.errors import DataError
+from layouts import pack
 
 
 def digests(target):

@@ -2,11 +2,11 @@
 
 import io
 
-import layouts
 import numpy as np
 import pytest
 from PIL import Image
 
+import layouts
 from falconet.data import augment, readers
 from falconet.data.decode import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing

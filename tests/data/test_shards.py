@@ -4,10 +4,10 @@ import os
 import threading
 from pathlib import Path
 
-import layouts
 import numpy as np
 import pytest
 
+import layouts
 from falconet.data import native
 from falconet.data.native.binding import Workspace
 from falconet.data.native.reader import shard_opener

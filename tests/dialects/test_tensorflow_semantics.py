@@ -2,10 +2,10 @@
 
 import math
 
-import pipeline_scenarios
 import pytest
 import torch
 
+import pipeline_scenarios
 from falconet.config import rules
 from falconet.config.load import parse
 from falconet.config.schema import TrainOptions

@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from served import pixels
 
 from falconet.infer.batching import Batcher, OverloadedError, Policy
+from served import pixels
 
 
 class Lane:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from served import CLASSES, pixels, small_classifier
 
 from falconet.infer.predictor import Predictor, buckets
+from served import CLASSES, pixels, small_classifier
 
 
 @pytest.mark.parametrize(

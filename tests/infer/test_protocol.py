@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import CLASSES, SIDE, about, binary, pixels
 
 from falconet.infer.protocol import (
     HEADER,
@@ -19,6 +18,7 @@ from falconet.infer.protocol import (
     read_request,
     write_answer,
 )
+from served import CLASSES, SIDE, about, binary, pixels
 
 SERVED = about(max_batch=4)
 IMAGE = 3 * SIDE * SIDE

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import NAME, PATH, SIDE, binary, pixels, running, small_classifier
 
 from falconet.errors import ConfigError
 from falconet.infer import server
 from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import HEADER, MOST_JSON
+from served import NAME, PATH, SIDE, binary, pixels, running, small_classifier
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])

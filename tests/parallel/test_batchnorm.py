@@ -1,15 +1,15 @@
 """Batch norm over a span of replicas is batch norm of their batches put together."""
 
-import gloo
 import numpy as np
 import pytest
-from replica_scenarios import alone, groups_made, one_layer, spanning
 from torch import nn
 
+import gloo
 from falconet.errors import ConfigError
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import divide
 from falconet.parallel.world import ALONE
+from replica_scenarios import alone, groups_made, one_layer, spanning
 
 pytestmark = pytest.mark.dist
 

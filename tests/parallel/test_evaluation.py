@@ -1,7 +1,8 @@
 """Exact evaluation: every image once, however many processes there are."""
 
-import gloo
 import pytest
+
+import gloo
 from replica_scenarios import alone, measure
 
 pytestmark = pytest.mark.dist

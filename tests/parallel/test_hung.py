@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from runs import begin, children, updates, wait_for
 from tiny import TINY
 

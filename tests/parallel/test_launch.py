@@ -9,14 +9,14 @@ import socket
 import sys
 from pathlib import Path
 
-import gloo
 import pytest
-from runs import assert_bitwise, begin, children, finish, metrics, updates, wait_for
-from tiny import TINY
 
+import gloo
 from falconet.checkpoint import files
 from falconet.errors import WorldError
 from falconet.parallel import launch
+from runs import assert_bitwise, begin, children, finish, metrics, updates, wait_for
+from tiny import TINY
 
 pytestmark = pytest.mark.dist
 

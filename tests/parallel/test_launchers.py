@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gloo
 import pytest
 import torch
 
+import gloo
 from falconet.checkpoint import files
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

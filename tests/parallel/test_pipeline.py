@@ -1,12 +1,12 @@
 """Stages in processes of their own against one process with the same accumulation."""
 
-import gloo
 import numpy as np
-import pipeline_scenarios
 import pytest
 import torch
 from PIL import Image
 
+import gloo
+import pipeline_scenarios
 from falconet.parallel.pipeline import in_flight
 
 pytestmark = pytest.mark.dist

@@ -1,7 +1,8 @@
 """Processes that sum, agree and vote."""
 
-import gloo
 import pytest
+
+import gloo
 import replica_scenarios
 
 pytestmark = pytest.mark.dist

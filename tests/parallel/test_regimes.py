@@ -4,8 +4,9 @@ With one micro-batch for all images instead, convolutions sum in another order, 
 other neighbours: that is the regime's noise, some percent of an update, and says nothing about replicas.
 """
 
-import gloo
 import pytest
+
+import gloo
 from replica_scenarios import Case, alone, furthest, run_cases, tensors
 
 pytestmark = pytest.mark.dist

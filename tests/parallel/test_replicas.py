@@ -1,14 +1,14 @@
 """Replicas: the same update however a global batch is divided, and statistics that every replica shares."""
 
-import gloo
 import numpy as np
 import pytest
 import torch
-from replica_scenarios import PREPROCESSING, alone, images, messages, model_of, several, train
 from torch import nn
 
+import gloo
 from falconet.data.preprocessing import Normalise
 from falconet.parallel.replicas import MEGABYTE, divided, running_statistics
+from replica_scenarios import PREPROCESSING, alone, images, messages, model_of, several, train
 
 pytestmark = pytest.mark.dist
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from runs import assert_bitwise, updates, wait_for
 from tiny import TINY
 

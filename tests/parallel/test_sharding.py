@@ -1,8 +1,9 @@
 """Divided optimizer state: another place in memory, the same update, the same checkpoint."""
 
-import gloo
 import pytest
 import torch
+
+import gloo
 from replica_scenarios import Case, alone, furthest, run_cases, tensors
 
 pytestmark = pytest.mark.dist

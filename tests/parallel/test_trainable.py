@@ -1,11 +1,11 @@
 """A part of the weights trained in several processes: stages that train nothing, divided state, buckets of the rest."""
 
-import gloo
 import numpy as np
-import pipeline_scenarios
 import pytest
 import torch
 
+import gloo
+import pipeline_scenarios
 from falconet.models import zoo
 
 pytestmark = pytest.mark.dist

@@ -1,9 +1,9 @@
 """Annotated objects from ImageNet's CSV and XML files."""
 
-import layouts
 import numpy as np
 import pytest
 
+import layouts
 from falconet.data.sources import boxes, photos
 from falconet.data.sources.boxes import with_objects
 from falconet.errors import DataError

@@ -5,19 +5,19 @@ import io
 import json
 import struct
 
-import layouts
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layouts import pack
 from PIL import Image
 from safetensors.numpy import load, save
 
+import layouts
 from falconet.data.checksum import crc32c
 from falconet.data.decode import UnreadableImageError
 from falconet.data.sources import packed, photos
 from falconet.errors import DataError
+from layouts import pack
 
 
 @pytest.fixture

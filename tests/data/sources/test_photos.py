@@ -1,8 +1,8 @@
 """Which layout is found where."""
 
-import layouts
 import pytest
 
+import layouts
 from falconet.data.sources import photos
 from falconet.errors import DataError
 

@@ -3,9 +3,9 @@
 import gzip
 import tarfile
 
-import layouts
 import pytest
 
+import layouts
 from falconet.data.sources import photos
 from falconet.errors import DataError
 

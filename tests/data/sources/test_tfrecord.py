@@ -2,11 +2,11 @@
 
 import struct
 
-import layouts
 import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+import layouts
 from falconet.data.decode import UnreadableImageError
 from falconet.data.sources import photos, tfrecord
 from falconet.errors import DataError
