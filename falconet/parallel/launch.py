@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from falconet.errors import Interrupted, WorldError
 from falconet.parallel import environment
+from falconet.parallel.leftovers import none_left
 
 FINAL = (2, 130)  # exit codes of a worker that starting again would not mend: a mistake, an interruption
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
@@ -80,7 +81,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
 
 def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
     """Run torch's agent to the end of its workers, in silence; the exit codes of those that failed, by rank."""
-    with _quiet(), _signals_kept():
+    with none_left(), _quiet(), _signals_kept():
         try:
             agent()
         except ChildFailedError as error:

@@ -1,0 +1,62 @@
+"""Processes that outlive the agent that started them: found and ended. No torch in here."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+GRACE = 30.0  # seconds from being asked to end to being made to, as torch's agent gives
+EVERY = 0.05  # seconds between two looks
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Whoever was started within, as the leader of a group of its own, ends with it, and its group too.
+
+    A signal that reaches torch's agent while it starts its workers makes it forget those it has: nobody would end them.
+    """
+    before = _leaders()
+    try:
+        yield
+    finally:
+        _end(_leaders() - before)
+
+
+def _leaders() -> set[int]:
+    """Children of this process that lead a group of processes."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            number, parent, group = _read(path.read_text())
+            if parent == os.getpid() and group == number:
+                found.add(number)
+    return found
+
+
+def _read(stat: str) -> tuple[int, int, int]:
+    """The numbers of a process, its parent and its group; the name between them may hold anything, in parentheses."""
+    _, parent, group = stat.rpartition(")")[2].split()[:3]
+    return int(stat.partition(" ")[0]), int(parent), int(group)
+
+
+def _end(leaders: set[int]) -> None:
+    _signal(leaders, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while leaders and time.monotonic() < deadline:
+        time.sleep(EVERY)
+        leaders = {number for number in leaders if not _has_ended(number)}
+    _signal(leaders, signal.SIGKILL)
+
+
+def _signal(leaders: set[int], number: signal.Signals) -> None:
+    for leader in leaders:
+        with suppress(ProcessLookupError):
+            os.killpg(leader, number)
+
+
+def _has_ended(number: int) -> bool:
+    with suppress(ChildProcessError):  # somebody else asked first
+        return os.waitpid(number, os.WNOHANG)[0] == number
+    return True

@@ -1,0 +1,62 @@
+"""What torch's agent forgets when a signal reaches it as it starts its workers."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from falconet.errors import Interrupted
+from falconet.parallel import leftovers
+from falconet.parallel.launch import failures_of
+
+LIMIT = 60  # seconds; 1 on a quiet machine
+WITH_A_CHILD = ["sh", "-c", "sleep 600 & echo ready; wait"]
+DEAF = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)",
+]
+
+
+def started(line):
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True, text=True, env={})
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def interrupted():
+    raise SignalException("", signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("line", "grace"), [(WITH_A_CHILD, 30), (DEAF, 0.2)], ids=["with a child", "deaf"])
+def test_a_worker_that_the_agent_forgot_ends_with_its_own_children(monkeypatch, line, grace):
+    monkeypatch.setattr(leftovers, "GRACE", grace)
+    forgotten = []
+
+    def agent():
+        forgotten.append(started(line))
+        interrupted()
+
+    with pytest.raises(Interrupted):
+        failures_of(agent)
+    (process,) = forgotten
+    assert process.communicate(timeout=LIMIT)[0] == ""  # ends when nobody holds the pipe any more
+
+
+def test_who_was_there_before_stays():
+    process = started(WITH_A_CHILD)
+    try:
+        with pytest.raises(Interrupted):
+            failures_of(interrupted)
+        time.sleep(0.1)
+        assert process.poll() is None
+    finally:
+        leftovers._end({process.pid})
+        process.communicate(timeout=LIMIT)
+
+
+def test_a_process_may_be_called_anything():
+    assert leftovers._read("12 (a) 3 (b)) S 7 12 12 0 -1") == (12, 7, 12)
