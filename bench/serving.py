@@ -32,14 +32,14 @@ from falconet.bench import serving
 from falconet.bench.client import Job
 from falconet.bench.serving import Target
 from falconet.bench.spread import percentile
-from falconet.commands.predicting import open_classifier
-from falconet.commands.reading import read_line
 from falconet.config.schema import ServeOptions
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.infer import server
 from falconet.infer.batching import Batcher, Policy
 from falconet.infer.predictor import Pixels, Predictor, Scores
 from falconet.infer.protocol import Served
+from falconet.wiring.predicting import open_classifier
+from falconet.wiring.reading import read_line
 
 HELD, WINDOW = 4, 4
 LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))

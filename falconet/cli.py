@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from falconet import __version__
 from falconet.commands import early
-from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.help import print_help
 from falconet.config.load import parse
 from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
+from falconet.wiring.reading import read_line
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 

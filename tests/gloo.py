@@ -16,7 +16,7 @@ MODULES = [
     "torch",
     "torch.distributed",
     "timm",
-    "falconet.commands.running",
+    "falconet.wiring.running",
     "gloo",
     "replica_scenarios",
     "pipeline_scenarios",

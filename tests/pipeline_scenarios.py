@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from falconet.checkpoint import files
-from falconet.commands import launching, parts, running, sharding
-from falconet.commands.reading import load_options
 from falconet.config.options import options_of
 from falconet.config.schema import RestoreOptions, TrainOptions
 from falconet.config.settings import from_line
@@ -22,6 +20,8 @@ from falconet.parallel.world import World
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipelined import non_finite_of_stages
+from falconet.wiring import launching, parts, running, sharding
+from falconet.wiring.reading import load_options
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 

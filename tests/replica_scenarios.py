@@ -16,8 +16,6 @@ from torch import nn
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
-from falconet.commands.sharding import attach, replicas, writer
-from falconet.commands.sharding import step as sharded_step
 from falconet.data.decode import BadImages
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
@@ -38,6 +36,8 @@ from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
 from falconet.train.moving import PlainMove, ScaledMove
 from falconet.train.step import LocalStep
+from falconet.wiring.sharding import attach, replicas, writer
+from falconet.wiring.sharding import step as sharded_step
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))

@@ -1,1 +1,1 @@
-"""One small file a command; wiring only."""
+"""One small file a command that a person types, and what only that command needs; the rest is `wiring`."""

@@ -8,8 +8,6 @@ from pathlib import Path
 from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.commands import averaging, launching, opening, parts
-from falconet.commands.reading import idle_lines, input_path, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
@@ -19,6 +17,8 @@ from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.report.screen import Screen
 from falconet.train.batchnorm import reestimate
+from falconet.wiring import averaging, launching, opening, parts
+from falconet.wiring.reading import idle_lines, input_path, load_options
 
 
 def run(line: Sequence[Setting]) -> int:

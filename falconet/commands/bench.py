@@ -9,7 +9,6 @@ from pathlib import Path
 import falconet
 from falconet.bench import compare, results, runner, tables
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
-from falconet.commands.reading import load_options
 from falconet.config.measuring import Bench
 from falconet.config.schema import BenchOptions
 from falconet.config.settings import Setting
@@ -17,6 +16,7 @@ from falconet.errors import ConfigError
 from falconet.parallel import environment
 from falconet.report.screen import Screen
 from falconet.report.words import counted
+from falconet.wiring.reading import load_options
 
 # torch is imported where it is used: a wrong name of a spec is answered without it.
 PASSED, FAILED, SLOWER, INTERRUPTED = 0, 1, 3, 130  # exit codes
@@ -47,7 +47,7 @@ def machine() -> dict[str, object]:
     """What the numbers depend on."""
     import torch
 
-    from falconet.commands import parts
+    from falconet.wiring import parts
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
@@ -66,8 +66,8 @@ def devices_here() -> int:
     """Processes that can work at the same time: one a CUDA device, or as the trainer counts on a CPU."""
     import torch
 
-    from falconet.commands import parts
     from falconet.parallel.division import PROCESSES_PER_CORE
+    from falconet.wiring import parts
 
     return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * parts.cores()
 

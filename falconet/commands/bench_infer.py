@@ -14,8 +14,6 @@ from falconet.bench.measured import Measured, Sample, leave
 from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
-from falconet.commands import launching, numbers, opening, parts
-from falconet.commands.reading import idle_lines, load_options
 from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import LINE, Setting
@@ -29,6 +27,8 @@ from falconet.parallel.world import World, device_kind, open_world
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
+from falconet.wiring import launching, numbers, opening, parts
+from falconet.wiring.reading import idle_lines, load_options
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images

@@ -18,8 +18,6 @@ from falconet.bench.serving import Target, Tensors, Together
 from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
-from falconet.commands import parts, predicting
-from falconet.commands.reading import load_options
 from falconet.config.options import options_of
 from falconet.config.schema import BenchServeOptions, ServeOptions
 from falconet.config.settings import LINE, Setting, spelled
@@ -31,6 +29,8 @@ from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.screen import Screen
 from falconet.report.words import counted
+from falconet.wiring import parts, predicting
+from falconet.wiring.reading import load_options
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for

@@ -8,9 +8,6 @@ from pathlib import Path
 import torch
 
 import falconet
-from falconet.commands import feeding, launching, parts
-from falconet.commands.feeding import Reading
-from falconet.commands.reading import idle_lines, load_options
 from falconet.config.data_rules import boxes_used
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
@@ -22,6 +19,9 @@ from falconet.data.source import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_world
+from falconet.wiring import feeding, launching, parts
+from falconet.wiring.feeding import Reading
+from falconet.wiring.reading import idle_lines, load_options
 
 Say = Callable[[str], None]
 

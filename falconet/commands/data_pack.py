@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from falconet.commands import parts
-from falconet.commands.reading import load_options
 from falconet.config.schema import PackOptions
 from falconet.config.settings import Setting
 from falconet.data import native, packing
@@ -13,6 +11,8 @@ from falconet.data.sources import folder
 from falconet.errors import ConfigError, DataError, Interrupted
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
+from falconet.wiring import parts
+from falconet.wiring.reading import load_options
 
 MOST_TOLD = 20  # files that are named
 

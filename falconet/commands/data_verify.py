@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from falconet.commands.reading import load_options
 from falconet.config.schema import VerifyOptions
 from falconet.config.settings import Setting
 from falconet.data.sources import packed
 from falconet.errors import ConfigError, DataError
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
+from falconet.wiring.reading import load_options
 
 
 def run(line: Sequence[Setting]) -> int:

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from falconet.commands import feeding, parts
-from falconet.commands.feeding import Reading
 from falconet.config.sections import Data
 from falconet.data import measure, native
 from falconet.data.augment import Crops
@@ -20,6 +18,8 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.readers import FileReader, Reader, reader_for
 from falconet.data.source import FileSource
 from falconet.numerics.precision import REGIMES
+from falconet.wiring import feeding, parts
+from falconet.wiring.feeding import Reading
 
 PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)

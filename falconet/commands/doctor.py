@@ -7,14 +7,15 @@ from collections.abc import Collection, Sequence
 import torch
 
 import falconet
-from falconet.commands import decoders, launching, parts, selftest
-from falconet.commands.reading import load_options
+from falconet.commands import decoders, selftest
 from falconet.config.schema import DoctorOptions
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, DeviceError
 from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
+from falconet.wiring import launching, parts
+from falconet.wiring.reading import load_options
 
 MEASURED = 1.0  # seconds for each decoder
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from falconet.checkpoint import places
-from falconet.commands.reading import input_path, load_options
 from falconet.config import data_rules, model
 from falconet.config.load import parse
 from falconet.config.schema import AverageOptions, InferOptions, RestoreOptions, ValidateOptions
@@ -13,6 +12,7 @@ from falconet.config.settings import Setting
 from falconet.data import roots
 from falconet.errors import ConfigError
 from falconet.parallel.environment import is_first
+from falconet.wiring.reading import input_path, load_options
 
 FROM_CHECKPOINT = (RestoreOptions, ValidateOptions, AverageOptions)  # most of their options are the checkpoint's
 OF_ONE_PROCESS = (ValidateOptions, AverageOptions)  # of several, the others do nothing

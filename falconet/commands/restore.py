@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from falconet.checkpoint import files
-from falconet.commands import launching, phasing
-from falconet.commands.reading import input_path, load_options
 from falconet.config.schema import RestoreOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
+from falconet.wiring import launching, phasing
+from falconet.wiring.reading import input_path, load_options
 
 
 def run(line: Sequence[Setting]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import selftest_stages, sharding
+from falconet.commands import selftest_stages
 from falconet.errors import CheckpointError, DeviceError
 from falconet.optim.build import UpdateRule, build, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
@@ -18,6 +18,7 @@ from falconet.parallel.grid import divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
+from falconet.wiring import sharding
 
 IMAGES, SIZE = 4, 8  # a replica's micro-batch
 TOLERANCE = 1e-4  # relative; TF32 and other orders of summation stay well below, a wrong sum does not

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 
-from falconet.commands import parts, predicting
-from falconet.commands.reading import load_options
 from falconet.config.schema import ServeOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -13,6 +11,8 @@ from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import Served
 from falconet.report.screen import Screen
 from falconet.report.words import counted
+from falconet.wiring import parts, predicting
+from falconet.wiring.reading import load_options
 
 try:
     from falconet.infer import server

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 
-from falconet.commands import launching, phasing, resuming
-from falconet.commands.reading import load_options
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import Setting
 from falconet.parallel import environment
+from falconet.wiring import launching, phasing, resuming
+from falconet.wiring.reading import load_options
 
 
 def run(line: Sequence[Setting]) -> int:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from falconet.commands.reading import load_options
 from falconet.config.schema import UploadOptions
 from falconet.config.settings import Setting, read_yaml
 from falconet.errors import ConfigError
 from falconet.report import finished
 from falconet.report.screen import Screen
 from falconet.report.sinks import WeightsAndBiases
+from falconet.wiring.reading import load_options
 
 CONFIG = "config.yaml"
 

@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from falconet.checkpoint import files
-from falconet.commands import accuracies, launching, opening
-from falconet.commands.accuracies import Accuracy
-from falconet.commands.reading import idle_lines, input_path
 from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
@@ -16,6 +13,9 @@ from falconet.report.originals import style_of
 from falconet.report.screen import Screen
 from falconet.report.styles import RunLog, Validated
 from falconet.train.evaluate import Evaluation
+from falconet.wiring import accuracies, launching, opening
+from falconet.wiring.accuracies import Accuracy
+from falconet.wiring.reading import idle_lines, input_path
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[opening.Opened, Evaluation, float]  # seconds that the images took

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from falconet.commands import parts
 from falconet.config.load import parse
 from falconet.config.named import all_configs, families, from_config
 from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.models import splits
 from falconet.numerics.recompute import matching
+from falconet.wiring import parts
 
 OPTIONS = {
     name: parse(TrainOptions, from_config(name, options_of(TrainOptions))).options for name in all_configs("train")

@@ -62,10 +62,10 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
-    from falconet.commands import parts
-    from falconet.commands.launching import prepare
-    from falconet.commands.running import Run
     from falconet.data.feed import Feed
+    from falconet.wiring import parts
+    from falconet.wiring.launching import prepare
+    from falconet.wiring.running import Run
 
     run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
     state = run.new_state()

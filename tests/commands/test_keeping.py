@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from falconet.checkpoint import files
-from falconet.commands import parts
 from falconet.models import zoo
+from falconet.wiring import parts
 from tiny import TINY
 
 

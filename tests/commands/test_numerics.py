@@ -9,15 +9,15 @@ import torch
 from test_restore import state
 from torch import nn
 
-from falconet.commands import parts
-from falconet.commands.launching import prepare
-from falconet.commands.running import Run
 from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 from falconet.data.feed import Feed
 from falconet.numerics.precision import REGIMES
+from falconet.wiring import parts
+from falconet.wiring.launching import prepare
+from falconet.wiring.running import Run
 from tiny import TINY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

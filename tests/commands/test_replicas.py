@@ -12,8 +12,8 @@ import pytest
 
 import gloo
 from falconet.checkpoint import files
-from falconet.commands import parts
 from falconet.parallel import environment
+from falconet.wiring import parts
 from tiny import TINY
 
 pytestmark = pytest.mark.dist

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from falconet.checkpoint import files
-from falconet.commands.opening import open_checkpoint
 from falconet.infer.protocol import HEADER
+from falconet.wiring.opening import open_checkpoint
 from served import binary
 from tiny import TINY
 

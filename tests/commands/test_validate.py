@@ -13,9 +13,9 @@ import torch
 
 from falconet.checkpoint import files
 from falconet.cli import main
-from falconet.commands import opening
 from falconet.config.schema import ValidateOptions
 from falconet.train.evaluate import Evaluation
+from falconet.wiring import opening
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.

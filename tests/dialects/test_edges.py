@@ -2,7 +2,6 @@
 
 import pytest
 
-from falconet.commands.planning import plan_of
 from falconet.config.load import load
 from falconet.config.phases import phases_of
 from falconet.config.schema import TrainOptions
@@ -10,6 +9,7 @@ from falconet.data.loader import BatchShape
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
 from falconet.optim.schedules import Schedule, drops_at
+from falconet.wiring.planning import plan_of
 
 IMAGENET = "--dataset imagenet --data-dir d"
 POPART = "--data-dir d"

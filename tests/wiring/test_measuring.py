@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.commands import parts
+from falconet.wiring import parts
 from tiny import TINY
 
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"

@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 
 from falconet.checkpoint import files
-from falconet.commands import feeding
 from falconet.config import sections
 from falconet.data.native.keeping import can_keep
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import FileSource
 from falconet.infer.predictor import Classifier, Predictor
 from falconet.numerics.precision import REGIMES
+from falconet.wiring import feeding
 
 LINE = (
     "train --data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2"

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from falconet.commands import feeding, numbers, parts, sharding
-from falconet.commands.placing import freezing_lines
 from falconet.config.data_rules import PHOTOS
 from falconet.report.words import counted
+from falconet.wiring import feeding, numbers, parts, sharding
+from falconet.wiring.placing import freezing_lines
 
 if TYPE_CHECKING:
-    from falconet.commands.running import Run
+    from falconet.wiring.running import Run
 
 
 def plan_lines(run: "Run") -> list[str]:

@@ -9,22 +9,6 @@ import torch
 from torch import nn
 
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.commands import (
-    averaging,
-    describing,
-    ending,
-    launching,
-    measuring,
-    numbers,
-    parts,
-    planning,
-    restoring,
-    run_folder,
-    sharding,
-    telling,
-)
-from falconet.commands.launching import Launch
-from falconet.commands.placing import Placement, Setup, WholeModel
 from falconet.config.data_rules import boxes_used
 from falconet.config.phases import Phase, phases_of
 from falconet.data.feed import Feed
@@ -53,6 +37,22 @@ from falconet.train.record import Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
 from falconet.train.timed import TimedStep, moments_of
+from falconet.wiring import (
+    averaging,
+    describing,
+    ending,
+    launching,
+    measuring,
+    numbers,
+    parts,
+    planning,
+    restoring,
+    run_folder,
+    sharding,
+    telling,
+)
+from falconet.wiring.launching import Launch
+from falconet.wiring.placing import Placement, Setup, WholeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Run:
         """How the model lies on the devices, decided here once."""
         if self.division.stages == 1:
             return WholeModel(self.setup)
-        from falconet.commands.pipelining import StagedModel  # torch's pipelines take a second to import
+        from falconet.wiring.pipelining import StagedModel  # torch's pipelines take a second to import
 
         stored = self.restored[1].runtime.get("splits") if self.restored else None
         return StagedModel(self.setup, stages=self.division.stages, stored=stored)

@@ -8,8 +8,6 @@ from torch import nn
 from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands import parts
-from falconet.commands.reading import load_options
 from falconet.config.schema import ServeOptions
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
@@ -19,6 +17,8 @@ from falconet.models import zoo
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import open_world
+from falconet.wiring import parts
+from falconet.wiring.reading import load_options
 
 
 def open_classifier(line: Sequence[Setting], note: parts.Note) -> tuple[Classifier, ServeOptions]:

@@ -10,7 +10,7 @@ from falconet.report.sinks import Sink
 from falconet.report.styles import Facts, RunLog, Style
 
 if TYPE_CHECKING:
-    from falconet.commands.running import Run
+    from falconet.wiring.running import Run
 
 
 def open_style(run: "Run", folder: Path, *, sinks: Sequence[Sink]) -> Style:

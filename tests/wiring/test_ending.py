@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.commands import ending
+from falconet.wiring import ending
 from tiny import TINY
 
 PLACES = {

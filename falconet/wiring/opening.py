@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands import parts
-from falconet.commands.reading import load_options
 from falconet.config.schema import TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -18,6 +16,8 @@ from falconet.models import published
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_world
 from falconet.train.evaluate import Evaluation, never
+from falconet.wiring import parts
+from falconet.wiring.reading import load_options
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
 

@@ -12,7 +12,6 @@ from rich.console import Console
 import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands import ending, parts, run_folder
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
@@ -23,6 +22,7 @@ from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.screen import Screen
+from falconet.wiring import ending, parts, run_folder
 
 Restored = tuple[Path, Manifest] | None
 Options = Loaded[schema.TrainOptions]

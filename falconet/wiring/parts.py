@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from falconet.commands import feeding
-from falconet.commands.feeding import Reading
 from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
 from falconet.config.model import Model
@@ -35,6 +33,8 @@ from falconet.parallel.environment import cores_of
 from falconet.parallel.world import World
 from falconet.report.words import counted
 from falconet.train.evaluate import Evaluation, Measure, evaluate
+from falconet.wiring import feeding
+from falconet.wiring.feeding import Reading
 
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
 MOST_WORKERS = 32  # the originals' limit

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import numbers, parts, sharding
-from falconet.commands.placing import Setup, move
 from falconet.config import rules
 from falconet.data.feed import singly
 from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader
@@ -31,6 +29,8 @@ from falconet.train.pipelined import (
     evaluate_stages,
     non_finite_of_stages,
 )
+from falconet.wiring import numbers, parts, sharding
+from falconet.wiring.placing import Setup, move
 
 MEASURED = 8  # images on which the cost of layers is measured, at the most
 

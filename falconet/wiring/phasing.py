@@ -7,12 +7,12 @@ from collections import deque
 from pathlib import Path
 
 from falconet.checkpoint import disk
-from falconet.commands import ending, launching, mlperf, run_folder
-from falconet.commands.launching import Launch
-from falconet.commands.running import Run
 from falconet.config import effects
 from falconet.config.phases import phases_of
 from falconet.report.mlperf import MlperfLog
+from falconet.wiring import ending, launching, mlperf, run_folder
+from falconet.wiring.launching import Launch
+from falconet.wiring.running import Run
 
 
 def go(launch: Launch) -> int:

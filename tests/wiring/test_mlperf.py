@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from falconet.commands.mlperf import submission
-from falconet.commands.reading import load_options, read_line
 from falconet.config.schema import TrainOptions
 from falconet.models import zoo
 from falconet.optim.schedules import Schedule
 from falconet.train.plan import Plan
+from falconet.wiring.mlperf import submission
+from falconet.wiring.reading import load_options, read_line
 from tiny import TINY
 
 IMAGES, VALIDATED = 1_281_167, 50_000

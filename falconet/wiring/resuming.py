@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from falconet.commands import launching
-from falconet.commands.launching import Options, Restored
 from falconet.config.load import INVOCATION
 from falconet.config.options import options_of
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError
+from falconet.wiring import launching
+from falconet.wiring.launching import Options, Restored
 
 # Settled anew by every start, from what the launcher says: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")

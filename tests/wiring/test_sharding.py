@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import files
-from falconet.commands import parts
+from falconet.wiring import parts
 from tiny import TINY
 
 HALF = "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --enable-optimizer-rts"

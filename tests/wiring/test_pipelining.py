@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from falconet.checkpoint import files
-from falconet.commands import parts
+from falconet.wiring import parts
 from tiny import TINY
 
 SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"

@@ -53,7 +53,7 @@ def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, 
 
 
 def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monkeypatch):
-    from falconet.commands import averaging
+    from falconet.wiring import averaging
 
     line = f"train {HALF}"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -145,7 +145,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
     monkeypatch.setattr(LocalStep, "_backward", seen)
     monkeypatch.setattr(
-        "falconet.commands.parts.evaluate",
+        "falconet.wiring.parts.evaluate",
         lambda model, batches, **more: count(
             model, (validated.append(batch.images.shape[-1]) or batch for batch in batches), **more
         ),
@@ -160,7 +160,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
 
 def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
-    from falconet.commands import parts
+    from falconet.wiring import parts
 
     monkeypatch.setattr(parts, "cores", lambda processes=1: 1)  # 2 processes
     answer = falconet(f"train {HALF} --replicas 4 --gradient-accumulation 3 --plan")

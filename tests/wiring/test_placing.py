@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.commands.placing import Setup
 from falconet.config.schema import TrainOptions
 from falconet.config.sections import Parallel, Run
+from falconet.wiring.placing import Setup
 
 
 def seed(replica: int, stage: int, *, alike: bool) -> int:

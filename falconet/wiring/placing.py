@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import numbers, opening, parts, sharding
 from falconet.config import schema
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
@@ -27,6 +26,7 @@ from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
 from falconet.train.moving import Move, PlainMove, ScaledMove
 from falconet.train.step import LocalStep, Step
+from falconet.wiring import numbers, opening, parts, sharding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 import falconet
 from falconet.checkpoint.files import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands.ending import restore_line
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
@@ -26,6 +25,7 @@ from falconet.report.sinks import (
 )
 from falconet.train.memory import Memory
 from falconet.train.record import Record
+from falconet.wiring.ending import restore_line
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
 TIMES = "updates.jsonl"

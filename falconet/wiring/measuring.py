@@ -6,11 +6,11 @@ from pathlib import Path
 from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.manifest import Manifest
-from falconet.commands import accuracies, opening, parts
-from falconet.commands.accuracies import Accuracy
 from falconet.errors import CheckpointError
 from falconet.parallel.world import World
 from falconet.train.record import Record
+from falconet.wiring import accuracies, opening, parts
+from falconet.wiring.accuracies import Accuracy
 
 OPTION = "--validate-checkpoints"
 Say = Callable[[str], None]
