@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from falconet.checkpoint.files import checkpoints_in
-from falconet.errors import CheckpointError, DiskError
+from falconet.errors import CheckpointError, DiskError, Interrupted
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -25,13 +25,13 @@ def restore_line(folder: Path, checkpoints: Path) -> str:
 
 
 @contextlib.contextmanager
-def insistence_explained(say: Callable[[str], None], lost: Callable[[], str]) -> Iterator[None]:
-    """What a second Ctrl-C cost, said when what it interrupted has ended: an update, a validation or a save."""
+def interruption_explained(say: Callable[[str], None], words: Callable[[], str]) -> Iterator[None]:
+    """What a Ctrl-C cost that nobody waited for, or a second one: said when what it interrupted has ended."""
     try:
         yield
     except KeyboardInterrupt:
-        say(lost())
-        raise
+        say(words())
+        raise Interrupted from None
 
 
 @contextlib.contextmanager

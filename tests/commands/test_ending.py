@@ -1,8 +1,12 @@
 """How a run goes on that ended before its end: the command that is printed works."""
 
+import signal
+from pathlib import Path
+
 import pytest
 
-from falconet.commands import ending
+from falconet.commands import ending, running
+from half_resolution import HALF
 from tiny import TINY
 
 PLACES = {
@@ -27,3 +31,28 @@ def test_without_a_checkpoint_there_is_nothing_to_continue_from(tmp_path):
     said = "there is no checkpoint to continue from: the same command begins again"
     assert ending.how_to_go_on(tmp_path, tmp_path / "checkpoints") == said
     assert ending.how_to_go_on(tmp_path, tmp_path / "never/made") == said
+
+
+BEFORE = "stopped before the first update: nothing was made"
+AFTER = "stopped; there is no checkpoint to continue from: the same command begins again"
+
+
+@pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train", AFTER)])
+def test_ctrl_c_before_the_first_update_says_what_it_left(falconet, monkeypatch, at, words):
+    monkeypatch.setattr(running.Run, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == words
+    assert Path("r").exists() == (at == "train")
+
+
+def test_ctrl_c_between_two_phases_says_how_to_go_on(falconet, monkeypatch):
+    plain = running.Run.begin
+
+    def second_interrupted(run, *handed):
+        return signal.raise_signal(signal.SIGINT) if handed else plain(run)
+
+    monkeypatch.setattr(running.Run, "begin", second_interrupted)
+    answer = falconet(f"train {HALF} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
