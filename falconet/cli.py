@@ -1,6 +1,5 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
-import errno
 import itertools
 import os
 import sys
@@ -14,7 +13,7 @@ from falconet.commands.reading import read_line
 from falconet.config import schema
 from falconet.config.help import print_help
 from falconet.config.load import parse
-from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
+from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, leaving.INTERRUPTED  # exit codes
@@ -131,10 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        found = NO_ROOM.get(error.errno or 0)
+        if found is None:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        print(f"falconet {name}: the disk is full{where}; what was saved before is whole", file=sys.stderr)  # noqa: T201
+        said = f"{found.why}{where}; {found.helps}; what was saved before is whole"
+        print(f"falconet {name}: {said}", file=sys.stderr)  # noqa: T201
         return MISTAKE
 
 
