@@ -1,25 +1,22 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
-import contextlib
-import errno
 import itertools
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from falconet import __version__
+from falconet import __version__, leaving
 from falconet.commands import early
 from falconet.config import schema
 from falconet.config.help import print_help
 from falconet.config.load import parse
-from falconet.errors import Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
+from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
 from falconet.wiring.reading import read_line
 
-DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130  # exit codes
+DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, leaving.INTERRUPTED  # exit codes
 
 
 class Command(NamedTuple):
@@ -133,10 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        found = NO_ROOM.get(error.errno or 0)
+        if found is None:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        print(f"falconet {name}: the disk is full{where}; what was saved before is whole", file=sys.stderr)  # noqa: T201
+        said = f"{found.why}{where}; {found.helps}; what was saved before is whole"
+        print(f"falconet {name}: {said}", file=sys.stderr)  # noqa: T201
         return MISTAKE
 
 
@@ -174,27 +173,14 @@ def _run(name: str, rest: list[str]) -> int:
     if longer and rest and not rest[0].startswith("-"):
         meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
         raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
-    line = read_line(command.options, _named(command, rest))
-    parse(command.options, line)
-    early.check(command.options, line)
-    # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
-    with _leaving_at_once():
+    with leaving.at_once():
+        line = read_line(command.options, _named(command, rest))
+        parse(command.options, line)
+        early.check(command.options, line)
+        # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     code: int = module.run(line)
     return code
-
-
-@contextlib.contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process: libraries may swallow it while they are imported, and break seconds later."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # another program's own way of stopping
-        return
-    try:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

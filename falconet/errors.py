@@ -1,7 +1,9 @@
 """What went wrong, in one line a person can act on."""
 
 import difflib
+import errno
 from collections.abc import Iterable
+from typing import NamedTuple
 
 
 class UserError(Exception):
@@ -25,7 +27,21 @@ class DeviceError(UserError):
 
 
 class DiskError(UserError):
-    """A disk that is full."""
+    """A disk that has no room."""
+
+
+class NoRoom(NamedTuple):
+    """Why something could not be written, and what helps."""
+
+    why: str
+    helps: str
+
+
+NO_ROOM = {
+    errno.ENOSPC: NoRoom("the disk is full", "make room"),
+    errno.EDQUOT: NoRoom("the disk quota is used up", "make room"),
+    errno.EFBIG: NoRoom("a file would be larger than is allowed here", "raise the limit, which `ulimit -f` shows"),
+}
 
 
 class DivergedError(UserError):

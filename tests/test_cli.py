@@ -72,17 +72,24 @@ def test_a_list_shows_the_values_that_it_has_by_default(falconet):
     assert "(default: none)" in shown
 
 
+STARTS = {
+    "a script": ["-c", "import sys; from falconet.__main__ import main; sys.exit(main())"],
+    "-m": ["-m", "falconet"],
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("library", ["tyro", "torch"])
 @pytest.mark.parametrize("line", ["train --plan", "bench infer --plan"])
-def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, line):
+def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, start, library, line):
     """A library that swallows the interruption half-imported would break later, with a traceback."""
-    (tmp_path / "torch.py").write_text(
+    (tmp_path / f"{library}.py").write_text(
         "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
         "except BaseException:\n    pass\n"
     )
-    code = "import sys; from falconet.cli import main; sys.exit(main(sys.argv[1:]))"
     path = os.pathsep.join([str(tmp_path), *sys.path])
     ended = subprocess.run(
-        [sys.executable, "-c", code, *line.split()],
+        [sys.executable, *start, *line.split()],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

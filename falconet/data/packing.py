@@ -1,7 +1,6 @@
 """Class folders into packed shards: the same bytes whenever and however often it is started."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
@@ -21,7 +20,7 @@ from falconet.data.native.binding import Library
 from falconet.data.regular import read_regular
 from falconet.data.source import FileSource
 from falconet.data.sources import packed
-from falconet.errors import DataError
+from falconet.errors import NO_ROOM, DataError
 
 INTERVAL = 8  # MCUs between restart markers: docs/data.md has the trade
 QUALITY = 90  # of photos that are encoded anew
@@ -111,10 +110,11 @@ class Packer:
                 os.fsync(file.fileno())
             aside.replace(path)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            found = NO_ROOM.get(error.errno or 0)
+            if found is None:
                 raise DataError(f"{error.filename or path}: cannot be read or written ({error.strerror})") from None
             raise DataError(
-                f"{path}: the disk is full; the shards before it are whole: make room and give the same command again"
+                f"{path}: {found.why}; the shards before it are whole: {found.helps} and give the same command again"
             ) from None
         finally:
             aside.unlink(missing_ok=True)

@@ -1,14 +1,11 @@
 """How a run goes on that ended before its end."""
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from falconet.checkpoint.files import checkpoints_in
-from falconet.errors import CheckpointError, DiskError
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
+from falconet.errors import NO_ROOM, CheckpointError, DiskError, Interrupted
 
 
 def how_to_go_on(folder: Path, checkpoints: Path) -> str:
@@ -25,26 +22,29 @@ def restore_line(folder: Path, checkpoints: Path) -> str:
 
 
 @contextlib.contextmanager
-def insistence_explained(say: Callable[[str], None], lost: Callable[[], str]) -> Iterator[None]:
-    """What a second Ctrl-C cost, said when what it interrupted has ended: an update, a validation or a save."""
+def interruption_explained(say: Callable[[str], None], words: Callable[[], str]) -> Iterator[None]:
+    """What a Ctrl-C cost that nobody waited for, or a second one: said when what it interrupted has ended."""
     try:
         yield
     except KeyboardInterrupt:
-        say(lost())
-        raise
+        say(words())
+        raise Interrupted from None
 
 
 @contextlib.contextmanager
 def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
-    """A disk that was full for a run's files, or for its last checkpoint, as one line that says how to go on."""
+    """No room for a run's files, or for its last checkpoint, as one line that says how to go on."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        found = NO_ROOM.get(error.errno or 0)
+        if found is None:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        raise DiskError(f"the disk is full{where}; make room; {how_to_go_on(folder, checkpoints)}") from error
+        raise DiskError(f"{found.why}{where}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error
     except CheckpointError as error:
-        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
+        cause = error.__cause__
+        found = NO_ROOM.get(cause.errno or 0) if isinstance(cause, OSError) else None
+        if found is None:
             raise
-        raise CheckpointError(f"{error}; make room; {how_to_go_on(folder, checkpoints)}") from error
+        raise CheckpointError(f"{error}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error

@@ -19,7 +19,10 @@ def go(launch: Launch) -> int:
     """Print the plan, and carry it out unless only the plan was asked for."""
     began = time.time()
     runs = deque([Run(launch)])
-    with runs[0].world as world:
+    with (
+        runs[0].world as world,
+        ending.interruption_explained(runs[0].screen.line, lambda: "stopped before the first update: nothing was made"),
+    ):
         launching.check_alike(world, launch.loaded, launch.restored)
         runs[0].regime.require(world.device)
         phases = phases_of(launch.loaded.options)
@@ -55,8 +58,10 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
     folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
+    saved = run_folder.checkpoints(folder, options)
     with (
-        ending.full_disk_explained(folder, run_folder.checkpoints(folder, options)),
+        ending.interruption_explained(screen.line, lambda: f"stopped; {ending.how_to_go_on(folder, saved)}"),
+        ending.full_disk_explained(folder, saved),
         contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks,
     ):
         handed = runs.popleft().train(state, folder, sinks=sinks)

@@ -278,7 +278,7 @@ class Run:
 
         with (
             StopRequest(self.screen.line) as stop,
-            ending.insistence_explained(self.screen.line, lost),
+            ending.interruption_explained(self.screen.line, lost),
             sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             self.screen,
         ):

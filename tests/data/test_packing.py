@@ -119,8 +119,11 @@ def test_a_file_that_vanished_is_named_and_nothing_half_written_stays(root, tmp_
     assert not list(target.glob(".*"))
 
 
-@pytest.mark.parametrize("number", [28, 122])  # no space left, quota exceeded
-def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatch, number):
+FULL = {28: "the disk is full", 122: "the disk quota is used up", 27: "a file would be larger than is allowed here"}
+
+
+@pytest.mark.parametrize(("number", "words"), FULL.items())
+def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatch, number, words):
     target = pack(root, tmp_path / "a")
     before = digests(target)
 
@@ -129,7 +132,7 @@ def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatc
 
     monkeypatch.setattr(packed.Writer, "finish", full)
     shard = plan({"train": folder.load(root).train}, shard_size=5)[0]
-    with pytest.raises(DataError, match=r"train-00000.falconet: the disk is full; the shards before it are whole"):
+    with pytest.raises(DataError, match=f"train-00000.falconet: {words}; the shards before it are whole"):
         Packer(target, recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
     assert digests(target) == before
 

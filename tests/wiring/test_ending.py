@@ -1,8 +1,14 @@
 """How a run goes on that ended before its end: the command that is printed works."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from falconet.wiring import ending
+from falconet.wiring import ending, running
+from half_resolution import HALF
 from tiny import TINY
 
 PLACES = {
@@ -27,3 +33,47 @@ def test_without_a_checkpoint_there_is_nothing_to_continue_from(tmp_path):
     said = "there is no checkpoint to continue from: the same command begins again"
     assert ending.how_to_go_on(tmp_path, tmp_path / "checkpoints") == said
     assert ending.how_to_go_on(tmp_path, tmp_path / "never/made") == said
+
+
+BEFORE = "stopped before the first update: nothing was made"
+AFTER = "stopped; there is no checkpoint to continue from: the same command begins again"
+
+
+@pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train", AFTER)])
+def test_ctrl_c_before_the_first_update_says_what_it_left(falconet, monkeypatch, at, words):
+    monkeypatch.setattr(running.Run, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == words
+    assert Path("r").exists() == (at == "train")
+
+
+def test_ctrl_c_between_two_phases_says_how_to_go_on(falconet, monkeypatch):
+    plain = running.Run.begin
+
+    def second_interrupted(run, *handed):
+        return signal.raise_signal(signal.SIGINT) if handed else plain(run)
+
+    monkeypatch.setattr(running.Run, "begin", second_interrupted)
+    answer = falconet(f"train {HALF} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
+
+
+LIMITED = "a file would be larger than is allowed here; raise the limit, which `ulimit -f` shows"
+LIMITS = {  # bytes that one file may have, and more options; the weights have 300 kB, metrics.jsonl at last 60
+    "for the checkpoints": (40_000, "--epoch 1", "File too large; raise the limit, which `ulimit -f` shows"),
+    "for the metrics": (20_000, "--epoch 100 --logs-per-epoch 4 --checkpoint-save-freq 1000", LIMITED),
+}
+
+
+@pytest.mark.parametrize(("limit", "more", "words"), LIMITS.values(), ids=LIMITS)
+def test_a_limit_on_a_files_size_is_one_line_that_says_how_to_go_on(tmp_path, limit, more, words):
+    line = [sys.executable, "-m", "falconet", "train", *TINY.split(), *more.split(), "--run-dir", "r"]
+    small = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    small += "os.execv(sys.argv[1], sys.argv[1:])"
+    ended = subprocess.run([sys.executable, "-c", small, *line], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    again = "there is no checkpoint to continue from: the same command begins again"
+    assert ended.stderr.endswith(f"{words}; {again}\n")
+    assert ended.stderr.count("\n") == 1
