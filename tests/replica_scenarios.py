@@ -34,7 +34,7 @@ from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove, ScaledMove
+from falconet.train.moving import Elsewhere, Moving, PlainMove, ScaledMove
 from falconet.train.step import LocalStep
 from falconet.wiring.sharding import attach, replicas, writer
 from falconet.wiring.sharding import step as sharded_step
@@ -136,13 +136,10 @@ def late(world, seconds):
 def stepper(model, rule, exchange, optimizer=None):
     optimizer = optimizer or build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
     return LocalStep(
-        model,
-        PlainMove(optimizer, device=torch.device("cpu")),
+        Moving(model=model, move=PlainMove(optimizer, device=torch.device("cpu")), replicas=exchange),
         normalise=Normalise(PREPROCESSING),
         loss=Loss(CLASSES, 0.1),
         regime=REGIMES["32.32"],
-        seed=0,
-        replicas=exchange,
     )
 
 
@@ -186,18 +183,15 @@ def build_case(world, case):
     moved = sharded_step(optimizer, shards, state.hosted)
     offender = Offender(world.device)
     move = (
-        ScaledMove(model, optimizer, scale, offender=offender, step=moved, shards=shards)
+        ScaledMove(model, optimizer, scale, offender=offender, step=moved, elsewhere=Elsewhere(shards=shards))
         if scale
         else PlainMove(optimizer, device=world.device, step=moved)
     )
     step = LocalStep(
-        model,
-        move,
+        Moving(model=model, move=move, replicas=exchange),
         normalise=Normalise(PREPROCESSING),
         loss=Loss(CLASSES, 0.1),
         regime=REGIMES[case.regime],
-        seed=0,
-        replicas=exchange,
     )
     return state, step, offender
 

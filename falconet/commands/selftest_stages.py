@@ -17,7 +17,7 @@ from falconet.parallel.processes import Processes
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove
+from falconet.train.moving import Moving, PlainMove
 from falconet.train.pipelined import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
 from falconet.train.step import LocalStep
 
@@ -57,10 +57,8 @@ def _compared(grid: Grid, kind: Kind) -> tuple[bool, str]:
     own, alone = stages[world.rank].module.to(device), whole.to(device)
     batches = _micro_batches(world.size + 1, device)
 
-    step = PipelinedStep(own, _move(own, device), place, forward=forward, loss=Loss(CLASSES), seed=0, kind=kind)
-    local = LocalStep(
-        alone, _move(alone, device), normalise=_normalise(device), loss=Loss(CLASSES), regime=REGIME, seed=0
-    )
+    step = PipelinedStep(_moving(own, device), place, forward=forward, loss=Loss(CLASSES), kind=kind)
+    local = LocalStep(_moving(alone, device), normalise=_normalise(device), loss=Loss(CLASSES), regime=REGIME)
     for update in range(2):
         found = step(batches if grid.is_first_stage else [], update=update, lr=0.1)
         expected = local(batches, update=update, lr=0.1)
@@ -83,8 +81,8 @@ def _network(blocks: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _move(model: nn.Module, device: torch.device) -> PlainMove:
-    return PlainMove(build(model, UpdateRule(name="sgd")), device=device)
+def _moving(model: nn.Module, device: torch.device) -> Moving:
+    return Moving(model=model, move=PlainMove(build(model, UpdateRule(name="sgd")), device=device))
 
 
 def _normalise(device: torch.device) -> Normalise:

@@ -1,6 +1,7 @@
 """From gradients to moved weights: plainly, or with a loss scale."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -9,8 +10,12 @@ from torch.optim import Optimizer
 
 from falconet.numerics.scaling import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.optim.build import set_lr
+from falconet.optim.ema import Ema
 from falconet.optim.half import HalfOptimizer
+from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.parallel.sharding import ShardedReplicas
+
+SEEDS = 1 << 63  # torch takes no larger ones
 
 
 class Move(Protocol):
@@ -52,6 +57,17 @@ class PlainMove:
         return self._moved
 
 
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Gradients of an update that other processes have, and how this one hears whether they are finite."""
+
+    shards: ShardedReplicas | None = None  # who have the averaged gradients, if not the model's own parameters
+    stages: Callable[[NonFinite], NonFinite] = lambda found: found  # what all stages of a pipeline found
+
+
+NOWHERE = Elsewhere()
+
+
 class ScaledMove:
     """The loss times a scale; an update with gradients that are not finite is skipped, on the device."""
 
@@ -63,13 +79,13 @@ class ScaledMove:
         *,
         offender: Offender,
         step: Callable[[], object] | None = None,
-        shards: ShardedReplicas | None = None,  # who have the averaged gradients, if not the model's own parameters
-        stages: Callable[[NonFinite], NonFinite] = lambda found: found,  # what all stages of a pipeline found
+        elsewhere: Elsewhere = NOWHERE,
     ) -> None:
         self.optimizer, self.scale, self.offender = optimizer, scale, offender
         self._step = step or optimizer.step
+        shards = elsewhere.shards
         self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
-        self._everywhere, self._stages = shards.flags if shards else _same, stages
+        self._everywhere, self._stages = shards.flags if shards else _same, elsewhere.stages
         self._watched = watched(model)
         device = scale.value.device
         self._nothing = NonFinite(
@@ -100,6 +116,32 @@ class ScaledMove:
         """In the gradients of this process, or of the replicas that divide them; a stage may have none to train."""
         grads = _gradients(self._trained)
         return find_non_finite(grads, everywhere=self._everywhere) if grads else self._nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving:
+    """A model whose weights move, update by update: what every kind of step does around its passes."""
+
+    model: nn.Module
+    move: Move
+    seed: int = 0  # of dropout
+    averages: Sequence[Ema] = ()
+    replicas: Replicas = field(default_factory=OneReplica)
+
+    def begin(self, update: int) -> None:
+        """Before the first pass."""
+        # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
+        torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
+        self.model.train()
+        self.move.begin(update)
+
+    def end(self, update: int, lr: float) -> Tensor:
+        """After the last pass: the replicas' mean moves the weights; 1 if they stayed instead, else 0."""
+        self.replicas.average()
+        skipped = self.move.end(update, lr)
+        for average in self.averages:
+            average.update(self.model)
+        return skipped
 
 
 def _same(flags: Tensor) -> Tensor:

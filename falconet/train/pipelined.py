@@ -14,15 +14,13 @@ from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError
 from falconet.numerics.precision import Regime
 from falconet.numerics.scaling import NonFinite
-from falconet.optim.ema import Ema
 from falconet.parallel.grid import Grid
 from falconet.parallel.pipeline import Kind, Pipeline, Place, relay
-from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.parallel.world import World
 from falconet.train.evaluate import Evaluation, count, summed
 from falconet.train.loss import Loss
-from falconet.train.moving import Move
-from falconet.train.step import SEEDS, Update
+from falconet.train.moving import Moving
+from falconet.train.step import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +63,8 @@ class Feeding:
 class PipelinedStep:
     """One stage of the model on this device, the others on those of other processes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        move: Move,
-        place: Place,
-        *,
-        forward: "Forward",
-        loss: Loss,
-        seed: int,
-        kind: Kind,
-        averages: Sequence[Ema] = (),
-        replicas: Replicas | None = None,
-    ) -> None:
-        self.model, self.move, self.averages, self.seed = model, move, averages, seed
-        self.replicas = replicas or OneReplica()
+    def __init__(self, moving: Moving, place: Place, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
+        self._moving, model = moving, moving.model
         self._stages, self._feeding, self._loss = place.world, forward.feeding, loss
         self._images = forward.feeding.micro_batch * forward.feeding.accumulation
         self._pipeline = Pipeline(
@@ -89,26 +74,23 @@ class PipelinedStep:
             micro_batches=forward.feeding.accumulation,
             loss=self._root,
         )
-        self._passes = _Passes([p for p in model.parameters() if p.requires_grad], move.passed)
+        self._passes = _Passes([p for p in model.parameters() if p.requires_grad], moving.move.passed)
         nothing = torch.zeros((), device=place.world.device)
         self._nothing = (nothing, nothing.long(), nothing.long())  # what stages without a loss say of an update
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
-        torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)  # dropout, as in LocalStep
-        self.model.train()
-        self.move.begin(update)
+        self._moving.begin(update)
         self._parts = []
-        announced = self.replicas.announced([None])  # before the first backward pass: it may forget old gradients
+        announced = self._moving.replicas.announced(
+            [None]
+        )  # before the first backward pass: it may forget old gradients
         rows = self._feeding.rows(micro_batches, stages=self._stages)
         images = (torch.cat([batch.images for batch in micro_batches]), rows) if self._stages.rank == 0 else ()
         self._pipeline(images, rows)
         self._passes.end()
         list(announced)  # all backward passes are over, the last one too
-        self.replicas.average()
-        skipped = self.move.end(update, lr)
-        for average in self.averages:
-            average.update(self.model)
+        skipped = self._moving.end(update, lr)
         parts = self._parts or [self._nothing]
         loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, correct, counted, skipped)
@@ -120,7 +102,7 @@ class PipelinedStep:
         targets = mixing.mixed_targets(labels, mix, classes=self._loss.classes, side=side)
         loss = self._loss(logits, targets).sum() / self._images
         self._parts.append((loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()))
-        return self.move.root(loss)
+        return self._moving.move.root(loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,8 @@ from falconet.data import mixing
 from falconet.data.loader import Batch
 from falconet.data.preprocessing import Normalise
 from falconet.numerics.precision import Regime
-from falconet.optim.ema import Ema
-from falconet.parallel.replicas import OneReplica, Replicas
 from falconet.train.loss import Loss
-from falconet.train.moving import Move
-
-SEEDS = 1 << 63  # torch takes no larger ones
+from falconet.train.moving import Moving
 
 
 class Update(NamedTuple):
@@ -37,45 +33,27 @@ class LocalStep:
     """The whole model on this device."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        move: Move,
-        *,
-        normalise: Normalise,
-        loss: Loss,
-        regime: Regime,
-        seed: int,
-        averages: Sequence[Ema] = (),
-        replicas: Replicas | None = None,
-        frozen: Sequence[nn.Module] = (),
+        self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime, frozen: Sequence[nn.Module] = ()
     ) -> None:
         """`frozen`: layers of the model that stay in evaluation mode."""
-        self.model, self.move, self.averages = model, move, averages
-        self.normalise, self.loss, self.regime, self.seed = normalise, loss, regime, seed
-        self.replicas, self.frozen = replicas or OneReplica(), frozen
+        self.moving, self.normalise, self.loss, self.regime, self.frozen = moving, normalise, loss, regime, frozen
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
-        # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
-        torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
-        self.model.train()
+        self.moving.begin(update)
         for layer in self.frozen:
             layer.eval()
-        self.move.begin(update)
         images = sum(len(batch.labels) for batch in micro_batches)
-        parts = [self._backward(batch, images) for batch in self.replicas.announced(micro_batches)]
-        self.replicas.average()
-        skipped = self.move.end(update, lr)
-        for average in self.averages:
-            average.update(self.model)
+        parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
+        skipped = self.moving.end(update, lr)
         loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, correct, counted, skipped)
 
     def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, which has `1 / images` of the weight for each of its images."""
         inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, classes=self.loss.classes)
-        logits = self.regime.run(self.model, inputs)
+        logits = self.regime.run(self.moving.model, inputs)
         # A sum over images divided once by their number: the same gradient however they are split.
         loss = self.loss(logits, targets).sum() / images
-        self.move.root(loss).backward()  # type: ignore[no-untyped-call]
-        self.move.passed()
+        self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
+        self.moving.move.passed()
         return loss.detach(), (logits.argmax(1) == batch.labels).sum(), (batch.labels >= 0).sum()

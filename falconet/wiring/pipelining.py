@@ -30,7 +30,7 @@ from falconet.train.pipelined import (
     non_finite_of_stages,
 )
 from falconet.wiring import numbers, parts, sharding
-from falconet.wiring.placing import Setup, move
+from falconet.wiring.placing import Setup, moving
 
 MEASURED = 8  # images on which the cost of layers is measured, at the most
 
@@ -174,15 +174,11 @@ class StagedModel:
         own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
         everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
         return PipelinedStep(
-            state.model,
-            move(state, setup.grid.world.device, replicas=replicas, offender=offender, stages=everywhere),
+            moving(state, setup, replicas=replicas, offender=offender, stages=everywhere),
             self._place,
             forward=self._forward,
             loss=setup.loss,
-            seed=setup.seed,
             kind=setup.options.parallel.pipeline_schedule,
-            averages=[state.ema] if state.ema else [],
-            replicas=replicas,
         )
 
     @cached_property

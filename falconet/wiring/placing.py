@@ -24,7 +24,7 @@ from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.stages import OneStage, Stages
 from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
-from falconet.train.moving import Move, PlainMove, ScaledMove
+from falconet.train.moving import Elsewhere, Move, Moving, PlainMove, ScaledMove
 from falconet.train.step import LocalStep, Step
 from falconet.wiring import numbers, opening, parts, sharding
 
@@ -84,23 +84,34 @@ def freezing_lines(setup: Setup) -> list[str]:
     return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
 
 
-def move(
+def moving(
     state: TrainState,
-    device: torch.device,
+    setup: Setup,
     *,
     replicas: Replicas,
     offender: Offender,
     stages: Callable[[NonFinite], NonFinite] = lambda found: found,
-) -> Move:
-    """How the weights move: scaled where there is a loss scale. `stages`: what all stages of a pipeline found."""
+) -> Moving:
+    """The model of a state, and how its weights move. `stages`: what all stages of a pipeline found."""
     shards = replicas if isinstance(replicas, ShardedReplicas) else None
-    moved = sharding.step(state.optimizer, shards, state.hosted)
+    return Moving(
+        model=state.model,
+        move=_move(
+            state, setup.grid.world.device, offender=offender, elsewhere=Elsewhere(shards=shards, stages=stages)
+        ),
+        seed=setup.seed,
+        averages=[state.ema] if state.ema else [],
+        replicas=replicas,
+    )
+
+
+def _move(state: TrainState, device: torch.device, *, offender: Offender, elsewhere: Elsewhere) -> Move:
+    """Scaled where there is a loss scale."""
+    moved = sharding.step(state.optimizer, elsewhere.shards, state.hosted)
     if state.scale is None:
         return PlainMove(state.optimizer, device=device, step=moved)
     assert isinstance(state.optimizer, HalfOptimizer)
-    return ScaledMove(
-        state.model, state.optimizer, state.scale, offender=offender, step=moved, shards=shards, stages=stages
-    )
+    return ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=moved, elsewhere=elsewhere)
 
 
 class Placement(Protocol):
@@ -198,13 +209,9 @@ class WholeModel:
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
         setup = self._setup
         return LocalStep(
-            state.model,
-            move(state, setup.grid.world.device, replicas=replicas, offender=offender),
+            moving(state, setup, replicas=replicas, offender=offender),
             normalise=setup.normalise,
             loss=setup.loss,
             regime=setup.regime,
-            seed=setup.seed,
-            averages=[state.ema] if state.ema else [],
-            replicas=replicas,
             frozen=self._built[1],
         )

@@ -17,7 +17,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.ema import Ema
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove
+from falconet.train.moving import Moving, PlainMove
 from falconet.train.step import LocalStep
 
 OPTIMIZERS = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
@@ -43,14 +43,12 @@ def new_state(optimizer="sgd", *, width=8, ema=True, seed=0):
 
 
 def train(state, updates):
+    move, averages = PlainMove(state.optimizer, device=torch.device("cpu")), [state.ema] if state.ema else []
     step = LocalStep(
-        state.model,
-        PlainMove(state.optimizer, device=torch.device("cpu")),
+        Moving(model=state.model, move=move, averages=averages),
         normalise=Normalise(RAW),
         loss=Loss(4, 0.1),
         regime=REGIMES["32.32"],
-        seed=0,
-        averages=[state.ema] if state.ema else [],
     )
     for update in updates:
         noise = torch.Generator().manual_seed(update)

@@ -14,7 +14,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.optim.build import UpdateRule, build
 from falconet.optim.ema import Ema
 from falconet.train.loss import Loss
-from falconet.train.moving import PlainMove
+from falconet.train.moving import Moving, PlainMove
 from falconet.train.step import LocalStep
 
 CLASSES = 4
@@ -48,14 +48,12 @@ def split(batch, sizes):
 
 def stepper(model, *, rule=None, smoothing=0.0, regime="32.32", seed=0, averages=()):
     rule = rule or UpdateRule(name="sgd", momentum=0.0, weight_decay=0.0)
+    move = PlainMove(build(model, rule), device=torch.device("cpu"))
     return LocalStep(
-        model,
-        PlainMove(build(model, rule), device=torch.device("cpu")),
+        Moving(model=model, move=move, seed=seed, averages=averages),
         normalise=Normalise(PREPROCESSING),
         loss=Loss(CLASSES, smoothing),
         regime=REGIMES[regime],
-        seed=seed,
-        averages=averages,
     )
 
 
