@@ -25,7 +25,7 @@ from falconet.data.decode import BadImages
 from falconet.data.device.landing import DeviceLanding, bytes_of, decode_jpegs
 from falconet.data.feed import Feed
 from falconet.data.landing import Allowance, Landing, PixelLanding
-from falconet.data.loader import BatchShape, Loader
+from falconet.data.loader import BatchShape, Intake, Loader
 from falconet.data.memory import Ring
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader, reader_for
@@ -59,9 +59,8 @@ def nvjpeg_alone(source: FileSource, portion: int) -> float:
 
 def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -> float:
     """Images a second on the device, after the first four updates."""
-    loader = Loader(
-        reader, source.labels, shape=BatchShape(micro_batch=BATCH), seed=0, workers=workers, landing=landing
-    )
+    intake = Intake(reader=reader, labels=source.labels, workers=workers, landing=landing)
+    loader = Loader(intake, shape=BatchShape(micro_batch=BATCH), seed=0)
     updates = iter(Feed(loader.streamed(0), device=DEVICE, ring=landing.ring))
     for _ in range(4):
         next(updates)

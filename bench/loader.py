@@ -39,7 +39,7 @@ from torchvision.transforms import v2
 from falconet.data import native
 from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader
@@ -121,11 +121,12 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
         return len(order)
 
     def batches(epoch: int, count: int) -> Iterator[int]:
+        intake = Intake(reader=reader, labels=labels, workers=count)
         if photos.training:
-            for update in Loader(reader, labels, shape=shape, seed=0, workers=count).updates(epoch):
+            for update in Loader(intake, shape=shape, seed=0).updates(epoch):
                 yield sum(len(batch.labels) for batch in update)
         else:
-            for batch in EvaluationLoader(reader, labels, shape=shape, workers=count).batches():
+            for batch in EvaluationLoader(intake, shape=shape).batches():
                 yield int((batch.labels >= 0).sum())
 
     loaders = {count: (lambda epoch, count=count: sum(batches(epoch, count))) for count in workers}

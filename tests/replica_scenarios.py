@@ -17,7 +17,7 @@ from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
 from falconet.models import zoo
@@ -301,9 +301,8 @@ class Rows:
 
 def measure(world, count, batch):
     labels = np.arange(count) % CLASSES
-    loader = EvaluationLoader(
-        Rows(), labels, shape=BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    )
+    shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
+    loader = EvaluationLoader(Intake(reader=Rows(), labels=labels), shape=shape)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
     seen = [label for each in loader.batches() for label in each.labels.tolist()]

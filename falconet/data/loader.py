@@ -1,8 +1,8 @@
 """Batches for training and evaluation: the same ones for any number of threads, replicas or restarts."""
 
 import weakref
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -50,6 +50,26 @@ class BatchShape:
         return range(self.replica * self.accumulation, (self.replica + 1) * self.accumulation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Intake:
+    """What is read, by how many threads, and where it comes to lie."""
+
+    reader: Reader
+    labels: IntArray
+    workers: int = 0  # 0: the thread that asks reads
+    landing: Landing = field(default_factory=PixelLanding)
+
+    def ahead(self, images: int) -> int:
+        """Images to read ahead of an update of `images`: enough for no thread to wait, as far as the memory goes."""
+        part = min(self.landing.rows(self.reader), images)
+        wanted = max(UPDATES_AHEAD * images, PARTS_AHEAD * self.workers * part)
+        return self.landing.ahead(wanted, size=self.reader.size)
+
+    def in_order(self, jobs: Iterable["_MicroBatch"], *, images: int) -> Generator[Batch, None, None]:
+        """The micro-batches, of updates of `images`, each when it is read."""
+        return in_order(jobs, workers=self.workers, ahead=self.ahead(images))
+
+
 class Loader:
     """Training batches.
 
@@ -57,27 +77,17 @@ class Loader:
     no update is dropped; it is another one in the next epoch.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        labels: IntArray,
-        *,
-        shape: BatchShape,
-        seed: int,
-        workers: int = 0,
-        mixing: Mixing | None = None,
-        landing: Landing | None = None,
-    ) -> None:
-        if len(labels) < shape.global_batch:
+    def __init__(self, intake: Intake, *, shape: BatchShape, seed: int, mixing: Mixing | None = None) -> None:
+        images = len(intake.labels)
+        if images < shape.global_batch:
             raise DataError(
-                f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
+                f"{images} training images are fewer than the {shape.global_batch} of one update: "
                 f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation} x replicas {shape.replicas}"
             )
         if mixing is not None:
             mixing.check(shape.micro_batch)
-        self.updates_per_epoch = len(labels) // shape.global_batch
-        self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
-        self._workers, self._mixing, self._landing = workers, mixing, landing or PixelLanding()
+        self.updates_per_epoch = images // shape.global_batch
+        self._intake, self._shape, self._seed, self._mixing = intake, shape, seed, mixing
         self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
@@ -93,7 +103,7 @@ class Loader:
     @property
     def ring(self) -> Ring | None:
         """Whose memory the batches lie in."""
-        return self._landing.ring
+        return self._intake.landing.ring
 
     def close(self) -> None:
         """End the iterators that are still open, and with them their threads."""
@@ -102,8 +112,7 @@ class Loader:
 
     def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
         shape = self._shape
-        ahead = _ahead(shape.micro_batch * shape.accumulation, self._reader, self._landing, self._workers)
-        batches = in_order(self._jobs(epoch, skip), workers=self._workers, ahead=ahead)
+        batches = self._intake.in_order(self._jobs(epoch, skip), images=shape.micro_batch * shape.accumulation)
         try:
             for _ in range(skip, self.updates_per_epoch):
                 yield islice(batches, shape.accumulation)
@@ -111,19 +120,19 @@ class Loader:
             batches.close()
 
     def _jobs(self, epoch: int, skip: int) -> Iterator["_MicroBatch"]:
-        shape = self._shape
-        order = keyed.permutation(len(self._labels), seed=self._seed, epoch=epoch)
+        shape, intake = self._shape, self._intake
+        order = keyed.permutation(len(intake.labels), seed=self._seed, epoch=epoch)
         for update in range(skip, self.updates_per_epoch):
             for own in shape.own_micro_batches:
                 number = update * shape.accumulation * shape.replicas + own
                 indices = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
-                job = _MicroBatch(self._reader, indices, self._labels[indices], epoch=epoch, landing=self._landing)
+                job = _MicroBatch(intake, indices, intake.labels[indices], epoch=epoch)
                 if self._mixing is not None:
                     job.mix = mixing.draw(
                         self._mixing,
                         indices=indices,
                         micro_batch=number,
-                        side=self._reader.size,
+                        side=intake.reader.size,
                         seed=self._seed,
                         epoch=epoch,
                     )
@@ -137,38 +146,29 @@ class EvaluationLoader:
     the last ones is labelled -1.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        labels: IntArray,
-        *,
-        shape: BatchShape,
-        workers: int = 0,
-        landing: Landing | None = None,
-    ) -> None:
-        self._reader, self._labels, self._workers, self._landing = reader, labels, workers, landing or PixelLanding()
-        self._batch = shape.micro_batch
-        share = -(-len(labels) // shape.replicas)
-        self._begin = min(share * shape.replica, len(labels))
-        self._end = min(self._begin + share, len(labels))
+    def __init__(self, intake: Intake, *, shape: BatchShape) -> None:
+        self._intake, self._batch = intake, shape.micro_batch
+        images = len(intake.labels)
+        share = -(-images // shape.replicas)
+        self._begin = min(share * shape.replica, images)
+        self._end = min(self._begin + share, images)
         self.batches_per_replica = -(-share // self._batch)
 
     @property
     def ring(self) -> Ring | None:
         """Whose memory the batches lie in."""
-        return self._landing.ring
+        return self._intake.landing.ring
 
     def batches(self) -> Iterator[Batch]:
-        ahead = _ahead(self._batch, self._reader, self._landing, self._workers)
-        return in_order(self._jobs(), workers=self._workers, ahead=ahead)
+        return self._intake.in_order(self._jobs(), images=self._batch)
 
     def _jobs(self) -> Iterator["_MicroBatch"]:
         for number in range(self.batches_per_replica):
             begin = min(self._begin + number * self._batch, self._end)
             indices = np.arange(begin, min(begin + self._batch, self._end), dtype=np.int64)
             labels = np.full(self._batch, -1, dtype=np.int64)
-            labels[: len(indices)] = self._labels[indices]
-            yield _MicroBatch(self._reader, indices, labels, epoch=0, landing=self._landing)
+            labels[: len(indices)] = self._intake.labels[indices]
+            yield _MicroBatch(self._intake, indices, labels, epoch=0)
 
 
 class SyntheticLoader:
@@ -219,19 +219,13 @@ class IdleLoader:
         """Nothing is open."""
 
 
-def _ahead(images: int, reader: Reader, landing: Landing, workers: int) -> int:
-    """Images to read ahead of an update of `images`: enough for no thread to wait, as far as the memory goes."""
-    wanted = max(UPDATES_AHEAD * images, PARTS_AHEAD * workers * min(landing.rows(reader), images))
-    return landing.ahead(wanted, size=reader.size)
-
-
 class _MicroBatch(Job[Batch]):
     """One micro-batch being read, in parts of as many rows as are worth a call."""
 
-    def __init__(self, reader: Reader, indices: IntArray, labels: IntArray, *, epoch: int, landing: Landing) -> None:
+    def __init__(self, intake: Intake, indices: IntArray, labels: IntArray, *, epoch: int) -> None:
         self.mix: Mix | None = None
-        self._reader, self._indices, self._epoch, self._landing = reader, indices, epoch, landing
-        self._room = landing.room(len(labels), size=reader.size)
+        self._reader, self._landing, self._indices, self._epoch = intake.reader, intake.landing, indices, epoch
+        self._room = self._landing.room(len(labels), size=self._reader.size)
         self._room.images[len(indices) :] = 0
         self._labels = self._room.labels.numpy()
         self._labels[:] = labels

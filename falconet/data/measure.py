@@ -13,7 +13,7 @@ import torch
 from falconet.data.feed import singly
 from falconet.data.keyed import IntArray
 from falconet.data.landing import Landing
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Loader
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.readers import Reader
 from falconet.data.source import ArraySource, BoolArray, PixelArray, Source
 
@@ -43,13 +43,13 @@ class Pipeline:
 
     def batches(self, reader: Reader, epoch: int) -> Iterator[Batch]:
         """A pass over the data, on the device."""
-        labels, shape = self.source.labels, BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
+        shape = BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
+        intake = Intake(reader=reader, labels=self.source.labels, workers=self.workers, landing=self.landing)
         if self.training:
-            loader = Loader(reader, labels, shape=shape, seed=0, workers=self.workers, landing=self.landing)
-            batches: Iterator[Batch] = itertools.chain.from_iterable(loader.streamed(epoch))
+            updates = Loader(intake, shape=shape, seed=0).streamed(epoch)
+            batches: Iterator[Batch] = itertools.chain.from_iterable(updates)
         else:
-            evaluation = EvaluationLoader(reader, labels, shape=shape, workers=self.workers, landing=self.landing)
-            batches = evaluation.batches()
+            batches = EvaluationLoader(intake, shape=shape).batches()
         return singly(batches, device=self.device, ring=self.landing.ring)
 
 

@@ -15,7 +15,7 @@ from falconet.data import native, share
 from falconet.data.augment import Augment, LeastAreas
 from falconet.data.decode import BadImages
 from falconet.data.feed import singly
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, UseObjects, open_source
 from falconet.data.preprocessing import Normalise, Preprocessing, normaliser
@@ -241,17 +241,18 @@ def training_loader(
             device=world.device,
         )
     reading = training_reading(images, options)
-    labels = reading.source.labels
-    allowed = value_or(data.bad_images_allowed, len(labels) // 1000)
+    allowed = value_or(data.bad_images_allowed, len(reading.source.labels) // 1000)
     bad = BadImages(allowed, note=note, count=world.counter("bad training images"))
-    return Loader(
-        feeding.cached(_reader(reading, bad), data, reading),
-        labels,
-        shape=shape,
-        seed=seed,
+    intake = _intake(reading, data, bad, regime=REGIMES[options.machine.precision], device=world.device)
+    return Loader(intake, shape=shape, seed=seed, mixing=mixing_of(options.augmentation))
+
+
+def _intake(reading: Reading, data: sections.Data, bad: BadImages, *, regime: Regime, device: torch.device) -> Intake:
+    return Intake(
+        reader=feeding.cached(_reader(reading, bad), data, reading),
+        labels=reading.source.labels,
         workers=workers(data),
-        mixing=mixing_of(options.augmentation),
-        landing=feeding.landing(data, reading, regime=REGIMES[options.machine.precision], device=world.device),
+        landing=feeding.landing(data, reading, regime=regime, device=device),
     )
 
 
@@ -314,14 +315,8 @@ def evaluation_loader(
 ) -> EvaluationLoader:
     """The validation images of one replica."""
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))
-    reading = validation_reading(images)
-    return EvaluationLoader(
-        feeding.cached(_reader(reading, bad), data, reading),
-        reading.source.labels,
-        shape=shape,
-        workers=workers(data),
-        landing=feeding.landing(data, reading, regime=regime, device=world.device),
-    )
+    intake = _intake(validation_reading(images), data, bad, regime=regime, device=world.device)
+    return EvaluationLoader(intake, shape=shape)
 
 
 def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -> None:

@@ -6,7 +6,7 @@ from PIL import Image
 
 from falconet.data.cache import PixelCache
 from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import FileSource
@@ -45,7 +45,8 @@ def counting(source):
 
 
 def batches(reader, source, workers=2):
-    loader = EvaluationLoader(reader, source.labels, shape=BatchShape(micro_batch=4), workers=workers)
+    intake = Intake(reader=reader, labels=source.labels, workers=workers)
+    loader = EvaluationLoader(intake, shape=BatchShape(micro_batch=4))
     return [(batch.images.clone(), batch.labels.clone()) for batch in loader.batches()]
 
 

@@ -8,7 +8,7 @@ import pytest
 import layouts
 from falconet.data import readers
 from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.sources import boxes, photos
@@ -44,7 +44,7 @@ def reader(splits, split, augment):
 def training(splits, *, workers=2, skip=0, epochs=(0, 1)):
     """The digest of each update's batches."""
     found, labels = reader(splits, "train", "crop-flip")
-    loader = Loader(found, labels, shape=SHAPE, seed=3, workers=workers)
+    loader = Loader(Intake(reader=found, labels=labels, workers=workers), shape=SHAPE, seed=3)
     digests = []
     for epoch in epochs:
         for update in loader.updates(epoch, skip=skip):
@@ -58,7 +58,8 @@ def training(splits, *, workers=2, skip=0, epochs=(0, 1)):
 def validation(splits, *, workers=2):
     found, labels = reader(splits, "validation", "none")
     total = hashlib.sha256()
-    for batch in EvaluationLoader(found, labels, shape=SHAPE, workers=workers).batches():
+    intake = Intake(reader=found, labels=labels, workers=workers)
+    for batch in EvaluationLoader(intake, shape=SHAPE).batches():
         total.update(np.ascontiguousarray(batch.images.numpy()).tobytes() + batch.labels.numpy().tobytes())
     return total.hexdigest()
 

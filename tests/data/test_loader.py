@@ -13,7 +13,7 @@ from PIL import Image
 from falconet.data import keyed
 from falconet.data.decode import BadImages
 from falconet.data.landing import Allowance, PixelLanding
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader, SyntheticLoader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
 from falconet.data.memory import Ring
 from falconet.data.mixing import Mixing, draw
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -50,7 +50,8 @@ def reader(source, augment):
 def loader(source=None, *, augment="shift-flip", workers=0, mixing=MIXING, **shape):
     source = array_source() if source is None else source
     shape = BatchShape(**({"micro_batch": 6, "accumulation": 2} | shape))
-    return Loader(reader(source, augment), source.labels, shape=shape, seed=6, workers=workers, mixing=mixing)
+    intake = Intake(reader=reader(source, augment), labels=source.labels, workers=workers)
+    return Loader(intake, shape=shape, seed=6, mixing=mixing)
 
 
 def digest(batch):
@@ -181,7 +182,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):
     gone = FileSource.of(file_source.root, names=names, labels=[0] * 12, class_names=("cat",))
     bad = BadImages(3, note=lambda message: None)
     strict = reader_for(gone, preprocessing=preprocessing, augment="none", seed=1, bad=bad)
-    batches = Loader(strict, gone.labels, shape=BatchShape(micro_batch=12), seed=1, workers=2)
+    batches = Loader(Intake(reader=strict, labels=gone.labels, workers=2), shape=BatchShape(micro_batch=12), seed=1)
     with pytest.raises(DataError, match=r"gone-\d+.png: cannot be decoded .* bad images, --bad-images-allowed 3"):
         next(batches.updates(0))
     assert data_threads() == []
@@ -190,7 +191,7 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):
 def evaluation(*, batch, replicas=1, replica=0, workers=0):
     source = array_source()
     shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
-    return EvaluationLoader(reader(source, "none"), source.labels, shape=shape, workers=workers)
+    return EvaluationLoader(Intake(reader=reader(source, "none"), labels=source.labels, workers=workers), shape=shape)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
@@ -266,9 +267,8 @@ def loader_into(landing, source=None, workers=3):
     source = array_source() if source is None else source
     augment = "crop-flip" if isinstance(source, FileSource) else "shift-flip"
     shape = BatchShape(micro_batch=6, accumulation=2)
-    made = Loader(
-        reader(source, augment), source.labels, shape=shape, seed=6, workers=workers, mixing=MIXING, landing=landing
-    )
+    intake = Intake(reader=reader(source, augment), labels=source.labels, workers=workers, landing=landing)
+    made = Loader(intake, shape=shape, seed=6, mixing=MIXING)
     return made, digests(loader(source, augment=augment).updates(2))
 
 
@@ -286,14 +286,9 @@ def test_memory_that_goes_round_and_portions_change_no_batch(file_source, portio
 def test_prefetch_bounds_the_slots_however_many_micro_batches_an_update_has():
     ring = Ring(pin=False)
     source = array_source()
-    loading = Loader(
-        reader(source, "none"),
-        source.labels,
-        shape=BatchShape(micro_batch=2, accumulation=30),
-        seed=6,
-        workers=2,
-        landing=PixelLanding(Allowance(ring=ring, portion=1, most=192 * 4)),
-    )
+    landing = PixelLanding(Allowance(ring=ring, portion=1, most=192 * 4))
+    intake = Intake(reader=reader(source, "none"), labels=source.labels, workers=2, landing=landing)
+    loading = Loader(intake, shape=BatchShape(micro_batch=2, accumulation=30), seed=6)
     assert len(fed(loading, 0)[0]) == 30
     assert ring.allocated <= 4  # the one in hand, two that are ahead, and one begun
 
@@ -305,14 +300,9 @@ def resident():
 
 def soak(source, batches):
     """Memory over `batches` batches, as the slope of a line through it: bytes a batch."""
-    loading = Loader(
-        reader(source, "crop-flip"),
-        source.labels,
-        shape=BatchShape(micro_batch=10),
-        seed=6,
-        workers=2,
-        landing=PixelLanding(Allowance(ring=Ring(pin=False))),
-    )
+    landing = PixelLanding(Allowance(ring=Ring(pin=False)))
+    intake = Intake(reader=reader(source, "crop-flip"), labels=source.labels, workers=2, landing=landing)
+    loading = Loader(intake, shape=BatchShape(micro_batch=10), seed=6)
     sizes, epoch = [], 0
     while len(sizes) < batches:
         for _ in fed(loading, epoch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import ArraySource
@@ -41,7 +41,7 @@ def loader(labels, batch, *, replicas=1, replica=0):
     source = ArraySource(images, labels, tuple(map(str, range(labels.max() + 1))))
     reader = reader_for(source, preprocessing=RAW, augment="none", seed=0, bad=BadImages(0, note=print))
     shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
-    return EvaluationLoader(reader, labels, shape=shape)
+    return EvaluationLoader(Intake(reader=reader, labels=labels), shape=shape)
 
 
 def measure(model, batches, *, world=ONE, regime="32.32"):

@@ -12,7 +12,7 @@ from falconet.data.augment import Crops
 from falconet.data.decode import BadImages
 from falconet.data.feed import Feed
 from falconet.data.landing import Allowance
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader
 from falconet.data.source import FileSource
@@ -102,16 +102,14 @@ def test_rows_agree_with_pillow_and_what_the_device_refuses_is_pillows_own(sourc
     assert (found[whole + 1 : whole + 7] == wanted[whole + 1 : whole + 7]).all()
 
 
+def intake(source, workers, augment="crop-flip"):
+    reader, landing = pillow(source, augment), landing_of(source, augment)
+    return Intake(reader=reader, labels=source.labels, workers=workers, landing=landing)
+
+
 def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
     def batches(workers):
-        loader = Loader(
-            pillow(source, "crop-flip"),
-            source.labels,
-            shape=BatchShape(micro_batch=6, accumulation=2),
-            seed=6,
-            workers=workers,
-            landing=landing_of(source, "crop-flip"),
-        )
+        loader = Loader(intake(source, workers), shape=BatchShape(micro_batch=6, accumulation=2), seed=6)
         feed = Feed(loader.streamed(1), device=torch.device("cuda", 0), ring=loader.ring)
         return [(batch.images.cpu(), batch.labels.cpu()) for update in feed for batch in update]
 
@@ -125,13 +123,7 @@ def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
 
 
 def test_evaluation_pads_with_black(source):
-    loader = EvaluationLoader(
-        pillow(source, "none"),
-        source.labels,
-        shape=BatchShape(micro_batch=16),
-        workers=2,
-        landing=landing_of(source, "none"),
-    )
+    loader = EvaluationLoader(intake(source, 2, "none"), shape=BatchShape(micro_batch=16))
     *_, last = loader.batches()
     assert last.labels[COUNT - 16 :].eq(-1).all()
     assert last.images[COUNT - 16 :].sum().item() == 0
@@ -140,14 +132,7 @@ def test_evaluation_pads_with_black(source):
 def test_memory_is_not_reused_while_the_consumer_computes(source):
     """Batches held for a while keep their pixels, though others are decoded meanwhile."""
     device = torch.device("cuda", 0)
-    loader = Loader(
-        pillow(source, "crop-flip"),
-        source.labels,
-        shape=BatchShape(micro_batch=4),
-        seed=6,
-        workers=3,
-        landing=landing_of(source, "crop-flip"),
-    )
+    loader = Loader(intake(source, 3), shape=BatchShape(micro_batch=4), seed=6)
     busy = torch.randn(4096, 4096, device=device)
     sums, wanted = [], []
     for epoch in range(4):

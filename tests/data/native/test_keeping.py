@@ -8,7 +8,7 @@ from PIL import Image
 
 from falconet.data import native
 from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, Loader
+from falconet.data.loader import BatchShape, Intake, Loader
 from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
@@ -38,7 +38,7 @@ def reader_of(source):
 
 
 def batches(reader, source, epoch):
-    loader = Loader(reader, source.labels, shape=BatchShape(micro_batch=45), seed=3, workers=3)
+    loader = Loader(Intake(reader=reader, labels=source.labels, workers=3), shape=BatchShape(micro_batch=45), seed=3)
     return [(batch.images.clone(), batch.labels.clone()) for update in loader.updates(epoch) for batch in update]
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from falconet.data import augment
 from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader
+from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.native.binding import Status, Workspace
 from falconet.data.native.reader import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -106,14 +106,16 @@ def test_batches_are_the_same_for_any_number_of_threads(library, folder, monkeyp
     native, _ = readers(library, folder, "crop-flip")
     monkeypatch.setattr(NativeReader, "rows", 2)
 
+    def intake(workers):
+        return Intake(reader=native, labels=folder.labels, workers=workers)
+
     def training(workers):
-        loader = Loader(native, folder.labels, shape=BatchShape(micro_batch=5), seed=1, workers=workers)
+        loader = Loader(intake(workers), shape=BatchShape(micro_batch=5), seed=1)
         return digest(batch for epoch in (0, 1) for update in loader.updates(epoch) for batch in update)
 
     assert len({training(workers) for workers in (0, 1, 3)}) == 1
     evaluated = {
-        digest(EvaluationLoader(native, folder.labels, shape=BatchShape(micro_batch=5), workers=workers).batches())
-        for workers in (0, 3)
+        digest(EvaluationLoader(intake(workers), shape=BatchShape(micro_batch=5)).batches()) for workers in (0, 3)
     }
     assert len(evaluated) == 1
 
