@@ -20,85 +20,71 @@ DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, leaving.INTERRUPTED  # exit codes
 
 
 class Command(NamedTuple):
-    """A command: its options, one line about it, and one example that works."""
+    """What is said of a command: one line about it, and one example that works."""
 
-    options: type[object]
     about: str
     example: str
     words: tuple[str, ...] = ()  # options that words before the first option give, in this order
 
 
-COMMANDS = {
+COMMANDS = {  # as in the schema, which has their options
     "train": Command(
-        schema.TrainOptions,
         "train from scratch; with no option at all, the built-in digits",
         "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128",
     ),
     "restore": Command(
-        schema.RestoreOptions,
         "continue a run exactly where a checkpoint left it",
         "falconet restore --checkpoint-input-path runs/my-run",
     ),
     "validate": Command(
-        schema.ValidateOptions,
         "accuracy of a checkpoint, or of each one in a folder",
         "falconet validate --checkpoint-input-path runs/my-run",
     ),
     "average": Command(
-        schema.AverageOptions,
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
     ),
     "bench": Command(
-        schema.BenchOptions,
         "run benchmark specs, and compare with an earlier run",
         "falconet bench --spec smoke --repeat 3 --compare earlier/results.json",
     ),
     "bench infer": Command(
-        schema.InferOptions,
         "throughput and latency of a model that predicts",
         "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
     ),
-    "bench serve": Command(
-        schema.BenchServeOptions,
-        "throughput and latency of a server, this one or any of the same protocol",
-        "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50",
-    ),
     "serve": Command(
-        schema.ServeOptions,
         "answer over HTTP with a checkpoint's model, as a Triton server does",
         "falconet serve --checkpoint-input-path runs/my-run --port 8000",
     ),
+    "bench serve": Command(
+        "throughput and latency of a server, this one or any of the same protocol",
+        "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50",
+    ),
     "doctor": Command(
-        schema.DoctorOptions,
         "what this machine has, and whether it works",
         "falconet doctor --distributed --replicas 2",
     ),
     "data bench": Command(
-        schema.DataBenchOptions,
         "images a second of each stage of the input pipeline, and which one limits it",
         "falconet data bench --data folder --data-dir photos --model resnet50",
     ),
     "data pack": Command(
-        schema.PackOptions,
         "class folders into checksummed shards that decode faster, pixel for pixel the same",
         "falconet data pack photos photos-packed",
         words=("source", "target"),
     ),
     "data verify": Command(
-        schema.VerifyOptions,
         "check every image of packed shards against its checksum",
         "falconet data verify photos-packed",
         words=("source",),
     ),
     "upload": Command(
-        schema.UploadOptions,
         "the metrics of a finished run to Weights & Biases",
         "falconet upload runs/my-run --name baseline --wandb-project classifiers",
         words=("source",),
     ),
-    "models": Command(schema.ListOptions, "what there is to train: names, parameters, input sizes", "falconet models"),
-    "configs": Command(schema.ListOptions, "named configs, and what each reaches", "falconet configs"),
+    "models": Command("what there is to train: names, parameters, input sizes", "falconet models"),
+    "configs": Command("named configs, and what each reaches", "falconet configs"),
 }
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 HELP = ("-h", "--help", "help")
@@ -164,19 +150,19 @@ def _run(name: str, rest: list[str]) -> int:
             f"'{name}' is not a command{did_you_mean(name, [*COMMANDS, *GROUPS]) or '; wanted ' + ', '.join(COMMANDS)}"
         )
     longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
-    command = COMMANDS[name]
+    command, options = COMMANDS[name], schema.COMMANDS[name]
     if {"-h", "--help"} & set(rest) or rest == ["help"]:
         usage = " ".join([f"falconet {name}", *(word.upper() for word in command.words)])
         examples = [command.example, *(f"falconet {other} --help" for other in longer)]
-        print_help(command.options, usage=usage, examples=examples)
+        print_help(options, usage=usage, examples=examples)
         return DONE
     if longer and rest and not rest[0].startswith("-"):
         meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
         raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
     with leaving.at_once():
-        line = read_line(command.options, _named(command, rest))
-        parse(command.options, line)
-        early.check(command.options, line)
+        line = read_line(options, _named(command, rest))
+        parse(options, line)
+        early.check(options, line)
         # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     code: int = module.run(line)

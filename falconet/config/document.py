@@ -4,25 +4,9 @@ import re
 import sys
 from collections.abc import Iterator
 
-from falconet.config import schema
 from falconet.config.options import Option, options_of, sections_of
+from falconet.config.schema import COMMANDS
 from falconet.config.settings import spelled
-
-PAGES = (
-    ("train", schema.TrainOptions),
-    ("restore", schema.RestoreOptions),
-    ("validate", schema.ValidateOptions),
-    ("average", schema.AverageOptions),
-    ("bench", schema.BenchOptions),
-    ("bench infer", schema.InferOptions),
-    ("serve", schema.ServeOptions),
-    ("bench serve", schema.BenchServeOptions),
-    ("doctor", schema.DoctorOptions),
-    ("data bench", schema.DataBenchOptions),
-    ("data pack", schema.PackOptions),
-    ("data verify", schema.VerifyOptions),
-    ("upload", schema.UploadOptions),
-)
 
 
 def page() -> str:
@@ -36,8 +20,10 @@ def _lines() -> Iterator[str]:
     yield "Generated from `falconet/config/` by `make docs`; a test fails when it is stale. A switch `--x`"
     yield "has a counterpart `--no-x`. In a YAML config the same names are keys, with `-` or `_`."
     shown: set[type[object]] = set()
-    for name, command in PAGES:
+    for name, command in COMMANDS.items():
         sections = sections_of(command)
+        if not sections:
+            continue
         again = [_title(section) for section in sections.values() if section in shown]
         yield ""
         yield f"## falconet {name}"

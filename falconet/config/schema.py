@@ -1,4 +1,4 @@
-"""Which sections of options each command has."""
+"""Which commands there are, and which sections of options each has."""
 
 from dataclasses import dataclass, field
 
@@ -168,3 +168,22 @@ class UploadOptions:
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
     """No options."""
+
+
+COMMANDS: dict[str, type[object]] = {  # by their words, in the order in which they are shown
+    "train": TrainOptions,
+    "restore": RestoreOptions,
+    "validate": ValidateOptions,
+    "average": AverageOptions,
+    "bench": BenchOptions,
+    "bench infer": InferOptions,
+    "serve": ServeOptions,
+    "bench serve": BenchServeOptions,
+    "doctor": DoctorOptions,
+    "data bench": DataBenchOptions,
+    "data pack": PackOptions,
+    "data verify": VerifyOptions,
+    "upload": UploadOptions,
+    "models": ListOptions,
+    "configs": ListOptions,
+}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from falconet.config.options import options_of
-from falconet.dialects.commands import SCHEMAS
+from falconet.config.schema import COMMANDS
 from falconet.dialects.table import Old, Program
 from falconet.dialects.values import check, truth
 from falconet.errors import ConfigError, did_you_mean
@@ -97,7 +97,7 @@ def _unknown(
 
 def _canonical(spelled: str, program: Program) -> str:
     """Where an option goes that the command has which the program becomes."""
-    schema = SCHEMAS.get(program.command) if isinstance(program.command, str) else None
+    schema = COMMANDS.get(program.command) if isinstance(program.command, str) else None
     name = spelled.lstrip("-")
     return f"; Falconet's own goes behind a lone --: -- --{name}" if schema and name in options_of(schema) else ""
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from falconet.config.effects import idle
 from falconet.config.load import parse
 from falconet.config.options import Option, options_of
+from falconet.config.schema import COMMANDS
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.dialects import named
-from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.parse import Given, from_line, from_mapping
 from falconet.dialects.programs import PROGRAMS, TRAINERS
 from falconet.dialects.table import Effect, Old, Place, Program, Say, To, Variable
@@ -99,7 +99,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
     values = Values({option.name: option for option in own.rows}, asked.all, place)
     _check_required(own, asked.all)
     command = own.command if isinstance(own.command, str) else own.command(values)
-    schema = SCHEMAS.get(command)
+    schema = COMMANDS.get(command)
     known = options_of(schema) if schema else None
     settings: dict[str, Setting] = {}
     notes: list[str] = []

@@ -13,9 +13,9 @@ import pytest
 
 from falconet.bench.command import build
 from falconet.bench.spec import builtin_specs, find_spec, read_spec
-from falconet.cli import COMMANDS
 from falconet.config.load import load
 from falconet.config.options import options_of
+from falconet.config.schema import COMMANDS
 from falconet.config.settings import from_line
 
 # Options that other branches of this session bring; an entry goes when it is there.
@@ -152,5 +152,5 @@ def test_every_command_of_a_built_in_spec_is_a_legal_one(name, monkeypatch):
             command = build(benchmark, parameters, wandb=True, profile=False, note=pytest.fail)
             words = list(command.argv[3:])
             two = " ".join(words[:2]) in COMMANDS
-            options = COMMANDS[" ".join(words[: 1 + two])].options
+            options = COMMANDS[" ".join(words[: 1 + two])]
             load(options, from_line(words[1 + two :], options_of(options)))

@@ -4,14 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.cli import COMMANDS
+from falconet import cli
 from falconet.config import model, schema
 from falconet.config.options import options_of
 from falconet.config.rules import EFFECTIVE_WHEN
 from falconet.config.settings import from_line
 from falconet.models import zoo
 
-ALL = sorted({option for command in COMMANDS.values() for option in options_of(command.options).items()}, key=str)
+ALL = sorted({option for command in schema.COMMANDS.values() for option in options_of(command).items()}, key=str)
+
+
+def test_every_command_has_options_and_words_about_it_in_the_same_order():
+    assert list(cli.COMMANDS) == list(schema.COMMANDS)
 
 
 def test_the_names_of_the_models_are_those_of_the_zoo():
@@ -26,8 +30,8 @@ def test_every_option_has_help_of_a_sentence(name, option):
 
 
 def test_every_default_is_within_its_own_range():
-    for command in COMMANDS.values():
-        for option in options_of(command.options).values():
+    for command in schema.COMMANDS.values():
+        for option in options_of(command).values():
             assert option.out_of_range(option.default) is None, option.name
 
 

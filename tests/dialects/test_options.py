@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from falconet.config.options import options_of
+from falconet.config.schema import COMMANDS
 from falconet.dialects import document
-from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.outside import OUTSIDE
 from falconet.dialects.programs import PROGRAMS
 
@@ -65,7 +65,7 @@ def test_all_488_rows_were_walked():
 
 def test_what_an_option_becomes_is_an_option_here():
     """Every canonical name in the tables is one that a command has."""
-    known = {name for schema in SCHEMAS.values() for name in options_of(schema)}
+    known = {name for schema in COMMANDS.values() for name in options_of(schema)}
     known |= {"help", "config", "data-bench", "TRITON_CACHE_DIR", "FALCONET_RUNS", "CUDA_VISIBLE_DEVICES"}
     for program in PROGRAMS.values():
         for option in program.options:

@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from falconet.config.options import options_of
+from falconet.config.schema import COMMANDS
 from falconet.config.settings import spelled
-from falconet.dialects.commands import SCHEMAS
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
@@ -21,7 +21,7 @@ def meaning(program, line, **place):
 
 
 def values(translation):
-    known = options_of(SCHEMAS[translation.command]) if translation.command in SCHEMAS else {}
+    known = options_of(COMMANDS[translation.command]) if translation.command in COMMANDS else {}
     plain = {name: " ".join(spelled(each.default)) for name, each in known.items() if not each.is_flag}
     on = {name: "" for name, each in known.items() if each.is_flag and each.default}
     typed = {setting.option: " ".join(setting.values) for setting in translation.settings}
