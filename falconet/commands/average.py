@@ -1,5 +1,6 @@
 """`falconet average`: the mean, or exponential average, of a run's checkpoints."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -8,21 +9,21 @@ from pathlib import Path
 from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.config.options import options_of
 from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.data.feed import Feed
 from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
+from falconet.parallel.environment import is_first
 from falconet.report.screen import Screen
 from falconet.train.batchnorm import reestimate
-from falconet.wiring import averaging, launching, opening, parts
-from falconet.wiring.reading import idle_lines, input_path, load_options
+from falconet.wiring import averaging, opening, parts
+from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
 
 
 def run(line: Sequence[Setting]) -> int:
-    if launching.is_another_process():
+    if not is_first(os.environ):
         return 0
     path, screen = input_path(line), Screen()
     whole = _whole(path, screen.line)
@@ -72,16 +73,15 @@ def _whole(path: Path, say: parts.Note) -> list[Path]:
 
 
 def _opened(folder: Path, line: Sequence[Setting]) -> opening.Opened:
-    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ValidateOptions)]
-    return next(opening.open_checkpoint(folder, shared))
+    return next(opening.open_checkpoint(folder, of_command(ValidateOptions, line)))
 
 
 def _measure_batchnorm(
     opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: parts.Note
 ) -> None:
     """Measure batch norm anew on `images` training images, or one epoch of them, prepared as in training."""
-    world = opening.open_machine(opened.options)
-    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(TrainOptions)]
+    world = parts.open_machine(opened.options.machine)
+    shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)

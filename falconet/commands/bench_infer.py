@@ -14,21 +14,20 @@ from falconet.bench.measured import Measured, Sample, leave
 from falconet.bench.spread import estimate
 from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
-from falconet.config.options import options_of
 from falconet.config.schema import InferOptions, ValidateOptions
-from falconet.config.settings import LINE, Setting
+from falconet.config.settings import Setting
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE
-from falconet.parallel.world import World, device_kind, open_world
+from falconet.parallel.world import World, device_kind
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
-from falconet.wiring import launching, numbers, opening, parts
-from falconet.wiring.reading import idle_lines, load_options
+from falconet.wiring import numbers, opening, parts, speaking
+from falconet.wiring.reading import idle_lines, load_options, of_command, typed
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -50,25 +49,22 @@ def run(line: Sequence[Setting]) -> int:
     if place is None and min(asked, here) > 1:
         from falconet.parallel.launch import Workers, launch
 
-        argv = ["bench", "infer", *(word for setting in line if setting.source == LINE for word in setting.argv())]
-        workers = Workers(argv=argv, processes=min(asked, here), restarts=0)
-        return launch(workers, progress=lambda: None, say=launching.spoken())
-    machine = options.machine
-    threads = parts.value_or(machine.threads, parts.cores())
-    with open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place) as world:
+        workers = Workers(argv=["bench", "infer", *typed(line)], processes=min(asked, here), restarts=0)
+        return launch(workers, progress=lambda: None, say=speaking.spoken())
+    with parts.open_machine(options.machine, place=place) as world:
         if asked > world.size:
             note = f"note: {asked} replicas asked for, {here} devices are here: {world.size} run, with a batch each"
-            launching.screen_of(world).line(note)
+            speaking.screen_of(world).line(note)
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):
-            launching.screen_of(world).line(note)
+            speaking.screen_of(world).line(note)
         _go(subject, world)
     return 0
 
 
 def _go(subject: Subject, world: World) -> None:
     """Say what was decided, then measure, or trace, or neither."""
-    options, screen = subject.options, launching.screen_of(world)
+    options, screen = subject.options, speaking.screen_of(world)
     said = [half_partials(True, world.device)] if options.inference.half_partial else []
     for text in [*said, *numbers.workspace_lines(options.workspace, device=world.device)]:
         screen.line(text)
@@ -90,7 +86,7 @@ def _trace(subject: Subject, world: World) -> None:
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
         write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
-        launching.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
+        speaking.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
 
 
 def _devices(options: InferOptions) -> int:
@@ -105,15 +101,15 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         data = options.data
         images = parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = parts.build_model(options.model, classes=images.classes, seed=0)
-        _give_weights(model, options, classes=images.classes, note=launching.screen_of(world).line)
+        _give_weights(model, options, classes=images.classes, note=speaking.screen_of(world).line)
         REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
-    shared = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ValidateOptions)]
+    shared = of_command(ValidateOptions, line)
     if path.is_file():
         opened = opening.open_foreign(path, shared)
     else:
-        opened = next(opening.open_checkpoint(files.newest_whole(path, note=launching.spoken(world)), shared))
+        opened = next(opening.open_checkpoint(files.newest_whole(path, note=speaking.spoken(world)), shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
 
@@ -135,7 +131,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 def _measure(subject: Subject, world: World) -> None:
     options = subject.options
-    screen, count = launching.screen_of(world), min(options.data.iterations, MOST)
+    screen, count = speaking.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
         screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
     predict, batches = _predictor(subject, world), _batches(subject, world)
@@ -183,7 +179,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         loader = SyntheticLoader(shape, image_size=size, classes=images.classes, images=1, seed=0, device=world.device)
         return next(loader.updates(0))
     regime = REGIMES[options.machine.precision]
-    note = launching.spoken(world)
+    note = speaking.spoken(world)
     found = parts.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]

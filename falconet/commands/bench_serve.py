@@ -30,7 +30,7 @@ from falconet.report import inference as lines
 from falconet.report.screen import Screen
 from falconet.report.words import counted
 from falconet.wiring import parts, predicting
-from falconet.wiring.reading import load_options
+from falconet.wiring.reading import load_options, of_command
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
@@ -95,9 +95,7 @@ def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Tar
 
 def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
     """The options of the server: those of the line that it has, and what only its measurement knows."""
-    own = {
-        setting.option: setting for setting in line if setting.option.removeprefix("no-") in options_of(ServeOptions)
-    }
+    own = {setting.option: setting for setting in of_command(ServeOptions, line)}
     batch, most = options.data.micro_batch_size, options.serving.max_batch
     if most != "auto" and most < batch:
         raise ConfigError(f"--max-batch: got {most}, wanted at least --micro-batch-size, which is {batch}: one request")
@@ -163,7 +161,7 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
 
 def _with_expected(job: Job, options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> Job:
     """The same job with the scores that this process computes, in batches of the same size."""
-    argv = [setting for setting in line if setting.option.removeprefix("no-") in options_of(ServeOptions)]
+    argv = of_command(ServeOptions, line)
     images = np.load(job.images)
     if options.input.checkpoint_input_path is None:
         classes = _images(options).classes

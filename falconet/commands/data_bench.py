@@ -1,6 +1,7 @@
 """`falconet data bench`: images a second of each stage of the input pipeline alone and together; the slowest named."""
 
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from falconet.data.readers import reader_for
 from falconet.data.source import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
-from falconet.parallel.world import World, open_world
-from falconet.wiring import feeding, launching, parts
+from falconet.parallel.environment import is_first
+from falconet.parallel.world import World
+from falconet.wiring import feeding, parts, speaking
 from falconet.wiring.feeding import Reading
 from falconet.wiring.reading import idle_lines, load_options
 
@@ -28,15 +30,14 @@ Say = Callable[[str], None]
 
 def run(line: Sequence[Setting]) -> int:
     options = load_options(DataBenchOptions, line).options
-    if launching.is_another_process():
+    if not is_first(os.environ):
         return 0
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
-    machine, say = options.machine, launching.spoken()
+    say = speaking.spoken()
     for note in idle_lines(options, line):
         say(note)
-    threads = parts.value_or(machine.threads, parts.cores())
-    world = open_world(machine.device, threads=threads, deterministic=machine.deterministic)
+    world = parts.open_machine(options.machine)
     images = parts.open_images(
         options.data,
         model=options.model.model,

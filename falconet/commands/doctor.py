@@ -14,8 +14,8 @@ from falconet.errors import ConfigError, DeviceError
 from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
-from falconet.wiring import launching, parts
-from falconet.wiring.reading import load_options
+from falconet.wiring import parts, speaking
+from falconet.wiring.reading import load_options, typed
 
 MEASURED = 1.0  # seconds for each decoder
 
@@ -25,20 +25,19 @@ def run(line: Sequence[Setting]) -> int:
     _check_effective({setting.option for setting in line if setting.source == LINE}, options)
     if place is None:
         for text in machine():
-            launching.spoken()(text)
+            speaking.spoken()(text)
     if not options.doctor.distributed:
         if place is None:
             device = torch.device(device_kind(options.machine.device))
             for text in decoders.findings(device, seconds=MEASURED):
-                launching.spoken()(text)
+                speaking.spoken()(text)
         return 0
     count = processes(options)
     if place is None and count > 1:
         from falconet.parallel.launch import Workers, launch
 
-        argv = ["doctor", *(word for setting in line if setting.source == LINE for word in setting.argv())]
-        workers = Workers(argv=argv, processes=count, restarts=0)
-        return launch(workers, progress=lambda: None, say=launching.spoken())
+        workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
+        return launch(workers, progress=lambda: None, say=speaking.spoken())
     return _check(options, place)
 
 
@@ -73,7 +72,7 @@ def _check(options: DoctorOptions, place: Place | None) -> int:
     machine = options.machine
     threads = parts.value_or(machine.threads, parts.cores())
     with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
-        say = launching.screen_of(world).line
+        say = speaking.screen_of(world).line
         say(f"{world.size} processes on {world.device.type}")
         failed = []
         for finding in selftest.findings(world):

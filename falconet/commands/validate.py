@@ -1,5 +1,6 @@
 """`falconet validate`: the accuracy of a checkpoint, or of each one in a folder."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from falconet.config.load import parse
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
+from falconet.parallel.environment import is_first
 from falconet.report.originals import style_of
 from falconet.report.screen import Screen
 from falconet.report.styles import RunLog, Validated
 from falconet.train.evaluate import Evaluation
-from falconet.wiring import accuracies, launching, opening
+from falconet.wiring import accuracies, opening
 from falconet.wiring.accuracies import Accuracy
 from falconet.wiring.reading import idle_lines, input_path
 
@@ -23,7 +25,7 @@ Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:
-    if launching.is_another_process():
+    if not is_first(os.environ):
         return 0
     path, screen, asked = input_path(line), Screen(), parse(ValidateOptions, line).options
     output = asked.table.output or _beside(path)

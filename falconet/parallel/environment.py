@@ -68,7 +68,7 @@ def _is_waiting(address: str, port: int) -> bool:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the process that shows how far things have come."""
+    """Whether this is the first process: it alone speaks, and it alone does what several cannot share."""
     place = find_place(environment)
     return place is None or place.rank == 0
 

@@ -2,12 +2,11 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 import falconet
 from falconet.checkpoint import files
@@ -15,7 +14,7 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
-from falconet.config.settings import CHECKPOINT, LINE, Setting, is_asked_for
+from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, WorldError
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
@@ -23,6 +22,7 @@ from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.screen import Screen
 from falconet.wiring import ending, parts, run_folder
+from falconet.wiring.reading import typed
 
 Restored = tuple[Path, Manifest] | None
 Options = Loaded[schema.TrainOptions]
@@ -67,7 +67,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     from falconet.parallel.launch import launch as run_workers
 
     options = launch.loaded.options
-    argv = [command, *(word for setting in line if setting.source == LINE for word in setting.argv())]
+    argv = [command, *typed(line)]
     home = run_folder.choose(options, restored=launch.restored)
     if options.run.run_dir == "auto" and launch.restored is None:
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it again
@@ -82,29 +82,6 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     if options.run.temporary and (code == 0 or not any(home.iterdir())):  # stopped before it began
         run_folder.throw_away(home, say)
     return code
-
-
-def screen_of(world: World) -> Screen:
-    """Only the first process prints."""
-    return Screen() if world.is_first else Screen(Console(quiet=True))
-
-
-def spoken(world: World | None = None) -> Callable[[str], None]:
-    """How this process says what concerns itself: the first one plainly, others with their rank.
-
-    Before there is a world, only the first one speaks.
-    """
-    if world is None:
-        place = environment.find_place(os.environ)
-        return Screen(Console(quiet=True) if place and place.rank else None).line
-    plain = Screen()
-    return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")
-
-
-def is_another_process() -> bool:
-    """Whether a launcher started several of us and this is not the first, which works alone in validate and average."""
-    place = environment.find_place(os.environ)
-    return place is not None and place.rank > 0
 
 
 def check_alike(world: World, loaded: Options, restored: Restored) -> None:

@@ -14,7 +14,6 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.models import published
 from falconet.numerics.precision import REGIMES
-from falconet.parallel.world import World, open_world
 from falconet.train.evaluate import Evaluation, never
 from falconet.wiring import parts
 from falconet.wiring.reading import load_options
@@ -107,19 +106,13 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     """The model on its device, its weights in the format that they were trained in."""
     model = parts.build_model(options.model, classes=classes, seed=0)
-    return REGIMES[options.machine.precision].prepare(model, open_machine(options).device)
-
-
-def open_machine(options: ValidateOptions) -> World:
-    machine = options.machine
-    threads = parts.value_or(machine.threads, parts.cores())
-    return open_world(machine.device, threads=threads, deterministic=machine.deterministic)
+    return REGIMES[options.machine.precision].prepare(model, parts.open_machine(options.machine).device)
 
 
 def measure(opened: Opened, note: parts.Note) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
     options, images = opened.options, opened.images
-    world = open_machine(options)
+    world = parts.open_machine(options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     parts.check_classes(images, opened.class_names, where=opened.name)

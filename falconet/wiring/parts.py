@@ -29,8 +29,8 @@ from falconet.models.proxynorm import Proxy
 from falconet.models.residual import ResidualShape
 from falconet.models.squeeze import SqueezeNetShape
 from falconet.numerics.precision import REGIMES, Regime
-from falconet.parallel.environment import cores_of
-from falconet.parallel.world import World
+from falconet.parallel.environment import Place, cores_of
+from falconet.parallel.world import World, open_world
 from falconet.report.words import counted
 from falconet.train.evaluate import Evaluation, Measure, evaluate
 from falconet.wiring import feeding
@@ -51,6 +51,12 @@ def cores(processes: int = 1) -> int:
 
 def value_or(value: int | Literal["auto"], automatic: int) -> int:
     return automatic if value == "auto" else value
+
+
+def open_machine(machine: sections.Machine, *, place: Place | None = None) -> World:
+    """The device that the options ask for and its threads, for this process or for all that a launcher started."""
+    threads = value_or(machine.threads, cores())
+    return open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place)
 
 
 def decoder() -> str:

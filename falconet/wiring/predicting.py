@@ -16,7 +16,6 @@ from falconet.infer.predictor import Classifier
 from falconet.models import zoo
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
-from falconet.parallel.world import open_world
 from falconet.wiring import parts
 from falconet.wiring.reading import load_options
 
@@ -67,9 +66,7 @@ def _classifier(
     class_names: tuple[str, ...],
     note: parts.Note,
 ) -> Classifier:
-    machine, regime = options.machine, REGIMES[options.machine.precision]
-    threads = parts.value_or(machine.threads, parts.cores())
-    device = open_world(machine.device, threads=threads, deterministic=machine.deterministic).device
+    device, regime = parts.open_machine(options.machine).device, REGIMES[options.machine.precision]
     regime.require(device)
     if options.serving.half_partial:
         note(half_partials(True, device))

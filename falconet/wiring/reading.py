@@ -10,7 +10,7 @@ from falconet.config.load import Loaded, load
 from falconet.config.named import Use, from_config
 from falconet.config.options import options_of
 from falconet.config.schema import BenchServeOptions, InferOptions
-from falconet.config.settings import Setting, from_checkpoint, from_environment, from_line
+from falconet.config.settings import LINE, Setting, from_checkpoint, from_environment, from_line
 from falconet.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -38,6 +38,17 @@ def idle_lines(options: object, line: Sequence[Setting]) -> list[str]:
     """One note for each option of the line that has no effect; `options` are those that came of it."""
     sources = {setting.option.removeprefix("no-"): setting.source for setting in line}
     return [f"note: {note}" for note in effects.notes(options, sources)]
+
+
+def typed(line: Sequence[Setting]) -> list[str]:
+    """What was typed, for another process of the same command; it reads the config itself."""
+    return [word for setting in line if setting.source == LINE for word in setting.argv()]
+
+
+def of_command(command: type[object], line: Sequence[Setting]) -> list[Setting]:
+    """The settings of another command's line that this one knows too."""
+    known = options_of(command)
+    return [setting for setting in line if setting.option.removeprefix("no-") in known]
 
 
 def input_path(line: Sequence[Setting]) -> Path:

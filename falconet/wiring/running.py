@@ -49,6 +49,7 @@ from falconet.wiring import (
     restoring,
     run_folder,
     sharding,
+    speaking,
     telling,
 )
 from falconet.wiring.launching import Launch
@@ -78,8 +79,8 @@ class Run:
             self.full_size = before.full_size
         self.threads: int = before.threads if before else self._threads()
         self.world: World = before.world if before else self._open_world()
-        self.screen = launching.screen_of(self.world)
-        self.note = launching.spoken(self.world)
+        self.screen = speaking.screen_of(self.world)
+        self.note = speaking.spoken(self.world)
         self.regime = REGIMES[self.options.machine.precision]
         self.offender = Offender(self.world.device)
         # A plan is printed by one process, whatever the processes it speaks of.

@@ -251,7 +251,7 @@ def test_a_loss_that_is_no_number_is_said(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
     monkeypatch.setattr(opening.parts, "evaluator", lambda *given, **named: lambda model, stopping: found)
     monkeypatch.setattr(opening.parts, "check_classes", lambda *given, **named: None)
-    monkeypatch.setattr(opening, "open_machine", lambda options: None)
+    monkeypatch.setattr(opening.parts, "open_machine", lambda machine: None)
     options = ValidateOptions()
     opened = opening.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
     said = []
