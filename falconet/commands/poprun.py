@@ -75,8 +75,8 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
             # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             # A host that is not there yet is an error to torch's C++, and one that does not come is one of ours.
-            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-            "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY", "PASSIVE"),
+            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL") or "FATAL",
+            "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY") or "PASSIVE",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
             **{name: value for name, value in exported.items() if value is not None},
         },
@@ -137,7 +137,7 @@ def _is_missing(name: str, value: str | None) -> bool:
 
 
 def _port(text: str | None) -> int:
-    if text is None:
+    if not text:
         return environment.PORT
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigError(f"MASTER_PORT: got '{text}', wanted 1 to 65535")

@@ -220,3 +220,9 @@ def test_the_line_that_forgets_its_script_is_run_from_the_folder_of_train_py():
     assert code == 0, err
     assert f"poprun: {sys.executable} --config: names no script; taken as {sys.executable} train.py" in err
     assert "falconet train " in out
+
+
+def test_a_port_that_is_empty_is_the_usual_one(capfd, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "")
+    assert poprun.main(["--dry-run", "--num-replicas", "2", "--host", "a,b", "true"]) == 0
+    assert "--master-port=29500" in capfd.readouterr().out
