@@ -29,6 +29,7 @@ from falconet.parallel.world import World, device_kind, open_world
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
+from falconet.report.words import are
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -57,7 +58,8 @@ def run(line: Sequence[Setting]) -> int:
     threads = parts.value_or(machine.threads, parts.cores())
     with open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place) as world:
         if asked > world.size:
-            note = f"note: {asked} replicas asked for, {here} devices are here: {world.size} run, with a batch each"
+            running = f"{world.size} {'runs' if world.size == 1 else 'run'}, with a batch each"
+            note = f"note: {asked} replicas asked for, {are(here, 'device')} here: {running}"
             launching.screen_of(world).line(note)
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):

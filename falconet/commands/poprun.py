@@ -15,6 +15,7 @@ from falconet.parallel import environment, prepared, supervise
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
 from falconet.parallel.hosts import Job, Start, is_here, starts
 from falconet.report.screen import Screen
+from falconet.report.words import are
 
 DONE, MISTAKE = 0, 2  # exit codes; else the program's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
@@ -99,7 +100,7 @@ def _processes(asked: Poprun) -> tuple[int, list[str]]:
     fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
     if fitting == everyone:
         return everyone, []
-    return fitting, [f"{everyone} processes asked for, {what}: {fitting} are started"]
+    return fitting, [f"{everyone} processes asked for, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
 
 
 def _devices() -> tuple[int, str]:
@@ -108,13 +109,13 @@ def _devices() -> tuple[int, str]:
 
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            return count, f"{count} CUDA devices are here"
+            return count, f"{are(count, 'CUDA device')} here"
     return _cores()
 
 
 def _cores() -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0))
-    return PROCESSES_PER_CORE * cores, f"{cores} cores are here, for {PROCESSES_PER_CORE} processes each"
+    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for {PROCESSES_PER_CORE} processes each"
 
 
 def _is_for_cpu(asked: Poprun) -> bool:
