@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
     name, rest = command_name(words)
     try:
         return _run(name, rest)

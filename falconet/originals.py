@@ -63,7 +63,7 @@ def _run(translation: Translation, ours: list[str], name: str) -> int:
         for note in translation.notes:
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
-        os.environ.setdefault(variable, value)
+        os.environ[variable] = os.environ.get(variable) or value
     return cli.main([*translation.argv(), *ours])
 
 

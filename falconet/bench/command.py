@@ -57,7 +57,7 @@ def build(
 
 def child_environment(command: Command, runs: Path) -> dict[str, str]:
     """This process's environment with the command's; programs of this Python come first, runs go to `runs`."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath])
     return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1", RUNS: str(runs)} | dict(command.environment)
 
 
@@ -75,8 +75,8 @@ def _with_parameters(benchmark: Benchmark, parameters: Mapping[str, str]) -> str
 def _with_variables(word: str, environment: Mapping[str, str], note: Callable[[str], None]) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        if name not in environment:
-            note(f"note: ${name} is not set; taken as empty")
+        if not environment.get(name):
+            note(f"note: ${name} is {'empty' if name in environment else 'not set; taken as empty'}")
         return environment.get(name, "")
 
     return _VARIABLE.sub(value, word)

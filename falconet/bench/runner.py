@@ -112,7 +112,7 @@ def _run(job: Job, routine: Routine, say: Say) -> Result:
 def _why_failed(job: Job, ended: process.Ended, found: Measured, timeout: float | None) -> str:
     """Nothing, if it did not."""
     if ended.stopped == "timeout":
-        return f"stopped after {timeout:g} seconds; its last line: {ended.last_line}"
+        return f"stopped after {timeout:g} second{'' if timeout == 1 else 's'}; its last line: {ended.last_line}"
     if ended.code:
         return f"exit code {ended.code}: {ended.last_line}"
     missing = [name for name in job.benchmark.metrics if name not in found.metrics and not _has(found, name)]

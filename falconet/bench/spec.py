@@ -13,6 +13,7 @@ import yaml
 from falconet.bench import arithmetic
 from falconet.config.settings import read_yaml
 from falconet.errors import ConfigError, did_you_mean
+from falconet.report.words import counted
 
 Reduction = Literal["mean", "final", "min", "value"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "final", "min", "value")
@@ -163,7 +164,7 @@ class _Entry:
             names, *rows = given
             for row in rows:
                 if len(row) != len(names):
-                    raise self._mistake(f"parameters: a row has {len(row)} values, wanted {len(names)}")
+                    raise self._mistake(f"parameters: a row has {counted(len(row), 'value')}, wanted {len(names)}")
                 cells = [self._scalar(cell, "parameters") for cell in (*names, *row)]
                 yield dict(zip(cells[: len(names)], cells[len(names) :], strict=True))
             return

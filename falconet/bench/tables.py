@@ -7,6 +7,7 @@ from pathlib import Path
 
 from falconet.bench.compare import Comparison
 from falconet.bench.results import Result
+from falconet.report.words import counted
 
 COLUMNS = (
     *("benchmark", "status", "images_per_second", "std", "low", "high", "count", "of"),
@@ -113,7 +114,7 @@ def _notes(result: Result) -> list[str]:
         notes.append(f"{result.name}: one run; the interval is that of {result.throughput.count} blocks of it")
     drifting = sum(run["state"] == "drifting" for run in result.runs)
     if drifting:
-        notes.append(f"{result.name}: {drifting} of {len(result.runs)} runs were not steady: measure longer")
+        notes.append(f"{result.name}: {drifting} of {counted(len(result.runs), 'run')} not steady: measure longer")
     if any(run["state"] == "few" for run in result.runs):
         notes.append(f"{result.name}: too few measurements in a run to tell warm-up from noise; the first was dropped")
     return notes

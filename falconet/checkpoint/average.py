@@ -9,6 +9,7 @@ from torch import Tensor
 
 from falconet.checkpoint import files
 from falconet.errors import CheckpointError
+from falconet.report.words import counted
 
 MODEL = "model"  # the stem of the file that is averaged
 
@@ -79,8 +80,8 @@ def _require_one_model(folders: Sequence[Path]) -> None:
         other = files.read_manifest(folder)
         if (other.model, other.classes) != (first.model, first.classes):
             raise CheckpointError(
-                f"cannot average {folders[0]} ({first.model}, {first.classes} classes)"
-                f" with {folder} ({other.model}, {other.classes} classes)"
+                f"cannot average {folders[0]} ({first.model}, {counted(first.classes, 'class')})"
+                f" with {folder} ({other.model}, {counted(other.classes, 'class')})"
             )
 
 

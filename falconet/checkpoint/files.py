@@ -19,6 +19,7 @@ from falconet.checkpoint.manifest import read_manifest as read_manifest
 from falconet.checkpoint.places import require_folder
 from falconet.errors import CheckpointError, did_you_mean
 from falconet.parallel.slices import Slice, joined
+from falconet.report.words import counted
 
 
 def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, object]) -> None:
@@ -115,7 +116,8 @@ def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
         raise refuse(path, errors[0])
     if not errors:
         raise CheckpointError(f"{path}: no checkpoint in it; wanted a checkpoint, a folder of them or a run folder")
-    raise CheckpointError(f"{path}: none of the {len(errors)} checkpoints in it is whole; {errors[0]}")
+    which = "the one checkpoint in it is not" if len(errors) == 1 else f"none of the {len(errors)} checkpoints in it is"
+    raise CheckpointError(f"{path}: {which} whole; {errors[0]}")
 
 
 def whole_after(path: Path, progress: Progress) -> Path | None:
@@ -198,10 +200,11 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         path = folder / name
         with named(path):
             size = path.stat().st_size
+        apart = counted(abs(size - record.bytes), "byte")
         if size < record.bytes:
-            raise CheckpointError(f"{path}: {record.bytes - size:,} bytes short of {record.bytes:,} (torn)")
+            raise CheckpointError(f"{path}: {apart} short of {record.bytes:,} (torn)")
         if size > record.bytes:
-            raise CheckpointError(f"{path}: {size - record.bytes:,} bytes more than {record.bytes:,} (not as written)")
+            raise CheckpointError(f"{path}: {apart} more than {record.bytes:,} (not as written)")
 
 
 def _looks_like_one(path: Path) -> bool:

@@ -17,6 +17,7 @@ from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.environment import is_first
 from falconet.report.screen import Screen
+from falconet.report.words import counted
 from falconet.train.batchnorm import reestimate
 from falconet.wiring import averaging, opening, parts
 from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
@@ -43,7 +44,10 @@ def run(line: Sequence[Setting]) -> int:
     if any(to.resolve() == folder.resolve() for folder in whole if not files.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; wanted another name")
     weights = average(folders, replace(how, discarded=0))  # they are left out already
-    screen.line(f"averaged {len(folders)} checkpoints ({how.strategy}): {', '.join(folder.name for folder in folders)}")
+    screen.line(
+        f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}):"
+        f" {', '.join(folder.name for folder in folders)}"
+    )
     if options.average.batchnorm_images:
         opened = _opened(folders[-1], line)
         load_weights(opened.model, weights, where=str(path))

@@ -26,6 +26,7 @@ from falconet.parallel.world import World, device_kind
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
+from falconet.report.words import are
 from falconet.wiring import numbers, opening, parts, speaking
 from falconet.wiring.reading import idle_lines, load_options, of_command, typed
 
@@ -53,7 +54,8 @@ def run(line: Sequence[Setting]) -> int:
         return launch(workers, progress=lambda: None, say=speaking.spoken())
     with parts.open_machine(options.machine, place=place) as world:
         if asked > world.size:
-            note = f"note: {asked} replicas asked for, {here} devices are here: {world.size} run, with a batch each"
+            running = f"{world.size} {'runs' if world.size == 1 else 'run'}, with a batch each"
+            note = f"note: {asked} replicas asked for, {are(here, 'device')} here: {running}"
             speaking.screen_of(world).line(note)
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):

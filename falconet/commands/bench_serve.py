@@ -187,7 +187,8 @@ def _executions(target: Target) -> str:
     """How requests were put together, where the server tells."""
     try:
         (stats,) = target.get("/stats")["model_stats"]
-        return f"server: {stats['inference_count']:,} images in {stats['execution_count']:,} batches since it started"
+        batches = counted(stats["execution_count"], "batch")
+        return f"server: {counted(stats['inference_count'], 'image')} in {batches} since it started"
     except (ConfigError, KeyError, TypeError, ValueError):
         return ""
 
@@ -202,7 +203,7 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
     rates = [sample.images / sample.seconds for sample in samples if sample.seconds > 0]
     load = options.load
     if load.request_type == "ASYNC":
-        clients = f"{counted(load.clients, 'client')}, ASYNC, {load.window} requests in flight each"
+        clients = f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each"
     else:
         clients = f"{counted(load.clients, 'client')}, SYNC"
     facts = lines.Facts(
@@ -243,6 +244,6 @@ def _check(outcomes: Sequence[Outcome], job: Job, screen: Screen) -> int:
     apart = max(one.apart for one in outcomes)
     text = f"the largest difference is {apart:.1e} of an image's largest score, wanted at most {job.tolerance:g}"
     if wrong:
-        raise WorldError(f"{wrong} of {answers} answers differ from the model's own here: {text}")
+        raise WorldError(f"{wrong} of {counted(answers, 'answer')} differ from the model's own here: {text}")
     screen.line(f"all {answers} answers are the model's own here: {text}")
     return 0

@@ -11,6 +11,7 @@ from falconet.data.sources import folder
 from falconet.errors import ConfigError, DataError, Interrupted
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
+from falconet.report.words import are, counted
 from falconet.wiring import parts
 from falconet.wiring.reading import load_options
 
@@ -43,7 +44,7 @@ def run(line: Sequence[Setting]) -> int:
                     packer.pack(shard, done=counting.add)
                 whole += 1
     except KeyboardInterrupt:
-        say(f"stopped; {whole} of {len(shards)} shards are whole, and the same command goes on from there")
+        say(f"stopped; {whole} of {are(len(shards), 'shard')} whole, and the same command goes on from there")
         raise Interrupted from None
     for trouble in packer.troubles[:MOST_TOLD]:
         say(f"{trouble}; packed as it is")
@@ -73,10 +74,10 @@ def _check_target(target: Path, shards: list[packing.Shard]) -> None:
 
 def _summary(packer: packing.Packer, shards: int, target: Path) -> str:
     if packer.images == 0:
-        return f"{target}: all {shards} shards were there already"
+        return f"{target}: nothing to do, {are(shards, 'shard')} there already"
     bad = f"; {len(packer.troubles):,} cannot be decoded" if packer.troubles else ""
     share = packer.bytes_written / max(1, packer.bytes_read) - 1
     return (
-        f"{target}: {shards} shards; {packer.images:,} images packed now, {packer.marked:,} of them with restart"
-        f" markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%}){bad}"
+        f"{target}: {counted(shards, 'shard')}; {counted(packer.images, 'image')} packed now, {packer.marked:,} of them"
+        f" with restart markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%}){bad}"
     )

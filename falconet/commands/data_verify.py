@@ -8,6 +8,7 @@ from falconet.data.sources import packed
 from falconet.errors import ConfigError, DataError
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
+from falconet.report.words import counted
 from falconet.wiring.reading import load_options
 
 
@@ -31,5 +32,5 @@ def run(line: Sequence[Setting]) -> int:
     if problems:
         raise DataError(f"{source}: {len(problems)} damaged; the first: {problems[0]}")
     images = len(splits.train) + len(splits.validation)
-    screen.line(f"{source}: {len(paths)} shards, {images:,} images: every one has its checksum")
+    screen.line(f"{source}: {counted(len(paths), 'shard')}, {counted(images, 'image')}: every one has its checksum")
     return 0

@@ -18,6 +18,7 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.readers import FileReader, Reader, reader_for
 from falconet.data.source import FileSource
 from falconet.numerics.precision import REGIMES
+from falconet.report.words import counted
 from falconet.wiring import feeding, parts
 from falconet.wiring.feeding import Reading
 
@@ -30,7 +31,8 @@ def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
     """Images a second of each decoder, and which one to use, in words."""
     with tempfile.TemporaryDirectory() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
-    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {parts.workers(Data())} threads, images a second:"
+    threads = counted(parts.workers(Data()), "thread")
+    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images a second:"
     yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
     yield f"recommended: {recommended(rates)}"
 

@@ -14,6 +14,7 @@ from falconet.errors import ConfigError, DeviceError
 from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
+from falconet.report.words import counted
 from falconet.wiring import parts, speaking
 from falconet.wiring.reading import load_options, typed
 
@@ -53,10 +54,10 @@ def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
 def machine() -> list[str]:
     """Versions, cores and devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [f"{torch.cuda.get_device_name(number)}" for number in range(count)]
+    devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"{parts.cores()} CPU cores, {count} CUDA devices{': ' + ', '.join(devices) if devices else ''}",
+        f"{counted(parts.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
         f"photos are decoded by {parts.decoder()}",
     ]
 
@@ -73,11 +74,11 @@ def _check(options: DoctorOptions, place: Place | None) -> int:
     threads = parts.value_or(machine.threads, parts.cores())
     with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
         say = speaking.screen_of(world).line
-        say(f"{world.size} processes on {world.device.type}")
+        say(f"{counted(world.size, 'process')} on {world.device.type}")
         failed = []
         for finding in selftest.findings(world):
             say(f"{'ok    ' if finding.held else 'FAILED'}  {finding.name}: {finding.words}")
             failed += [] if finding.held else [finding.name]
         if failed:
-            raise DeviceError(f"--distributed: {len(failed)} checks failed: {', '.join(failed)}")
+            raise DeviceError(f"--distributed: {counted(len(failed), 'check')} failed: {', '.join(failed)}")
     return 0

@@ -15,6 +15,7 @@ from falconet.parallel import environment, prepared, supervise
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
 from falconet.parallel.hosts import Job, Start, is_here, starts
 from falconet.report.screen import Screen
+from falconet.report.words import are
 
 DONE, MISTAKE = 0, 2  # exit codes; else the program's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
@@ -75,8 +76,8 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
             # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             # A host that is not there yet is an error to torch's C++, and one that does not come is one of ours.
-            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-            "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY", "PASSIVE"),
+            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL") or "FATAL",
+            "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY") or "PASSIVE",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
             **{name: value for name, value in exported.items() if value is not None},
         },
@@ -99,7 +100,7 @@ def _processes(asked: Poprun) -> tuple[int, list[str]]:
     fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
     if fitting == everyone:
         return everyone, []
-    return fitting, [f"{everyone} processes asked for, {what}: {fitting} are started"]
+    return fitting, [f"{everyone} processes asked for, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
 
 
 def _devices() -> tuple[int, str]:
@@ -108,13 +109,13 @@ def _devices() -> tuple[int, str]:
 
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            return count, f"{count} CUDA devices are here"
+            return count, f"{are(count, 'CUDA device')} here"
     return _cores()
 
 
 def _cores() -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0))
-    return PROCESSES_PER_CORE * cores, f"{cores} cores are here, for {PROCESSES_PER_CORE} processes each"
+    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for {PROCESSES_PER_CORE} processes each"
 
 
 def _is_for_cpu(asked: Poprun) -> bool:
@@ -137,7 +138,7 @@ def _is_missing(name: str, value: str | None) -> bool:
 
 
 def _port(text: str | None) -> int:
-    if text is None:
+    if not text:
         return environment.PORT
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigError(f"MASTER_PORT: got '{text}', wanted 1 to 65535")

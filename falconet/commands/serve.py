@@ -71,6 +71,6 @@ def run(line: Sequence[Setting]) -> int:
         finally:
             batcher.close()
         counts = batcher.counts
-        batches = f"{counts.executions:,} batch{'' if counts.executions == 1 else 'es'}"
+        batches = counted(counts.executions, "batch")
         screen.line(f"stopped: {counted(counts.requests, 'request')}, {counted(counts.images, 'image')} in {batches}")
         return code

@@ -67,10 +67,14 @@ def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]
 def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
     """The same before the rules: each value has its type and range, and nothing is said about combinations."""
     final: dict[str, Setting] = {}
+    known = options_of(command)
     for setting in settings:
-        final[_bare(setting.option, options_of(command))] = setting
+        final[_bare(setting.option, known)] = setting
+    for name, setting in final.items():
+        if known[name].takes_path and "" in setting.values:  # of a shell's variable that is not set
+            raise _wrong_value(setting, f"{known[name].wanted()}; '.' is this folder")
     options = _parse(command, final)
-    for name, option in options_of(command).items():
+    for name, option in known.items():
         wanted = option.out_of_range(value_of(options, option))
         if wanted:
             raise _wrong_value(final[name], wanted)

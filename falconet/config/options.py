@@ -5,6 +5,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from falconet.config.ranges import Range
@@ -29,6 +30,10 @@ class Option:
     @property
     def takes_many(self) -> bool:
         return get_origin(self.type) is tuple
+
+    @property
+    def takes_path(self) -> bool:
+        return Path in _parts(self.type)
 
     def wanted(self) -> str:
         """The type in words: `a whole number, at least 1, or auto`."""

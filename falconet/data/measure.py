@@ -16,6 +16,7 @@ from falconet.data.landing import Landing
 from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.readers import Reader
 from falconet.data.source import ArraySource, BoolArray, PixelArray, Source
+from falconet.report.words import counted
 
 READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "copy", "together"
 
@@ -55,7 +56,7 @@ class Pipeline:
 
 def stages(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
     """Each stage for so many seconds, with the pipeline's own threads; the first comes from wherever the data lies."""
-    threads = f"{max(1, pipeline.workers)} threads"
+    threads = counted(max(1, pipeline.workers), "thread")
     read = _read_rate(pipeline, seconds)
     both = fill_rate(pipeline, seconds=seconds)
     decode = both if read is None else 1 / max(1 / both - 1 / read, 1e-9)

@@ -103,7 +103,7 @@ def _data(old: Values) -> str:
 
 def imagenet_path(old: Values) -> Iterable[Effect]:
     if _data(old) == "imagenet":
-        if old.given("--imagenet-data-path") or "DATA_DIR" not in old.place.environment:
+        if old.given("--imagenet-data-path") or not old.place.environment.get("DATA_DIR"):
             yield To("data-dir", (old.text("--imagenet-data-path"),))
     elif old.given("--imagenet-data-path"):
         yield Say(f"--imagenet-data-path: has no effect with --data {_data(old)}")

@@ -108,7 +108,7 @@ def bench_data(old: Values) -> Iterable[Effect]:
 
 def bench_path(old: Values) -> Iterable[Effect]:
     if old.text("--data") == "imagenet":
-        if old.given("--imagenet-data-path") or "DATA_DIR" not in old.place.environment:
+        if old.given("--imagenet-data-path") or not old.place.environment.get("DATA_DIR"):
             yield To("data-dir", (_imagenet(old),))
     elif old.given("--imagenet-data-path"):
         yield Say(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
@@ -116,7 +116,7 @@ def bench_path(old: Values) -> Iterable[Effect]:
 
 def _imagenet(old: Values) -> str:
     stored = old.text("--imagenet-data-path")
-    return stored if old.given("--imagenet-data-path") else old.place.environment.get("DATA_DIR", stored)
+    return stored if old.given("--imagenet-data-path") else old.place.environment.get("DATA_DIR") or stored
 
 
 def bench_place(old: Values) -> Iterable[Effect]:

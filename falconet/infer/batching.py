@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from falconet.infer.predictor import Pixels, Scores
+from falconet.report.words import are
 
 Execute = Callable[[Sequence[Pixels]], list[Scores]]  # the scores of each portion; blocks its thread
 
@@ -64,7 +65,7 @@ class Batcher:
         assert 0 < len(images) <= self._policy.max_batch
         if self._queued + len(images) > self._policy.max_queue:
             self.counts.refused += 1
-            raise OverloadedError(f"{self._queued} images are waiting; try again later")
+            raise OverloadedError(f"{are(self._queued, 'image')} waiting; try again later")
         waiting = _Waiting(images, asyncio.get_running_loop().time())
         self._queue.append(waiting)
         self._queued += len(images)

@@ -96,7 +96,8 @@ def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) ->
     if budget_bytes is not None and predicted > budget_bytes:
         raise ConfigError(
             f"--memory-budget: got {budget_bytes / 2**30:.3g} GiB, wanted at least {predicted / 2**30:.3g} GiB for the "
-            f"activations of {len(example)} images with every block recomputed; a smaller --micro-batch-size needs less"
+            f"activations of a batch of {len(example)} with every block recomputed; a smaller --micro-batch-size needs"
+            " less"
         )
     patterns = tuple(re.escape(name) for name in footprint.stored_layers(blocks)) if blocks else ()
     return Choice(patterns, tuple(footprint.name(block) for block in sorted(blocks)), predicted, without)

@@ -14,7 +14,7 @@ def limit_workspace(share: float, device: torch.device) -> str:
         return f"workspace limit: no effect on {device.type}"
     limit = int(share * torch.cuda.get_device_properties(device).total_memory)
     for name, value in variables(limit).items():
-        os.environ.setdefault(name, value)  # what somebody has set himself counts more
+        os.environ[name] = os.environ.get(name) or value  # what somebody has set himself counts more
     return f"workspace of a convolution: at most {limit / 2**20:,.0f} MiB, {share:g} of the device's memory"
 
 

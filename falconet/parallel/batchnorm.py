@@ -45,7 +45,7 @@ def span_batchnorm(model: nn.Module, grid: Grid, *, span: int) -> nn.Module:
         return model
     replicas = grid.replicas.size
     if replicas % span:
-        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of the {replicas} replicas that run")
+        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of {replicas}, the replicas that run")
     assert isinstance(grid.world, Processes)
     own = Span(grid.world, _own_group(grid.world, grid.spans(span)))
     kinds = _kinds()

@@ -54,13 +54,14 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
 
 def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
     """The division over the processes that a launcher started, which must fit the recipe."""
-    total, what = asked.replicas * asked.accumulation, f"{size} processes of {launcher}"
+    total, what = asked.replicas * asked.accumulation, f"{_processes(size)} of {launcher}"
     replicas, rest = divmod(size, asked.stages)
     if size == asked.processes:
         return Division(asked.replicas, asked.accumulation, asked.stages)
     if not rest and asked.free and total % replicas == 0:
         note = (
-            f"{total} micro-batches an update over {replicas} replicas instead of {asked.replicas}; same global batch"
+            f"{total} micro-batch{'' if total == 1 else 'es'} an update over {_replicas(replicas)} instead of"
+            f" {asked.replicas}; same global batch"
         )
         return Division(replicas, total // replicas, asked.stages, (note,))
     fits = not rest and replicas < asked.replicas and asked.replicas % replicas == 0
@@ -75,7 +76,7 @@ def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
     raise ConfigError(
         f"--replicas: got {asked.replicas} with --gradient-accumulation {asked.accumulation}"
         + (f" and {asked.stages} stages" if asked.stages > 1 else "")
-        + f", but {launcher} started {size} processes; wanted {asked.processes} processes{divisor}"
+        + f", but {launcher} started {_processes(size)}; wanted {_processes(asked.processes)}{divisor}"
     )
 
 
@@ -86,12 +87,20 @@ def processes_that_fit(replicas: int, *, stages: int, devices: int) -> int:
     return stages * next(count for count in range(min(replicas, devices // stages), 0, -1) if replicas % count == 0)
 
 
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
+
+
+def _replicas(number: int) -> str:
+    return "1 replica" if number == 1 else f"{number} replicas"
+
+
 def _folded(asked: Asked, replicas: int, what: str) -> Division:
     times = asked.replicas // replicas
     of = f" of {asked.stages} stages" if asked.stages > 1 else ""
     note = (
-        f"{asked.replicas} replicas{of} asked for, {what}: {replicas} run, with {times} times the accumulation; global"
-        " batch and learning rate stay"
+        f"{_replicas(asked.replicas)}{of} asked for, {what}: {replicas} {'runs' if replicas == 1 else 'run'}, with"
+        f" {times} times the accumulation; global batch and learning rate stay"
     )
     return Division(replicas, asked.accumulation * times, asked.stages, (note,))
 

@@ -95,7 +95,7 @@ def is_bound(environment: Mapping[str, str]) -> bool:
 
 def asked_of_poprun(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Replicas, and processes of each, that poprun was asked for; it may have started fewer."""
-    if not {REPLICAS, STAGES} <= environment.keys():
+    if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)
 
@@ -106,27 +106,27 @@ def attempt(environment: Mapping[str, str]) -> int:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place | None:
-    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+    if not _are_set(environment, "RANK", "WORLD_SIZE"):
         return None
     return _place(environment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
+    if not _are_set(environment, "OMPI_COMM_WORLD_RANK"):
         return None
     names = [f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     return _place(environment, "mpirun", *names)
 
 
 def _mpich(environment: Mapping[str, str]) -> Place | None:
-    if "PMI_RANK" not in environment:
+    if not _are_set(environment, "PMI_RANK"):
         return None
     return _place(environment, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def _slurm(environment: Mapping[str, str]) -> Place | None:
     """Within `srun` alone: a batch script has a SLURM_PROCID as well, but nobody beside it."""
-    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environment.keys():
+    if not _are_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
         return None
     size, tasks = _number(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
@@ -138,7 +138,7 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
         size=size,
         local_rank=_number(environment, "SLURM_LOCALID", 0),
         local_size=counts[node] if node < len(counts) else size,
-        address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST") or "127.0.0.1"),
         port=_number(environment, "MASTER_PORT", SLURM_PORTS[job % len(SLURM_PORTS)]),
     )
 
@@ -211,14 +211,19 @@ def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
         return None, PORT
 
 
+def _are_set(environment: Mapping[str, str], *names: str) -> bool:
+    """An empty variable is none: scripts write `MASTER_PORT=$PORT` where nobody has set PORT."""
+    return all(map(environment.get, names))
+
+
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
+    text = environment.get(name, "")
+    if not text and default is not None:
         return default
     try:
-        return int(text or "")
+        return int(text)
     except ValueError:
-        raise ConfigError(f"{name}: got '{text or ''}' from the launcher, wanted a whole number") from None
+        raise ConfigError(f"{name}: got '{text}' from the launcher, wanted a whole number") from None
 
 
 def _check(place: Place, environment: Mapping[str, str]) -> None:
@@ -228,4 +233,4 @@ def _check(place: Place, environment: Mapping[str, str]) -> None:
             " this host; wanted numbers from 0 to one less than there are"
         )
     if not 0 < place.port < 65536:
-        raise ConfigError(f"MASTER_PORT: got {environment.get('MASTER_PORT', place.port)}, wanted 1 to 65535")
+        raise ConfigError(f"MASTER_PORT: got {environment.get('MASTER_PORT') or place.port}, wanted 1 to 65535")

@@ -62,7 +62,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # What torch's C++ warns about is in our own errors, in one line.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR",
     }
     with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _variables(own):
         config = LaunchConfig(

@@ -134,7 +134,7 @@ def _absent(words: str | None, is_silent: bool) -> str:
 
 def _how() -> str:
     """What to do; our own launcher starts all again, or says it itself."""
-    return "" if environment.OWN in os.environ else "; the same line with --resume goes on from the newest checkpoint"
+    return "" if os.environ.get(environment.OWN) else "; the same line with --resume goes on from the newest checkpoint"
 
 
 def follow(launcher: int) -> None:

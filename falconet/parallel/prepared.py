@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             else:
                 name = interface_of(words.pop(0))
                 for variable in INTERFACES:
-                    os.environ.setdefault(variable, name)
+                    os.environ[variable] = os.environ.get(variable) or name
         os.execvp(words[0], words)
     except DeviceError as error:
         sys.stderr.write(f"poprun: btl_tcp_if_include: {error}\n")

@@ -117,8 +117,9 @@ def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic:
     if place is not None:
         count = torch.cuda.device_count()
         if place.local_size > count:
+            devices = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
             raise DeviceError(
-                f"{place.launcher}: started {place.local_size} processes on this host, which has {count} CUDA devices;"
+                f"{place.launcher}: started {place.local_size} processes on this host, which has {devices};"
                 " wanted one process a device"
             )
         torch.cuda.set_device(place.local_rank)

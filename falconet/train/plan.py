@@ -126,7 +126,8 @@ class Plan:
         each = counted(self.updates_per_epoch, "update")
         if updates == whole:
             return f"{counted(updates, 'update')} = {counted(self.epochs, 'epoch')} x {each}"
-        return f"{counted(updates, 'update')} = {updates / self.updates_per_epoch:.4g} epochs of {each}"
+        epochs = updates / self.updates_per_epoch
+        return f"{counted(updates, 'update')} = {epochs:.4g} {'epoch' if epochs == 1 else 'epochs'} of {each}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

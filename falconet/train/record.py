@@ -119,8 +119,8 @@ class Record:
         scale, layer = float(self.state.scale.value), self.offender.read(self.trained)
         if layer:
             self.screen.line(
-                f"note: {totals.skipped} of {totals.updates} updates skipped, gradients not finite, first in {layer};"
-                f" the loss scale is now {scale:g}"
+                f"note: {totals.skipped} of {counted(totals.updates, 'update')} skipped, gradients not finite, first in"
+                f" {layer}; the loss scale is now {scale:g}"
             )
         return {"train/loss_scale": scale, "train/skipped": totals.skipped}
 

@@ -11,6 +11,7 @@ from falconet.checkpoint.foreign import load_weights
 from falconet.config import keeping, schema
 from falconet.config.averages import further
 from falconet.parallel.world import World
+from falconet.report.words import counted
 from falconet.train.record import Record
 
 Say = Callable[[str], None]
@@ -67,7 +68,7 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
         )
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, how, weights=average(folders, how), to=to)
-        say(f"averaged {len(folders)} checkpoints ({how.strategy}) into {to}")
+        say(f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}) into {to}")
         return str(to)
 
     to = Path(world.once(written))

@@ -21,6 +21,7 @@ from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.screen import Screen
+from falconet.report.words import are, counted
 from falconet.wiring import ending, parts, run_folder
 from falconet.wiring.reading import typed
 
@@ -142,9 +143,11 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         return over_processes(asked, size=place.size, launcher=place.launcher)
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
-        return over_devices(asked, devices=max(1, count), what=f"{count} CUDA devices are here")
+        return over_devices(asked, devices=max(1, count), what=f"{are(count, 'CUDA device')} here")
     cores = parts.cores()
-    return over_devices(asked, devices=PROCESSES_PER_CORE * cores, what=f"{cores} cores are here, for 2 processes each")
+    return over_devices(
+        asked, devices=PROCESSES_PER_CORE * cores, what=f"{are(cores, 'core')} here, for 2 processes each"
+    )
 
 
 def _check_stages(stages: int) -> None:
@@ -152,8 +155,8 @@ def _check_stages(stages: int) -> None:
     asked = environment.asked_of_poprun(os.environ)
     if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
-            f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {stages}"
-            f" {'stage' if stages == 1 else 'stages'}; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
+            f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {counted(stages, 'stage')}"
+            f"; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
         )
 
 
@@ -202,8 +205,8 @@ def accumulation_of(phase: Phase, division: Division) -> int:
     accumulation, rest = divmod(asked * replicas, division.replicas)
     if rest:
         raise ConfigError(
-            f"{phase.accumulation}: got {asked}, which makes {asked * replicas} micro-batches an update; wanted a"
-            f" number that the {division.replicas} replicas that run can divide"
+            f"{phase.accumulation}: got {asked}, which makes {counted(asked * replicas, 'micro-batch')} an update;"
+            f" wanted a number that the {division.replicas} replicas that run can divide"
         )
     return accumulation
 
@@ -229,9 +232,10 @@ def standing(phases: Sequence[Phase], loaded: Options, restored: Restored) -> in
 def _check_interleaving(parallel: sections.Parallel, division: Division) -> None:
     """More replicas than the checkpoint had leave fewer micro-batches to each."""
     if parallel.pipeline_schedule == "interleaved" and division.accumulation < division.stages:
+        own = f"{counted(division.replicas, 'replica')} {'has' if division.replicas == 1 else 'have'}"
         raise ConfigError(
             f"--pipeline-schedule interleaved: {division.stages} stages need as many micro-batches an update, and"
-            f" {division.replicas} replicas have {division.accumulation} each; wanted fewer processes, or grouped"
+            f" {own} {division.accumulation} each; wanted fewer processes, or grouped"
         )
 
 

@@ -12,6 +12,7 @@ from falconet.numerics.rounding import Rounding
 from falconet.numerics.scaling import AutomaticScale, FixedScale, Scale, SteppedScale, doublings
 from falconet.numerics.workspace import limit_workspace
 from falconet.parallel.world import World
+from falconet.report.words import counted
 
 GIB = 2**30
 
@@ -77,7 +78,7 @@ def recompute_activations(
         return []
     if mode == "manual":
         kept = recompute(model, numerics.recompute_checkpoints)
-        return [f"recomputes all but the outputs of {len(kept)} layers: {_some(kept)}"]
+        return [f"recomputes all but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"]
     shape = (options.data.micro_batch_size, 3, image_size, image_size)
     example = torch.empty(shape, dtype=regime.formats(device)["activations"], device="meta")
     budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
@@ -86,7 +87,7 @@ def recompute_activations(
         return [f"recomputes nothing: activations of {choice.without_bytes / GIB:.2f} GiB fit the budget"]
     recompute(model, choice.patterns)
     return [
-        f"recomputes {len(choice.blocks)} blocks, which end in {_some(choice.blocks)}: activations of"
+        f"recomputes {counted(len(choice.blocks), 'block')}, ending in {_some(choice.blocks)}: activations of"
         f" {choice.predicted_bytes / GIB:.3f} GiB predicted instead of {choice.without_bytes / GIB:.3f} GiB"
     ]
 

@@ -114,7 +114,7 @@ class Images:
         less = f" and {trained} x {trained} in training" if trained != size else ""
         return (
             f"{len(self.splits.train):,} training and {counted(len(self.splits.validation), 'validation image')} of"
-            f" {self.classes:,} classes, {size} x {size}{less}{self._stored()}"
+            f" {counted(self.classes, 'class')}, {size} x {size}{less}{self._stored()}"
         )
 
     def _stored(self) -> str:
@@ -331,4 +331,6 @@ def check_classes(images: Images, class_names: tuple[str, ...], *, where: str) -
     if own != class_names:
         example = next((pair for pair in zip(own, class_names, strict=False) if pair[0] != pair[1]), None)
         differs = f"'{example[0]}' where it has '{example[1]}'" if example else "other classes"
-        raise CheckpointError(f"{where}: was trained on {len(class_names)} classes, the data has {len(own)}, {differs}")
+        raise CheckpointError(
+            f"{where}: was trained on {counted(len(class_names), 'class')}, the data has {len(own)}, {differs}"
+        )

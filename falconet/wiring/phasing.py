@@ -10,6 +10,7 @@ from falconet.checkpoint import disk
 from falconet.config import effects
 from falconet.config.phases import phases_of
 from falconet.report.mlperf import MlperfLog
+from falconet.report.words import are
 from falconet.wiring import ending, launching, mlperf, run_folder
 from falconet.wiring.launching import Launch
 from falconet.wiring.running import Run
@@ -35,9 +36,9 @@ def go(launch: Launch) -> int:
 def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> int:
     """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory."""
     world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
-    plan = [line for run in runs for line in run.plan_lines()]
+    lines = [line for run in runs for line in run.plan_lines()]
     notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes]
-    for line in [*plan, *(f"note: {note}" for note in notes)]:
+    for line in [*lines, *(f"note: {note}" for note in notes)]:
         screen.line(line)
     if options.run.plan:
         screen.line("")
@@ -46,16 +47,14 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
     for _ in range(skip):
         runs.popleft()
     state = runs[0].begin()
-    done = state.progress.update >= runs[0].plan.updates and not state.progress.unvalidated
-    if runs[0].phase.is_last and done:
-        length = (
-            f"{runs[0].plan.last_epoch} epochs"
-            if options.training.updates is None
-            else f"{runs[0].plan.updates:,} updates"
-        )
-        screen.line(f"nothing left to train: all {length} are done; a larger {runs[0].phase.length} goes on")
+    over = state.progress.update >= runs[0].plan.updates and not state.progress.unvalidated
+    if runs[0].phase.is_last and over:
+        plan, by_updates = runs[0].plan, options.training.updates is not None
+        done, each = (plan.updates, "update") if by_updates else (plan.last_epoch, "epoch")
+        length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
+        screen.line(f"nothing left to train: {length}; a larger {runs[0].phase.length} goes on")
         return 0
-    folder = Path(world.once(lambda: str(_open_folder(launch, plan))))
+    folder = Path(world.once(lambda: str(_open_folder(launch, lines))))
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
     saved = run_folder.checkpoints(folder, options)

@@ -20,6 +20,7 @@ from falconet.parallel.pipeline import Place, in_flight
 from falconet.parallel.processes import Processes
 from falconet.parallel.replicas import Replicas
 from falconet.parallel.stages import SeveralStages, Stages
+from falconet.report.words import counted
 from falconet.train.evaluate import Evaluation, Measure
 from falconet.train.pipelined import (
     Feeding,
@@ -118,8 +119,8 @@ class StagedModel:
         kind = options.parallel.pipeline_schedule
         lines = [
             *self._setup.beginning(self._whole),
-            f"pipeline of {self._count} stages, {kind}: {shape.accumulation} micro-batches an update; each stage"
-            f" recomputes {_RECOMPUTED[self._mode]}",
+            f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} an update;"
+            f" each stage recomputes {_RECOMPUTED[self._mode]}",
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
@@ -128,7 +129,7 @@ class StagedModel:
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(
                 f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
-                f" {flights} micro-batch{'es' if flights > 1 else ''} in flight,"
+                f" {counted(flights, 'micro-batch')} in flight,"
                 f" {(weights + activations) / numbers.GIB:.3f} GiB predicted"
             )
         return lines

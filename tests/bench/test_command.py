@@ -32,6 +32,13 @@ def test_a_variable_that_is_not_set_is_empty_and_said(monkeypatch):
     assert said == ["note: $NOT_THERE is not set; taken as empty"]
 
 
+def test_a_variable_that_is_empty_is_said_too(monkeypatch):
+    monkeypatch.setenv("NOTHING", "")
+    said = []
+    assert built("prog --data-dir $NOTHING", said=said).argv == ("prog", "--data-dir", "")
+    assert said == ["note: $NOTHING is empty"]
+
+
 def test_an_unknown_parameter_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"nothing is known of \{batchsise\}; did you mean 'batchsize'"):
         built("falconet {batchsise}", {"batchsize": "1"})

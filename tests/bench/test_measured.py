@@ -109,8 +109,8 @@ def test_the_rate_of_several_lines_is_all_images_over_all_seconds(tmp_path):
 
 
 def test_folding_is_read_off_what_the_trainer_says(tmp_path):
-    said = "16 replicas asked for, 1 CUDA devices are here: 1 run, with 16 times the accumulation"
-    stages = "4 stages asked for, 1 CUDA devices are here: all of a replica's run in one process"
+    said = "16 replicas asked for, 1 CUDA device is here: 1 runs, with 16 times the accumulation"
+    stages = "4 stages asked for, 1 CUDA device is here: all of a replica's run in one process"
     found = measure(benchmark(tmp_path), {}, ended(f"note: {stages}", f"note: {said}", "other"), tmp_path)
     assert found.folded == f"{stages}; {said}"
     assert measure(benchmark(tmp_path), {}, ended("note: x has no effect"), tmp_path).folded is None

@@ -17,7 +17,7 @@ rate = float(sys.argv[1])
 (home / "plan.txt").write_text("global batch 10 = 10 x 1\\n")
 points = [{"update": n, "train/images_per_second": rate if n > 2 else 1.0} for n in range(1, 21)]
 (home / "metrics.jsonl").write_text("\\n".join(map(json.dumps, points)))
-print("note: 8 replicas asked for, 1 devices are here: 1 run")
+print("note: 8 replicas asked for, 1 device is here: 1 runs")
 sys.exit("it broke") if rate == 13 else None
 """
 
@@ -54,7 +54,7 @@ def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_th
     assert found[2].output == {"samples/sec": "200"}
     assert found[0].throughput.count == 2
     assert found[1].reason == "exit code 1: it broke"
-    assert found[0].folded == "8 replicas asked for, 1 devices are here: 1 run"
+    assert found[0].folded == "8 replicas asked for, 1 device is here: 1 runs"
     assert "  needs 8 devices, 4 here: runs folded, and is marked so" in said
     assert "  FAILED: exit code 1: it broke" in said
     assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in said
@@ -82,7 +82,7 @@ def test_a_command_that_measures_nothing_is_a_failure(jobs, tmp_path):
 def test_the_shorter_time_limit_counts(jobs, tmp_path):
     text = "a:\n  timeout: 1\n  cmd: python -c 'import time; print(5, flush=True); time.sleep(60)'\n"
     (found,) = run_all(jobs(text), routine(tmp_path, timeout=50.0), lambda _: None)
-    assert (found.status, found.reason) == ("failed", "stopped after 1 seconds; its last line: 5")
+    assert (found.status, found.reason) == ("failed", "stopped after 1 second; its last line: 5")
 
 
 def test_keys_without_effect_are_said_once(tmp_path):

@@ -117,7 +117,7 @@ MISTAKES = {
     ENTRY + "  data: {loss: {regexp: '(x)', skip: -1}}\n": "skip: got '-1'",
     ENTRY + "  data: {loss: {regexp: '(x)', reduction_type: max}}\n": "reduction_type: got 'max', wanted mean, final",
     ENTRY + "  parameters: 3\n": "a: parameters: wanted a mapping",
-    ENTRY + "  parameters: [[a, b], [1]]\n": "a row has 1 values, wanted 2",
+    ENTRY + "  parameters: [[a, b], [1]]\n": "a row has 1 value, wanted 2",
     ENTRY + "  derived: {x: {expr: 'import os'}}\n": "derived: x: expr: 'import os' is not arithmetic",
     ENTRY + "  output: [a]\n": "a: output: wanted a list of pairs",
     ENTRY + "  timeout: soon\n": "a: timeout: got 'soon', wanted a number of seconds",

@@ -29,7 +29,10 @@ def result(rates, **facts):
 
 def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
     text = tables.markdown(
-        [result([1990, 2000, 2010], folding="16 replicas asked for, 1 run"), result([], status="failed", reason="why")],
+        [
+            result([1990, 2000, 2010], folding="16 replicas asked for, 1 runs"),
+            result([], status="failed", reason="why"),
+        ],
         {"cores": 2, "devices": ""},
     )
     row, failed = text.splitlines()[2:4]
@@ -38,7 +41,7 @@ def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
         " 25.0 +- 0.0 % | 1.00 GiB |"
     )
     assert failed.startswith("| b/c | FAILED |")
-    assert "- b|c: written for 16 devices; 16 replicas asked for, 1 run" in text
+    assert "- b|c: written for 16 devices; 16 replicas asked for, 1 runs" in text
     assert "- b|c: why" in text
     assert "- b|c: how wrong 2\n" in text
     assert "Machine: cores 2\n" in text

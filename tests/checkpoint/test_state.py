@@ -130,7 +130,7 @@ def test_a_torn_checkpoint_is_refused_before_anything_is_changed(tmp_path):
     path = folder / "ema.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     state, untouched = new_state(seed=1), new_state(seed=1)
-    with pytest.raises(CheckpointError, match="1 bytes short"):
+    with pytest.raises(CheckpointError, match="1 byte short"):
         state.load(folder, name="m")
     assert_same(state, untouched)
 

@@ -90,7 +90,7 @@ def test_the_average_is_the_one_made_by_hand(falconet, run, line):
     names, combine, word = RULES[line]
     answer = falconet(f"average --checkpoint-input-path r {line}")
     assert answer.code == 0, answer.err
-    said = f"{len(names)} checkpoints ({word}): {', '.join(names)}"
+    said = f"{len(names)} checkpoint{'s' if len(names) > 1 else ''} ({word}): {', '.join(names)}"
     assert answer.out == f"averaged {said}\nwritten to {AVERAGED}\n"
     assert_same(weights(AVERAGED), by_hand(names, combine), exactly=combine is mean)
     assert_same(weights(AVERAGED, "optimizer"), weights(run / "checkpoints" / names[-1], "optimizer"))

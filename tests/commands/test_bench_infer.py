@@ -108,7 +108,7 @@ def test_more_replicas_than_devices_are_said_and_fewer_run(falconet, monkeypatch
     monkeypatch.setattr(bench_infer, "_devices", lambda options: 1)
     answer = falconet(f"{SMALL} --replicas 4")
     assert answer.code == 0
-    assert "note: 4 replicas asked for, 1 devices are here: 1 run, with a batch each" in answer.out
+    assert "note: 4 replicas asked for, 1 device is here: 1 runs, with a batch each" in answer.out
 
 
 MISTAKES = {

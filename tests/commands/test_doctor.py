@@ -16,7 +16,7 @@ def test_versions_cores_and_devices_are_told(falconet, monkeypatch):
     answer = falconet("doctor")
     assert answer.code == 0
     assert f"torch {torch.__version__}" in answer.out
-    assert f"{len(os.sched_getaffinity(0))} CPU cores" in answer.out
+    assert f"{len(os.sched_getaffinity(0))} CPU core" in answer.out
 
 
 def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_check_that_fails_is_told_in_one_line_with_exit_code_2(falconet, monke
     answer = falconet("doctor --distributed --replicas 1 --device cpu --threads 1")
     assert answer.code == 2
     assert "FAILED  vote: nobody came" in answer.out
-    assert answer.err == "falconet doctor: --distributed: 1 checks failed: vote\n"
+    assert answer.err == "falconet doctor: --distributed: 1 check failed: vote\n"
 
 
 @pytest.mark.gpu

@@ -104,7 +104,7 @@ def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falcon
     answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
     assert answer.code == 0, answer.err
     assert re.search(
-        r"note: 1 of 1 updates skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
+        r"note: 1 of 1 update skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
     )
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("train/skipped", 0) for line in lines) == 4

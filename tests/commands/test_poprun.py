@@ -93,7 +93,7 @@ def test_stages_that_the_program_does_not_have_are_refused_also_where_they_would
     code, _, err = run("--ipus-per-replica 4096", [*FALCONET, "train", *TINY.split()], tmp_path)
     assert code == 2
     note, mistake = err.splitlines()
-    assert note.endswith(": 1 are started")
+    assert note.endswith(": 1 is started")
     assert mistake.startswith("falconet train: --ipus-per-replica: poprun was given 4096, but the model is in 1 stage;")
 
 
@@ -147,7 +147,7 @@ CPU = {
 
 @pytest.mark.parametrize("line", CPU.values(), ids=CPU.keys())
 def test_a_program_for_the_cpu_is_not_held_to_the_number_of_cuda_devices(capfd, monkeypatch, line):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--dry-run", *line]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -155,15 +155,15 @@ def test_a_program_for_the_cpu_is_not_held_to_the_number_of_cuda_devices(capfd, 
 
 
 def test_a_program_for_devices_is_held_to_their_number(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--dry-run", "--num-replicas", "2", "falconet", "train", "--device", "cuda"]) == 0
     out, err = capfd.readouterr()
-    assert err == "poprun: 2 processes asked for, 1 CUDA devices are here: 1 are started\n"
+    assert err == "poprun: 2 processes asked for, 1 CUDA device is here: 1 is started\n"
     assert "--nproc-per-node=1" in out
 
 
 def test_two_names_of_this_host_are_a_mistake(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA devices are here"))
+    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--num-replicas", "2", "--host", f"{socket.gethostname()},localhost", "true"]) == 2
     assert capfd.readouterr().err.endswith(" and localhost are both this host; wanted each host once\n")
 
@@ -220,3 +220,9 @@ def test_the_line_that_forgets_its_script_is_run_from_the_folder_of_train_py():
     assert code == 0, err
     assert f"poprun: {sys.executable} --config: names no script; taken as {sys.executable} train.py" in err
     assert "falconet train " in out
+
+
+def test_a_port_that_is_empty_is_the_usual_one(capfd, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "")
+    assert poprun.main(["--dry-run", "--num-replicas", "2", "--host", "a,b", "true"]) == 0
+    assert "--master-port=29500" in capfd.readouterr().out

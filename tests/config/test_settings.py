@@ -38,6 +38,8 @@ MISTAKES = {
     "--lr-epoch-decay 10 x": "--lr-epoch-decay: got '10 x', wanted a list: a number, more than 0",
     "--weight-avg-N 0": "--weight-avg-N: got '0', wanted a whole number, at least 1 or all, -1",
     "--data folder": "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with",
+    "--data folder --data-dir=": "--data-dir: got '', wanted a path; '.' is this folder",
+    "--run-dir=": "--run-dir: got '', wanted a path or auto; '.' is this folder",
     "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, wanted at least 2 for --mixup-alpha",
     "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
         "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"

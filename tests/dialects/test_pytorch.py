@@ -65,6 +65,7 @@ def test_what_is_only_compiled_needs_no_images():
 PLACES = {
     "given": ("--imagenet-data-path here", {"DATA_DIR": "there"}, "here"),
     "variable": ("", {"DATA_DIR": "there"}, None),  # read by `falconet` itself
+    "empty": ("", {"DATA_DIR": ""}, "/localdata/datasets/imagenet-raw-data"),
     "neither": ("", {}, "/localdata/datasets/imagenet-raw-data"),
 }
 

@@ -292,7 +292,7 @@ def test_a_budget_that_nothing_fits_is_refused_in_one_line():
     with pytest.raises(ConfigError) as caught:
         automatic(build("resnet8-cifar"), example=torch.empty(64, 3, 32, 32), budget_bytes=2**20)
     assert "--memory-budget: got 0.000977 GiB, wanted at least 0.0" in str(caught.value)
-    assert "activations of 64 images" in str(caught.value)
+    assert "activations of a batch of 64 with" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

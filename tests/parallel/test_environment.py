@@ -5,7 +5,7 @@ import json
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.parallel.environment import Place, attempt, cores_of, find_place, first_host
+from falconet.parallel.environment import Place, asked_of_poprun, attempt, cores_of, find_place, first_host
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 PLACES = {
@@ -59,6 +59,33 @@ PLACES = {
         {"TF_CONFIG": json.dumps(CLUSTER)},
         Place(launcher="TF_CONFIG", rank=2, size=3, local_rank=1, local_size=2, address="a", port=1234),
     ),
+    "torchrun, with variables that are empty": (
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "",
+            "LOCAL_WORLD_SIZE": "",
+            "MASTER_ADDR": "",
+            "MASTER_PORT": "",
+        },
+        Place(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2),
+    ),
+    "srun, with variables that are empty": (
+        {
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NODEID": "",
+            "SLURM_LOCALID": "1",
+            "SLURM_JOB_ID": "",
+            "SLURM_STEP_NODELIST": "",
+        },
+        Place(launcher="srun", rank=1, size=2, local_rank=1, local_size=2, port=20_000),
+    ),
+    "variables of every launcher, all empty": (
+        dict.fromkeys(("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TF_CONFIG"), "")
+        | {"SLURM_STEP_NUM_TASKS": ""},
+        None,
+    ),
     "nobody": ({"PATH": "/bin"}, None),
     "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     "a batch script without srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
@@ -73,6 +100,8 @@ def test_a_process_finds_its_place(variables, place):
 
 MISTAKES = {
     "RANK: got 'x' from the launcher, wanted a whole number": {"RANK": "x", "WORLD_SIZE": "2"},
+    "WORLD_SIZE: got 'two' from the launcher": {"RANK": "0", "WORLD_SIZE": "two"},
+    "PMI_SIZE: got '' from the launcher": {"PMI_RANK": "0", "PMI_SIZE": ""},
     "torchrun: says process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
     "MASTER_PORT: got 99999": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"},
     "MASTER_ADDR: is needed under mpirun on several hosts": {
@@ -97,6 +126,11 @@ def test_nonsense_is_refused_in_one_line(message, variables):
 )
 def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(("stages", "asked"), [("3", (2, 3)), ("", None)])
+def test_what_poprun_was_asked_for_is_known_where_it_says_so(stages, asked):
+    assert asked_of_poprun({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
 
 
 def test_attempts_are_counted_by_either_launcher():

@@ -22,6 +22,7 @@ from falconet.data.readahead import Readahead
 from falconet.data.shards import Shards
 from falconet.data.source import Names, Places, ShardSource, Splits
 from falconet.errors import DataError
+from falconet.report.words import counted
 
 LABEL_FILES = (
     *("class_names.txt", "classnames.txt", "classes.txt", "labels.txt", "synsets.txt"),
@@ -150,7 +151,7 @@ def class_names(data_dir: Path, *, count: int, known: Sequence[str] = ()) -> tup
         except UnicodeDecodeError:
             raise DataError(f"{path}: is not a text file; wanted the name of one class a line") from None
         if len(lines) < count:
-            raise DataError(f"{path}: names {len(lines)} classes, the labels go to {count - 1}, from 0")
+            raise DataError(f"{path}: names {counted(len(lines), 'class')}, the labels go to {count - 1}, from 0")
         return lines
     if len(known) == count and len(set(known)) == count and all(known):
         return tuple(known)

@@ -78,7 +78,7 @@ def test_names_come_from_a_file_where_records_have_none(tmp_path):
     (tmp_path / "labels.txt").write_text("cat\ndog\nrat\n")
     assert photos.load(tmp_path).class_names == ("cat", "dog", "rat")
     (tmp_path / "labels.txt").write_text("cat\n")
-    with pytest.raises(DataError, match=r"labels.txt: names 1 classes, the labels go to 1, from 0"):
+    with pytest.raises(DataError, match=r"labels.txt: names 1 class, the labels go to 1, from 0"):
         photos.load(tmp_path)
 
 
