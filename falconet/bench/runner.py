@@ -62,6 +62,7 @@ def prepare(benchmarks: Sequence[Benchmark], *, wandb: bool, profile: bool, note
     ignored = dict.fromkeys(key for benchmark in benchmarks for key in benchmark.ignored)
     if ignored:
         said[f"note: {', '.join(ignored)} in the spec: nothing is installed or prepared here"] = None
+    said |= {f"note: {line}": None for benchmark in benchmarks for line in benchmark.notes}
     for line in said:
         note(line)
     return jobs

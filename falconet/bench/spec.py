@@ -24,7 +24,7 @@ USED = ("description", "cmd", "data", "derived", "output", "env", "parameters", 
 # What prepared an IPU machine: read, and told to have no effect.
 UNUSED = (
     *("requirements_path", "requirements_file", "required_apt_packages_path", "required_apt_packages"),
-    *("pre_run_commands", "repository", "reference_directory", "generated", "synthetic"),
+    *("pre_run_commands", "repository", "reference_directory", "generated", "synthetic", "readme"),
 )
 
 
@@ -53,6 +53,7 @@ class Benchmark:
     timeout: float | None = None  # seconds
     allow_wandb: bool = False
     ignored: tuple[str, ...] = ()  # keys without effect here
+    notes: tuple[str, ...] = ()  # what else is not taken as it is written, a line each
 
     @property
     def converges(self) -> bool:
@@ -60,15 +61,25 @@ class Benchmark:
 
 
 class _Spelled(yaml.SafeLoader):
-    """Scalars as they are spelled, `<<` merges, and a name given twice is a mistake."""
+    """Scalars as they are spelled, `<<` merges, and a key given twice in an entry is a mistake."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        node.merged = True  # type: ignore[attr-defined]  # two entries of one name are told in a note: the last one counts, as it did
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for number, name in enumerate(names):
-            if name in names[:number] and not getattr(node, "merged", False):
+        if not getattr(node, "merged", False):
+            for name in _repeated(node):
                 raise yaml.constructor.ConstructorError(None, None, f"'{name}' is there twice", node.start_mark)
         node.merged = True  # type: ignore[attr-defined]  # what is merged in comes before, under the same names
         return super().construct_mapping(node, deep=deep)
+
+
+def _repeated(node: yaml.Node | None) -> list[str]:
+    """Keys of a mapping that it has more than once."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    names = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
 _Spelled.yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}
@@ -98,8 +109,9 @@ def read_spec(path: Path) -> list[Benchmark]:
         raise ConfigError(f"{path}: wanted a mapping of benchmark names to entries with a cmd")
     # A built-in spec lies in the package; its commands run where the user is.
     folder = Path.cwd() if path in builtin_specs().values() else path.resolve().parent
+    twice = _repeated(yaml.compose(path.read_text(encoding="utf-8"), Loader=_Spelled))
     found = [
-        _Entry(str(name), entry, where=str(path)).benchmark(folder)
+        _Entry(str(name), entry, where=str(path), is_repeated=name in twice).benchmark(folder)
         for name, entry in content.items()
         if TEMPLATE not in str(name)
     ]
@@ -135,6 +147,7 @@ class _Entry:
     name: str
     content: Any
     where: str
+    is_repeated: bool = False  # an entry of this name comes before it
 
     def benchmark(self, folder: Path) -> Benchmark:
         if not isinstance(self.content, Mapping):
@@ -142,10 +155,11 @@ class _Entry:
         self._check_keys(self.content, (*USED, *UNUSED), "")
         if "cmd" not in self.content:
             raise self._mistake(f"has no cmd; wanted one, or '{TEMPLATE}' in the name of an entry to merge")
+        place = folder / self._scalar(self.content.get("location", ""), "location")
         return Benchmark(
             name=self.name,
             where=self.where,
-            folder=folder / self._scalar(self.content.get("location", ""), "location"),
+            folder=place if place.is_dir() else folder,
             command=" ".join(self._text("cmd").split()),
             variants=tuple(self._variants()),
             metrics={name: self._metric(name, entry) for name, entry in self._mapping("data").items()},
@@ -155,7 +169,14 @@ class _Entry:
             timeout=self._number("timeout"),
             allow_wandb=str(self.content.get("allow_wandb", "false")).lower() in ("true", "yes", "on"),
             ignored=tuple(key for key in self.content if key in UNUSED),
+            notes=tuple(self._notes(place, folder)),
         )
+
+    def _notes(self, place: Path, folder: Path) -> Iterator[str]:
+        if self.is_repeated:
+            yield f"{self.name} is in {self.where} more than once; the last one counts"
+        if not place.is_dir():  # the originals' files name folders of their makers' own machines
+            yield f"location {self.content['location']} is not a folder here; commands run in {folder}"
 
     def _variants(self) -> Iterator[dict[str, str]]:
         """A list is a table with its names first; a mapping is every combination of its comma-separated values."""

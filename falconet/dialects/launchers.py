@@ -228,7 +228,7 @@ VALUED: dict[str, Callable[[Poprun, str, str], None]] = {
     **dict.fromkeys(MPI, _mpi),
 }
 SWITCHES: dict[str, Callable[[Poprun], None]] = {
-    **dict.fromkeys(("-v", "-vv", "-vvv", "--verbose"), _switch("verbose")),
+    **dict.fromkeys(("-v", "-vv", "-vvv", "--v", "--vv", "--vvv", "--verbose"), _switch("verbose")),
     **dict.fromkeys(("-h", "--help"), _switch("help")),
     "--dry-run": _switch("dry_run"),
 }

@@ -10,6 +10,7 @@ RESNET = {
     **{"10": (1, 1, 1, 1), "18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "14": (1, 1, 1, 1), "26": (2, 2, 2, 2)},
     **{"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)},
 }
+RESIDUAL = ("resnet", "resnext")  # and a depth; their layers have the same names
 BASIC = ("10", "18", "34")  # two convolutions a block; the others have three
 CIFAR_BASIC = ("8", "14", "20", "32", "44", "110")
 EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
@@ -44,8 +45,8 @@ def pytorch_layer(name: str, *, model: str) -> str:
 
 def _addition(number: int, *, model: str, name: str) -> str:
     """The layer after the residual addition of that number, counted as torch.fx does: add, add_1, add_2, ..."""
-    if model.startswith("resnet"):
-        depth = model.removeprefix("resnet")
+    if model.startswith(RESIDUAL):
+        depth = model.removeprefix("resnet").removeprefix("resnext")
         places = [(stage, block) for stage, blocks in enumerate(RESNET[depth], 1) for block in range(blocks)]
         template = f"layer{{}}/{{}}/act{2 if depth in BASIC else 3}"
     elif model.startswith("efficientnet-b"):

@@ -1,6 +1,7 @@
 """The PyTorch program's training options, and those it shares with its inference benchmark."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from falconet.dialects.layers import pytorch_layer
 from falconet.dialects.pytorch_ending import ENDING
@@ -13,6 +14,8 @@ from falconet.errors import ConfigError
 MODELS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
     *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
+    # Of releases up to SDK 2.6, whose benchmarks measure some of them.
+    *("resnext50", "resnext101", *(f"efficientnet-b{size}" for size in (1, 2, 3, 5, 6, 7))),
 )
 IMAGENET = "/localdata/datasets/imagenet-raw-data"  # where the original looked unless told otherwise
 OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
@@ -227,9 +230,9 @@ COMMON: tuple[Old, ...] = (
     becomes("--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; else a note"),
     same("--half-partial", "flag"),
     nothing("--exchange-memory-target", "text", IPU, choices=("cycles", "balanced", "memory")),
-    same("--norm-type", "text", "batch", choices=("batch", "group", "none")),
+    same("--norm-type", "text", "batch", aliases=("--normlayer",), choices=("batch", "group", "none")),
     becomes("--norm-eps", "number", "1e-05", "norm-eps", norm_eps, "the same, for batch norm too"),
-    same("--norm-num-groups", "whole", "32"),
+    same("--norm-num-groups", "whole", "32", aliases=("--groupnorm-group-num",)),
     becomes(
         "--enable-fast-groupnorm",
         "flag",
@@ -354,7 +357,7 @@ TRAINING: tuple[Old, ...] = (
     same("--half-res-training", "flag"),
     fine_tune("--fine-tune-epoch", "whole", "0", effect="the same; needed with --half-res-training, as it was"),
     fine_tune("--fine-tune-lr", "number", "0.25"),
-    fine_tune("--fine-tune-micro-batch-size", "whole", "1"),
+    replace(fine_tune("--fine-tune-micro-batch-size", "whole", "1"), aliases=("--fine-tune-batch-size",)),
     fine_tune("--fine-tune-gradient-accumulation", "whole", "1"),
     fine_tune("--fine-tune-first-trainable-layer", "text", None, effect="layers renamed as ours", renamed=_layer),
     same("--weight-avg-strategy", "text", "none", choices=("mean", "exponential", "none")),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from falconet.dialects.layers import BASIC, EFFICIENTNET, MOBILENET, RESNET, pytorch_layer
+from falconet.dialects.layers import BASIC, EFFICIENTNET, MOBILENET, RESIDUAL, RESNET, pytorch_layer
 
 _PLAIN = re.compile(r"[\w/]+")
 _MOBILENET_V2 = (1, 2, 3, 4, 3, 3, 1)  # blocks of each stage, in torchvision and in timm
@@ -40,8 +40,8 @@ def mobilenet_layer(name: str, *, model: str) -> str | None:
 
 
 def _names(model: str) -> dict[str, tuple[str, ...]]:
-    if model.startswith("resnet"):
-        return dict(_resnet(model.removeprefix("resnet")))
+    if model.startswith(RESIDUAL):
+        return dict(_resnet(model.removeprefix("resnet").removeprefix("resnext")))
     if model.startswith("efficientnet"):
         return dict(_efficientnet(model.removeprefix("efficientnet-b")))
     single = _mobilenet_v2() if model == "mobilenet" else _mobilenet_v3(model)

@@ -85,8 +85,14 @@ _LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" 
 _SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
 _TRAINING = "is for training"
 _MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_RESTORED = {"--restore-path": "the checkpoints that are measured; without it, random weights"}
 _PREDICTING: tuple[Old, ...] = (
-    *(option if option.name in _MEASURED else idle(option, _TRAINING) for option in LENGTH),
+    *(
+        replace(option, effect=_RESTORED.get(option.name, option.effect))
+        if option.name in _MEASURED
+        else idle(option, _TRAINING)
+        for option in LENGTH
+    ),
     *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
     *MACHINE,
     *MODEL,

@@ -178,7 +178,13 @@ MACHINE: tuple[Old, ...] = (
         "OFF turns it off; the others are alike here",
         choices=("ON", "ON_prng_stable", "RI_prng_stable", "OFF"),
     ),
-    nothing("--batches-per-step", "whole", "the host starts every update itself", "1000"),
+    nothing(
+        "--batches-per-step",
+        "whole",
+        "the host starts every update itself",
+        "1000",
+        aliases=("--device-iterations",),  # its name from SDK 2.6 on
+    ),
     becomes(
         "--select-ipu",
         "text",

@@ -193,6 +193,7 @@ LENGTH: tuple[Old, ...] = (
         "gradient-accumulation batchnorm-per-update",
         accumulation,
         "the same; batch norm's statistics move once an update, as they did",
+        aliases=("--gradients-to-accumulate", "--pipeline-depth"),  # its names up to SDK 1.2
         least=1,
     ),
     becomes(

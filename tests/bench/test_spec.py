@@ -80,10 +80,28 @@ def test_merges_parameters_and_values_as_they_are_spelled(spec):
     assert first.variants[1] == {"batchsize": "1", "kind": "b"}
     assert second.variants == ({"batch": "3", "accumulation": "150"}, {"batch": "4", "accumulation": "120"})
     assert first.environment == {"LEVEL": "010"}
-    assert first.folder.name == "inner"
     assert first.timeout == 90.0
     assert first.derived == {"each": "{throughput} / 4"}
     assert first.output == (("samples/sec", "throughput"), ("each", "each"))
+
+
+def test_of_two_entries_of_one_name_the_last_counts_and_it_is_said(spec):
+    """As in a file of the TensorFlow original."""
+    path = spec(ENTRY + "b: {cmd: falconet train}\na:\n  cmd: falconet validate\n")
+    found = {benchmark.name: benchmark for benchmark in read_spec(path)}
+    assert [*found] == ["a", "b"]
+    assert found["a"].command == "falconet validate"
+    assert found["a"].notes == (f"a is in {path} more than once; the last one counts",)
+    assert found["b"].notes == ()
+
+
+def test_a_command_runs_in_its_location_or_beside_the_spec_where_there_is_no_such_folder(spec, tmp_path):
+    path = spec(MERGED)
+    assert read_spec(path)[0].folder == tmp_path
+    assert read_spec(path)[0].notes == (f"location inner is not a folder here; commands run in {tmp_path}",)
+    (tmp_path / "inner").mkdir()
+    assert read_spec(path)[0].folder == tmp_path / "inner"
+    assert read_spec(path)[0].notes == ()
 
 
 def test_all_are_chosen_but_those_that_train_to_an_accuracy(spec):
@@ -109,7 +127,7 @@ MISTAKES = {
     "a:\n  cmd: ''\n": "a: cmd: wanted text",
     ENTRY + "  comand: x\n": "a: unknown key 'comand'; did you mean 'cmd'",
     ENTRY + "  zzzzzz: x\n": "a: unknown key 'zzzzzz'; wanted description, cmd",
-    ENTRY + "a:\n  cmd: again\n": "'a' is there twice",
+    ENTRY + "  cmd: again\n": "'cmd' is there twice",
     ENTRY + "  data: x\n": "a: data: wanted a mapping",
     ENTRY + "  data: {loss: {regex: x}}\n": "a: data: loss: wanted a regexp",
     ENTRY + "  data: {loss: {regexp: '(x'}}\n": "a: data: loss: regexp: ",

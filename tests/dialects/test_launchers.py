@@ -164,3 +164,8 @@ def test_the_cache_of_compiled_programs_is_that_of_kernels():
     told = ["--mpi-local-args=-x TRITON_CACHE_DIR=own", *line]
     assert read_poprun(told).exported == {"TRITON_CACHE_DIR": "own"}
     assert read_poprun(["--executable-cache-path=", "python3", "train.py"]).exported == {}
+
+
+@pytest.mark.parametrize("flag", ["-v", "-vv", "--vv", "--verbose"])
+def test_it_may_be_asked_to_say_more_in_every_spelling_of_the_originals(flag):
+    assert read_poprun(shlex.split(f"{flag} --num-replicas 2 --num-instances 2 python3 t")).verbose

@@ -77,6 +77,20 @@ def test_imagenet_is_where_the_line_the_variable_or_the_original_says(program, t
     assert settings.get("data-dir") == found
 
 
+OF_OTHER_RELEASES = {
+    "--model resnext101": ("model", "resnext101"),
+    "--model efficientnet-b2": ("model", "efficientnet-b2"),
+    "--model resnet50 --normlayer group --groupnorm-group-num 16": ("norm-num-groups", "16"),
+    "--half-res-training --fine-tune-epoch 1 --fine-tune-batch-size 6": ("fine-tune-micro-batch-size", "6"),
+}
+
+
+@pytest.mark.parametrize(("typed", "found"), OF_OTHER_RELEASES.items())
+def test_models_and_names_of_other_releases_are_taken(typed, found):
+    settings, _ = translated(TRAIN, f"--data generated --weight-avg-strategy mean {typed}")
+    assert settings[found[0]] == found[1]
+
+
 def test_the_shape_of_an_efficientnet_is_passed_over_by_other_models():
     settings, notes = translated(TRAIN, "--data generated --model resnet50 --efficientnet-group-dim 16")
     assert "efficientnet-group-dim" not in settings
