@@ -2,14 +2,16 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from PIL import Image
 
+import watched
 from falconet.cli import main
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test fetches weights; read when that library is imported, which is later
@@ -17,6 +19,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test fetches weights; read when that li
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's `&` hands on an ignored Ctrl-C, to every process that a test starts too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples everywhere, however long each takes; `--hypothesis-profile default` looks for others.
+settings.register_profile("here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
 
 
 class Answer(NamedTuple):
@@ -35,6 +42,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "processes" if item.get_closest_marker("dist") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    return (yield from watched.in_time(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    return (yield from watched.in_time(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    return (yield from watched.in_time(item))
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    """A test that starts processes may take longer, and leaves none behind when it fails."""
+    with watched.processes_ended(begun=lambda: watched.limit(watched.WITH_PROCESSES)):
+        yield
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Several gloo processes for a test: forked from a server that has imported everything once."""
 
+import itertools
 import multiprocessing
 import os
+import random
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -21,13 +24,28 @@ MODULES = [
     "replica_scenarios",
     "pipeline_scenarios",
 ]
-LIMIT = 100  # seconds for one scenario
+LIMIT = 300  # seconds for one scenario
+PORTS = range(20_000, 32_000)  # the system gives those above to whoever asks for any, at any time
+
+
+def _ports() -> Iterator[int]:
+    """In turn, from anywhere: another run of the tests may be under way."""
+    begin = random.SystemRandom().randrange(len(PORTS))
+    return (PORTS[(begin + number) % len(PORTS)] for number in itertools.count())
+
+
+_NEXT = _ports()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in _NEXT:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no end to ports")
 
 
 def errors_in_world(size: int, scenario: Callable[..., Any], *args: object, expected: int) -> dict[int, str]:
@@ -42,21 +60,22 @@ def errors_in_world(size: int, scenario: Callable[..., Any], *args: object, expe
     return found
 
 
-def in_world(size: int, scenario: Callable[..., Any], *args: object, timeout: float = 60.0, on_error=None) -> list[Any]:
+def in_world(size: int, scenario: Callable[..., Any], *args: object, on_error=None) -> list[Any]:
     """What `scenario(world, *args)` returns in each of `size` processes; its first error is raised here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
     port, results = free_port(), context.SimpleQueue()
     processes = [
-        context.Process(target=_run, args=(rank, size, port, timeout, results, scenario, args), daemon=True)
+        context.Process(target=_run, args=(rank, size, port, results, scenario, args), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
         process.start()
-    found = {}
+    found, waiting = {}, dict(enumerate(processes))
     try:
         for _ in range(size):
-            rank, result, error = results.get()
+            rank, result, error = _next_of(results, waiting)
+            del waiting[rank]
             if error and on_error:
                 if on_error(rank, error):
                     return []
@@ -73,12 +92,20 @@ def in_world(size: int, scenario: Callable[..., Any], *args: object, timeout: fl
     return [found[rank] for rank in range(size)]
 
 
-def _run(rank, size, port, timeout, results, scenario, args) -> None:
+def _next_of(results, waiting) -> tuple[int, Any, str | None]:
+    """The next answer; a process that ended without one would be waited for for ever."""
+    ready = wait([results._reader, *(process.sentinel for process in waiting.values())], LIMIT)
+    died = {rank: process.exitcode for rank, process in waiting.items() if process.sentinel in ready}
+    assert results._reader in ready, f"ended without an answer: {died}" if died else f"nothing came within {LIMIT} s"
+    return results.get()
+
+
+def _run(rank, size, port, results, scenario, args) -> None:
     os.environ.pop("FALCONET_LAUNCHER", None)
     torch.set_num_threads(1)
     place = Place(launcher="test", rank=rank, size=size, local_rank=rank, local_size=size, port=port)
     try:
-        with join(place, torch.device("cpu"), timeout=timeout) as world:
+        with join(place, torch.device("cpu"), timeout=LIMIT) as world:
             result = scenario(world, *args)
     except BaseException:  # noqa: BLE001, it is the parent's to raise
         results.put((rank, None, traceback.format_exc()))

@@ -4,6 +4,8 @@ import copy
 import math
 import os
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
+import gloo
 from falconet.checkpoint import files
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
@@ -27,6 +30,7 @@ from falconet.numerics.rounding import Rounding
 from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
 from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.offload import HostedState
+from falconet.parallel import processes
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import divide
 from falconet.parallel.replicas import digest
@@ -124,12 +128,13 @@ def layer_in(layer):
     return nn.Sequential(layer)
 
 
-def late(world, seconds):
-    """The second process does not come to a barrier in time."""
+def late(world, timeout):
+    """The second process does not come to a barrier in time; the short time does not count before they have met."""
+    world = replace(world, host=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), timeout=timeout)
     world.at("update 7")
     if world.rank == 1:
         world.at("update 6, reading images")
-        time.sleep(seconds)
+        time.sleep(gloo.LIMIT)
     world.barrier("waiting for everybody")
 
 
@@ -332,6 +337,8 @@ def doctor(world, folder):
 def mistaken(world, ranks):
     """A mistake that some of the processes find; what the command line would be told."""
     world.barrier("meeting")
+    if len(ranks) == world.size:  # all will say it: wait for them, however slow they are
+        processes.SAYING = processes.STAYING = float(gloo.LIMIT)
     if world.rank in ranks:
         raise DataError("the photo is torn")
     world.barrier("waiting for everybody")

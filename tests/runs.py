@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -25,19 +24,6 @@ def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variable
 def finish(process):
     out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
-
-
-def children(pid):
-    """Worker processes of a launcher."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(words[1]) == pid:
-            found.append(int(stat.parent.name))
-    return sorted(found)
 
 
 def updates(run):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from falconet.bench.command import Command, child_environment
+from falconet.parallel.leftovers import none_left
 
 GRACE = 30.0  # seconds to save and leave after a polite signal
 POLL = 0.05  # seconds
@@ -35,6 +36,11 @@ class Ended:
 
 def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
     """Run a command to its end; standard output and error go to `log` as one. `timeout`: seconds."""
+    with none_left(), terminated_as_interrupted():
+        return _run(command, runs=runs, log=log, timeout=timeout, echo=echo)
+
+
+def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     try:
@@ -57,11 +63,10 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
     lines: list[str] = []
     written = _Log(log)
     reader = threading.Thread(target=_read, args=(process, written, lines, echo), daemon=True)
-    reader.start()
     stopped: Literal["timeout", "interrupted"] | None = None
     try:
-        with terminated_as_interrupted():
-            peak = _wait(process, timeout)
+        reader.start()
+        peak = _wait(process, timeout)
         if peak is None:
             stopped, peak = "timeout", _stop(process, signal.SIGTERM)
     except KeyboardInterrupt:

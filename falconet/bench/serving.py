@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from falconet.bench.client import Job, Outcome
 from falconet.errors import ConfigError, WorldError
+from falconet.parallel.leftovers import none_left
 
 DROPPED = 2  # first requests of each client, as the originals had it
 GRACE = 30.0  # seconds for a process to end when it is asked to
@@ -97,8 +98,17 @@ class Tensors:
 @contextlib.contextmanager
 def started(argv: Sequence[str]) -> Iterator[Target]:
     """A server of our own, in a process; it is asked to stop at the end."""
+    with none_left():
+        yield from _started(argv)
+
+
+def _started(argv: Sequence[str]) -> Iterator[Target]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "falconet", *argv], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        [sys.executable, "-m", "falconet", *argv],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: None)
@@ -128,6 +138,11 @@ def started(argv: Sequence[str]) -> Iterator[Target]:
 
 def run_clients(job: Job, clients: int) -> list[Outcome]:
     """What each of several clients saw, who began together; every one ends with this."""
+    with none_left():
+        return _run_clients(job, clients)
+
+
+def _run_clients(job: Job, clients: int) -> list[Outcome]:
     processes: list[subprocess.Popen[str]] = []
     try:
         for _ in range(clients):
@@ -150,7 +165,7 @@ def run_clients(job: Job, clients: int) -> list[Outcome]:
 
 def _start(job: Job) -> "subprocess.Popen[str]":
     argv = [sys.executable, "-m", "falconet.bench.client"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(json.dumps(asdict(job)) + "\n")
     process.stdin.flush()

@@ -17,7 +17,7 @@ from falconet.parallel.hosts import Job, Start, is_here, starts
 from falconet.report.screen import Screen
 from falconet.report.words import are
 
-DONE, MISTAKE = 0, 2  # exit codes; else the program's
+DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit codes; else the program's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
 
 
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"poprun: {error}")
         return MISTAKE
+    except KeyboardInterrupt:  # before there is anything to end
+        return INTERRUPTED
 
 
 def _run(asked: Poprun, *, say: Callable[[str], None]) -> int:

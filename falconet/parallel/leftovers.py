@@ -15,7 +15,8 @@ EVERY = 0.05  # seconds between two looks
 def none_left() -> Iterator[None]:
     """Whoever was started within, as the leader of a group of its own, ends with it, and its group too.
 
-    A signal that reaches torch's agent while it starts its workers makes it forget those it has: nobody would end them.
+    A signal that reaches us while a process is started makes us forget it: nobody would end it. Torch's agent forgets
+    all workers that it has started until then.
     """
     before = _leaders()
     try:
@@ -29,7 +30,7 @@ def _leaders() -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            number, parent, group = _read(path.read_text())
+            number, parent, group = _read(path.read_text(encoding="utf-8", errors="replace"))  # a name may be any bytes
             if parent == os.getpid() and group == number:
                 found.add(number)
     return found
@@ -57,6 +58,11 @@ def _signal(leaders: set[int], number: signal.Signals) -> None:
 
 
 def _has_ended(number: int) -> bool:
+    """Whether a leader has ended; whoever it left behind in its group ends here."""
     with suppress(ChildProcessError):  # somebody else asked first
-        return os.waitpid(number, os.WNOHANG)[0] == number
+        # Without reaping it: until then, its number is nobody else's.
+        if os.waitid(os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        _signal({number}, signal.SIGKILL)
+        os.waitpid(number, 0)
     return True

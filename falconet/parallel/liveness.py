@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -31,6 +32,7 @@ class Liveness:
         store.set(f"host/{rank}", socket.gethostname())
         self._hosts = [host.decode() for host in store.multi_get([f"host/{other}" for other in range(size)])]
         self.doing = "starting"
+        self.is_asked: Callable[[], bool] = lambda: False  # to stop
         self._store = store
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="liveness", daemon=True)
@@ -72,6 +74,8 @@ class Liveness:
         """
         with contextlib.suppress(ValueError):  # not in autograd's own threads
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
+            if environment.OWN in os.environ and self.is_asked():  # it saw the other one go before we did
+                os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(COURTESY)
         said, silent = self._asked()
         gone = [rank for rank in self._others if rank in silent or rank not in said]

@@ -77,6 +77,9 @@ class Processes(World):
     def vote(self) -> Callable[[bool], bool]:
         return _Vote(self)
 
+    def heeds(self, is_asked: Callable[[], bool]) -> None:
+        self.alive.is_asked = is_asked
+
     def at(self, moment: str) -> None:
         self.alive.doing = moment
 

@@ -67,6 +67,9 @@ class World:
         """Asks, once an update, whether any process says yes; no device is waited for."""
         return bool
 
+    def heeds(self, is_asked: Callable[[], bool]) -> None:
+        """Tell it how to see whether this process was asked to stop."""
+
     def at(self, moment: str) -> None:
         """What this process is about, for the others to read when it does not answer any more."""
 

@@ -283,6 +283,7 @@ class Run:
             sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             self.screen,
         ):
+            world.heeds(lambda: stop.requested)
             record = Record(
                 plan=self.plan,
                 state=state,

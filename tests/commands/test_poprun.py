@@ -39,7 +39,7 @@ def mentions(text):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         found += [line] if text in line else []

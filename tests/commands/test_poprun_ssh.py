@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gloo
+from watched import is_gone
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
@@ -42,9 +43,9 @@ def shell(tmp_path_factory):
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "config")], stderr=subprocess.PIPE)
     ssh = f"ssh -p {port} -i {home / 'user'} -l {getpass.getuser()} -o StrictHostKeyChecking=no -o LogLevel=ERROR"
     command = f"{ssh} -o UserKnownHostsFile=/dev/null -o BatchMode=yes"
-    for _ in range(50):
-        if subprocess.run([*command.split(), HOSTS[0], "true"], capture_output=True).returncode == 0:
-            break
+    deadline = time.monotonic() + LIMIT
+    while subprocess.run([*command.split(), HOSTS[0], "true"], capture_output=True).returncode:
+        assert time.monotonic() < deadline, server.poll()
         time.sleep(0.1)
     yield command
     server.terminate()
@@ -80,6 +81,6 @@ def test_when_poprun_is_killed_the_other_hosts_programs_end(shell, tmp_path):
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    while any(Path(f"/proc/{file.read_text()}").exists() for file in files):
+    while not all(is_gone(int(file.read_text())) for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.05)

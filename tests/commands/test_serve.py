@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import torch
 from falconet.checkpoint import files
 from falconet.infer.protocol import HEADER
 from falconet.wiring.opening import open_checkpoint
-from served import binary
+from served import LIMIT, binary
 from tiny import TINY
 
 SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
@@ -47,7 +46,7 @@ def served(line):
 
 def ask(port, images, *, model="resnet8-cifar"):
     body, headers = binary(images)
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
         connection.request("POST", f"/v2/models/{model}/infer", body, headers)
         response = connection.getresponse()
         answer = response.read()
@@ -62,16 +61,19 @@ def test_a_signal_ends_it_after_what_is_in_flight(number, code):
             f"serving resnet8-cifar at http://127.0.0.1:{port}: input_0 uint8 [1 to 4, 3, 8, 8], 32.32 on cpu;"
             " Ctrl-C stops\n"
         )
-        answers = []
-        images = np.zeros((1, 3, 8, 8), dtype=np.uint8)
-        asking = threading.Thread(target=lambda: answers.append(ask(port, images)))
-        asking.start()
-        with socket.create_connection(("127.0.0.1", port)):
-            asking.join(0.2)  # it waits for others to join it
+        body, headers = binary(np.zeros((1, 3, 8, 8), dtype=np.uint8))
+        fields = {"Host": "x", "Content-Length": len(body), "Expect": "100-continue", **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as asking,
+            socket.create_connection(("127.0.0.1", port)),  # one that asks for nothing
+        ):
+            asking.sendall(f"POST /v2/models/resnet8-cifar/infer HTTP/1.1\r\n{head}\r\n".encode())
+            assert asking.recv(1000).startswith(b"HTTP/1.1 100")  # it is in flight
+            asking.sendall(body)
             os.kill(process.pid, number)
-            asking.join(20)
-        assert [answer.shape for answer in answers] == [(1, 5)]
-        assert process.wait(20) == code
+            assert asking.recv(1000).startswith(b"HTTP/1.1 200")
+        assert process.wait(LIMIT) == code
         assert process.stdout.read() == "stopped: 1 request, 1 image in 1 batch\n"
 
 
@@ -80,7 +82,7 @@ def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_scores(falcon
     with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
         assert lines[0].startswith("weights of r/checkpoints/")
         name = re.search(r"serving (\S+) at", lines[-1])[1]
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
             connection.request("GET", f"/v2/models/{name}")
             about = json.loads(connection.getresponse().read())
         folder = files.newest_whole(files.Path("r"), print)

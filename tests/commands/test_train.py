@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from falconet.checkpoint import files
+from runs import updates, wait_for
 from tiny import TINY
 
 
@@ -203,10 +203,7 @@ def test_wandb_works_offline(tmp_path):
 def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, number, falconet):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "5000", "--run-dir", "r"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "r/metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    wait_for(lambda: updates(tmp_path / "r"), "the first update")
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err

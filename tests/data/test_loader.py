@@ -1,6 +1,7 @@
 """Batches: the same for any workers, replicas and restarts; every validation image once."""
 
 import hashlib
+import itertools
 import threading
 from itertools import chain
 from pathlib import Path
@@ -314,10 +315,11 @@ def soak(source, batches):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
 def test_memory_stays_flat_over_1500_batches(jpeg_source):
-    threads = threading.active_count()
-    slope = soak(jpeg_source, 1500)
-    assert slope < 1000, slope  # a leaked batch would be 1,920 bytes, a leaked thread more
-    assert threading.active_count() == threads
+    threads = set(threading.enumerate())
+    # A leaked batch would be 1,920 bytes, a leaked thread more. What else this process does may take memory once.
+    slopes = list(itertools.takewhile(lambda slope: slope >= 1000, (soak(jpeg_source, 1500) for _ in range(3))))
+    assert len(slopes) < 3, slopes
+    assert not set(threading.enumerate()) - threads
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from falconet.infer.batching import Batcher, OverloadedError, Policy
 from served import pixels
 
+LIMIT = 100  # seconds
+
 
 class Lane:
     """The sum of each image's pixels, at once or when it is let go."""
@@ -21,7 +23,7 @@ class Lane:
 
     def __call__(self, portions):
         self.batches.append([len(portion) for portion in portions])
-        assert self.go.wait(10)
+        assert self.go.wait(LIMIT)
         return [portion.reshape(len(portion), -1).sum(axis=1, keepdims=True) for portion in portions]
 
 
@@ -32,7 +34,7 @@ def in_loop(scenario, lanes, **policy):
     async def whole():
         batcher = Batcher(lanes, rules)
         try:
-            return await asyncio.wait_for(scenario(batcher), 20)
+            return await asyncio.wait_for(scenario(batcher), LIMIT)
         finally:
             for lane in lanes:
                 lane.go.set()

@@ -18,7 +18,7 @@ from falconet.errors import ConfigError
 from falconet.infer import server
 from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import HEADER, MOST_JSON
-from served import NAME, PATH, SIDE, binary, pixels, running, small_classifier
+from served import LIMIT, NAME, PATH, SIDE, binary, pixels, running, small_classifier
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
@@ -36,13 +36,13 @@ class Held:
 
     def __call__(self, portions):
         self.begun.release()
-        assert self.go.wait(20)
+        assert self.go.wait(LIMIT)
         return self.lane(portions)
 
 
 @pytest.mark.parametrize("fronts", [1, 3])
 def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores(fronts):
-    with running(max_delay=0.05, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
+    with running(max_delay=2.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
         images = [pixels(1, seed=number) for number in range(64)]
         answers = list(threads.map(found.scores, images))
         (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_http_are_refused_and_not_told(small, sent, proper):
     handler = logging.Handler()
     handler.emit = told.append
     logging.getLogger("falconet.serve").addHandler(handler)
-    connected = socket.create_connection(("127.0.0.1", small.port), timeout=10)
+    connected = socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT)
     with connected as connection, contextlib.suppress(ConnectionError):
         connection.sendall((f"POST {PATH} HTTP/1.1\r\n".encode() if proper else b"") + sent + b"\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
@@ -148,7 +148,7 @@ def test_too_many_are_refused_with_503_and_served_again_later():
     held = Held()
     with running(held, max_queue=8, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
         working = threads.submit(found.scores, pixels(8))
-        assert held.begun.acquire(timeout=10)
+        assert held.begun.acquire(timeout=LIMIT)
         waiting = threads.submit(found.scores, pixels(8))
         while found.batcher._queued < 8:
             time.sleep(0.01)
@@ -156,7 +156,7 @@ def test_too_many_are_refused_with_503_and_served_again_later():
         assert (status, headers["Retry-After"]) == (503, "1")
         assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
         held.go.set()
-        assert working.result(10).shape == waiting.result(10).shape == (8, 5)
+        assert working.result(LIMIT).shape == waiting.result(LIMIT).shape == (8, 5)
         assert found.scores(pixels(1)).shape == (1, 5)
 
 
@@ -193,9 +193,9 @@ def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
     with running(room=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{HEADER}: {headers[HEADER]}\r\n\r\n"
         slow.sendall(head.encode() + body[:10])
-        deadline = time.monotonic() + 10
-        while found.request(body, headers)[0] != 503 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while found.room._free > 10:  # before anybody else comes
+            time.sleep(0.01)
+        assert found.request(body, headers)[0] == 503
         assert "no memory is left" in json.loads(found.request(body, headers)[2])["error"]
         slow.sendall(body[10:])
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
@@ -207,7 +207,7 @@ def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
     held = Held()
     with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
         working = threads.submit(found.scores, pixels(8))
-        assert held.begun.acquire(timeout=10)
+        assert held.begun.acquire(timeout=LIMIT)
         body, headers = binary(pixels(4))
         half = http.client.HTTPConnection("127.0.0.1", found.port)
         half.putrequest("POST", PATH)
@@ -219,19 +219,22 @@ def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
             time.sleep(0.01)
         half.close()
         whole.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT
         while found.batcher.counts.dropped < 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         held.go.set()
-        assert working.result(10).shape == (8, 5)
+        assert working.result(LIMIT).shape == (8, 5)
         assert (found.batcher.counts.dropped, found.batcher.counts.executions) == (1, 1)
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):
     monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
-    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=10) as slow:
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as slow:
         slow.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\nabc".encode())
-        assert b"3 of 999 bytes came within 0.2 seconds" in slow.recv(1000)
+        answer = b""
+        while not answer.endswith(b"}") and (more := slow.recv(1000)):
+            answer += more
+        assert b"3 of 999 bytes came within 0.2 seconds" in answer
 
 
 @pytest.mark.parametrize(
@@ -239,7 +242,7 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
 )
 def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
-    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=10) as idle:
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as idle:
         idle.sendall(sent)
         assert idle.recv(1000) == b""
 
@@ -266,17 +269,17 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
     held = Held()
     with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
-        assert held.begun.acquire(timeout=10)
+        assert held.begun.acquire(timeout=LIMIT)
         while found.batcher._queued < 8:
             time.sleep(0.01)
         found.ask_to_stop()
         while found.socket.fileno() >= 0:
             time.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", found.port), timeout=5)
+            socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT)
         held.go.set()
         for answer in answers:
-            assert answer.result(10).shape == (8, 5)
+            assert answer.result(LIMIT).shape == (8, 5)
 
 
 def test_mistakes_of_the_address_are_one_line():

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runs import begin, children, updates, wait_for
+from runs import begin, updates, wait_for
 from tiny import TINY
+from watched import children, is_gone
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 TIMEOUT = 20  # seconds; also for the processes to meet, on a busy machine
@@ -39,7 +40,7 @@ def test_a_worker_that_is_stopped_is_named_with_where_it_was(tmp_path, rank):
     err = ended(process, hung=time.monotonic())
     silent = "gives no sign of life, it was last seen" if rank else "does not answer"  # the first one holds the store
     assert re.search(rf"rank {1 - rank}: waited {TIMEOUT} s in vain at update \d+, [a-z ']+: rank {rank} {silent}", err)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "nobody stays behind"
+    assert all(map(is_gone, workers)), "nobody stays behind"
 
 
 # Opening the photo waits for ever once the file `hang` is there, as a dead file server's files do.

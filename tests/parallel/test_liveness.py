@@ -1,14 +1,15 @@
 """What a process says that was cut off from another: who, where, and what to do."""
 
+import os
 import signal
 import socket
-import time
 
 import pytest
 from torch.distributed import HashStore
 
 from falconet.parallel import environment, liveness
 from falconet.parallel.liveness import Liveness
+from runs import wait_for
 
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
 HERE = socket.gethostname()
@@ -19,7 +20,7 @@ RESUME = "; the same line with --resume goes on from the newest checkpoint"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    for name, seconds in {"EVERY": 0.01, "BEAT": 0.02, "SILENCE": 0.5, "COURTESY": 0.01}.items():
+    for name, seconds in {"EVERY": 0.01, "BEAT": 0.02, "SILENCE": 1.0, "PATIENCE": 300, "COURTESY": 0.01}.items():
         monkeypatch.setattr(liveness, name, seconds)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -31,7 +32,8 @@ def two():
     store.set("host/1", HERE)  # the first asks for it before the second is here
     processes = [Liveness(store, rank=rank, size=2) for rank in range(2)]
     processes[1].doing = "update 7"
-    time.sleep(0.2)
+    wait_for(lambda: store.get("doing/1").endswith(b" update 7"), "its thread to say so")
+    wait_for(lambda: store.check(["doing/0"]), "the other one's first words")
     yield processes
     for process in processes:
         process.close()
@@ -58,3 +60,14 @@ def test_the_launcher_may_end_a_process_that_waits_for_news(two):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     two[0].lost("summing over the processes", BROKEN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_who_is_asked_to_end_before_it_sees_that_another_is_gone_ends_without_a_word(two, monkeypatch):
+    """Our launcher saw it first, and says who went."""
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+    for own, asked in ((True, True), (True, False), (False, True)):
+        monkeypatch.setenv(environment.OWN, "1") if own else monkeypatch.delenv(environment.OWN)
+        two[0].is_asked = lambda asked=asked: asked
+        two[0].lost("summing over the processes", BROKEN)
+    assert sent == [(os.getpid(), signal.SIGTERM)]

@@ -88,7 +88,7 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_stages(photos):
     lines = [f"{LINE} {recipe} {stages}".format(photos=photos) for recipe, stages in TWO_STAGES.values()]
-    return gloo.in_world(2, pipeline_scenarios.several, lines, timeout=90.0)
+    return gloo.in_world(2, pipeline_scenarios.several, lines)
 
 
 @pytest.mark.parametrize("number", range(len(TWO_STAGES)), ids=TWO_STAGES.keys())
@@ -168,7 +168,7 @@ SPANNING = {
 @pytest.fixture(scope="module")
 def four_processes():
     lines = [*(line for line, _, _ in MESHES.values()), *SPANNING.values()]
-    return gloo.in_world(4, pipeline_scenarios.several, lines, 2, timeout=90.0)[0]
+    return gloo.in_world(4, pipeline_scenarios.several, lines, 2)[0]
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=MESHES.keys())

@@ -63,7 +63,7 @@ def found():
     staged = [f"{LINE} {recipe} {stages} --trainable {trained}" for trained, recipe, stages in STAGES.values()]
     replicated = [f"{LINE} --replicas 2 {recipe}" for recipe in REPLICAS.values()]
     lines = [*staged, *replicated, f"{GROUP} --replicas 2"]
-    return gloo.in_world(2, pipeline_scenarios.several, lines, timeout=90.0)
+    return gloo.in_world(2, pipeline_scenarios.several, lines)
 
 
 @pytest.mark.parametrize("number", range(len(STAGES)), ids=STAGES.keys())

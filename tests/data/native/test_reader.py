@@ -1,5 +1,6 @@
 """NativeReader: FileReader's contract and crops, with the native decoder's speed."""
 
+import gc
 import hashlib
 import io
 import threading
@@ -122,6 +123,7 @@ def test_batches_are_the_same_for_any_number_of_threads(library, folder, monkeyp
 
 def test_a_thread_s_memory_goes_with_it(library, folder, monkeypatch):
     native, _ = readers(library, folder, "none")
+    gc.collect()  # what other tests left is not counted
     freed = []
     original = Workspace.__del__
     monkeypatch.setattr(Workspace, "__del__", lambda self: (freed.append(self._handle), original(self)))
