@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import falconet
+from falconet.codes import DONE, MISTAKE
 from falconet.config.data_rules import boxes_used
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
@@ -141,4 +142,4 @@ def _compare_md5(images: parts.Images, options: DataBenchOptions, say: Say) -> i
         same = digest.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same
-    return 0 if whole else 2
+    return DONE if whole else MISTAKE

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from falconet.codes import DONE, MISTAKE
 from falconet.dialects.launchers import HELP, Poprun, read_poprun, with_script
 from falconet.errors import ConfigError, UserError
 from falconet.parallel import environment, prepared, supervise
@@ -17,12 +18,11 @@ from falconet.parallel.hosts import Job, Start, is_here, starts
 from falconet.report.screen import Screen
 from falconet.report.words import are
 
-DONE, MISTAKE = 0, 2  # exit codes; else the program's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a program under poprun's flags; returns the exit code."""
+    """Run a program under poprun's flags; returns the exit code, which is the program's if it ran."""
     say = Screen(Console(stderr=True, highlight=False, soft_wrap=True)).line
     try:
         asked = read_poprun(sys.argv[1:] if argv is None else argv)
