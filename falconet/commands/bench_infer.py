@@ -25,6 +25,7 @@ from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
+from falconet.report.screen import Say
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
 from falconet.report.words import are
 from falconet.wiring import numbers, opening, parts, speaking
@@ -116,7 +117,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
 
 
-def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: parts.Note) -> None:
+def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
     """Published weights instead of the new ones, as --weights asks; nothing is fetched for a plan."""
     asked = options.inference.weights
     if asked == "random" or options.inference.plan:

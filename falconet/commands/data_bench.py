@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,11 +22,10 @@ from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
+from falconet.report.screen import Say
 from falconet.wiring import feeding, parts, speaking
 from falconet.wiring.feeding import Reading
 from falconet.wiring.reading import idle_lines, load_options
-
-Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:

@@ -4,7 +4,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from falconet.errors import ConfigError, UserError
 from falconet.parallel import environment, prepared, supervise
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
 from falconet.parallel.hosts import Job, Start, is_here, starts
-from falconet.report.screen import Screen
+from falconet.report.screen import Say, Screen
 from falconet.report.words import are
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
-def _run(asked: Poprun, *, say: Callable[[str], None]) -> int:
+def _run(asked: Poprun, *, say: Say) -> int:
     processes, fewer = _processes(asked)
     job = job_of(asked, os.environ, processes=processes)
     each = starts(job)
@@ -145,7 +145,7 @@ def _port(text: str | None) -> int:
     return int(text)
 
 
-def _show(each: Sequence[Start], line: Callable[[str], None]) -> None:
+def _show(each: Sequence[Start], line: Say) -> None:
     for start in each:
         line(start.shown)
 
