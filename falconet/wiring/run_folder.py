@@ -106,9 +106,11 @@ class Sinks:
             self.times.write(update, seconds)
 
     def close(self) -> None:
-        self.metrics.close()
-        if self.times:
-            self.times.close()
+        try:
+            self.metrics.close()
+        finally:
+            if self.times:
+                self.times.close()
 
 
 def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions], *more: Sink) -> Sinks:
