@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from falconet import __version__, leaving
+from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.commands import early
 from falconet.config import schema
 from falconet.config.help import print_help
@@ -15,8 +16,6 @@ from falconet.config.load import parse
 from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
 from falconet.wiring.reading import read_line
-
-DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, leaving.INTERRUPTED  # exit codes
 
 
 class Command(NamedTuple):
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     except WorldError as error:
         print(f"falconet {name}: {error}", file=sys.stderr)  # noqa: T201
-        return OURS
+        return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:

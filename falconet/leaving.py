@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-INTERRUPTED = 130  # exit code
+from falconet.codes import INTERRUPTED
 
 
 @contextlib.contextmanager

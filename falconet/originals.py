@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from falconet import cli
+from falconet.codes import DONE, MISTAKE
 from falconet.dialects.explain import help_of
 from falconet.dialects.table import Place
 from falconet.dialects.translate import Translation, program_named, translate
@@ -24,17 +25,17 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     try:
         if {"-h", "--help"} & set(words):
             _say(help_of(program_named(program)))
-            return cli.DONE
+            return DONE
         shown = SHOW in words
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
     except UserError as error:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
-        return cli.MISTAKE
+        return MISTAKE
     if shown:
         _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
-        return cli.DONE
+        return DONE
     return _run(translation, ours, name)
 
 
@@ -48,14 +49,14 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 4 or words[0] != "-d" or words[2] != "--":
         print("usage: gc-profile -d FOLDER -- PROGRAM [arguments]", file=sys.stderr)  # noqa: T201
-        return cli.MISTAKE
+        return MISTAKE
     try:
         return subprocess.run(
             words[3:], env={**os.environ, RUNS: str(Path(words[1]).absolute())}, check=False
         ).returncode
     except OSError as error:
         print(f"gc-profile: {words[3]}: {error.strerror}", file=sys.stderr)  # noqa: T201
-        return cli.MISTAKE
+        return MISTAKE
 
 
 def _run(translation: Translation, ours: list[str], name: str) -> int:

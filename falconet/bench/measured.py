@@ -45,6 +45,11 @@ class Measured:
     seconds: float = 0.0
 
     @property
+    def rates(self) -> list[float]:
+        """Images per second of each sample."""
+        return [sample.images / sample.seconds for sample in self.samples if sample.seconds > 0]
+
+    @property
     def throughput(self) -> float | None:
         """Images per second: all images over all seconds."""
         seconds = sum(sample.seconds for sample in self.samples)
@@ -65,12 +70,23 @@ class Measured:
         rates = [sum(one.images for one in block) / sum(one.seconds for one in block) for block in blocks]
         return estimate(rates, of="blocks of one run")
 
+    def spread(self) -> Estimate:
+        """The same as far as it is known: of few samples, that of single ones."""
+        return self.within() or estimate(self.rates)
+
     def latency(self) -> dict[str, float]:
         """Percentiles, mean and largest, in milliseconds."""
         if not self.latencies:
             return {}
         found = {f"p{percent}": percentile(self.latencies, percent) for percent in PERCENTILES}
         return found | {"mean": sum(self.latencies) / len(self.latencies), "max": max(self.latencies)}
+
+
+def settled(spacing: Sequence[float], latencies: Sequence[float], *, images: float) -> Measured:
+    """Seconds between the ends of batches of `images`, and seconds that single ones took, without their warm-up."""
+    steady, first = find_steady(spacing), find_steady(latencies).first
+    samples = [Sample(images, seconds) for seconds in spacing[steady.first :]]
+    return Measured(samples=samples, latencies=[1000 * seconds for seconds in latencies[first:]], steady=steady)
 
 
 def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, runs: Path) -> Measured:

@@ -1,7 +1,7 @@
 """Benchmarks one after the other, each run in a process of its own."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from falconet.bench.measured import Measured, measure
 from falconet.bench.needs import devices_needed
 from falconet.bench.results import Result, summarise
 from falconet.bench.spec import Benchmark
+from falconet.report.screen import Say
 
-Say = Callable[[str], None]
 LONGEST = 200  # characters of a folder's name; file systems take 255
 
 

@@ -16,7 +16,7 @@ from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.environment import is_first
-from falconet.report.screen import Screen
+from falconet.report.screen import Say, Screen
 from falconet.report.words import counted
 from falconet.train.batchnorm import reestimate
 from falconet.wiring import averaging, opening, parts
@@ -61,7 +61,7 @@ def run(line: Sequence[Setting]) -> int:
     return 0
 
 
-def _whole(path: Path, say: parts.Note) -> list[Path]:
+def _whole(path: Path, say: Say) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     whole = []
     for folder in files.checkpoints_in(path):
@@ -81,7 +81,7 @@ def _opened(folder: Path, line: Sequence[Setting]) -> opening.Opened:
 
 
 def _measure_batchnorm(
-    opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: parts.Note
+    opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: Say
 ) -> None:
     """Measure batch norm anew on `images` training images, or one epoch of them, prepared as in training."""
     world = parts.open_machine(opened.options.machine)

@@ -9,6 +9,7 @@ from pathlib import Path
 import falconet
 from falconet.bench import compare, results, runner, tables
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
+from falconet.codes import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.config.measuring import Bench
 from falconet.config.schema import BenchOptions
 from falconet.config.settings import Setting
@@ -19,13 +20,12 @@ from falconet.report.words import counted
 from falconet.wiring.reading import load_options
 
 # torch is imported where it is used: a wrong name of a spec is answered without it.
-PASSED, FAILED, SLOWER, INTERRUPTED = 0, 1, 3, 130  # exit codes
 DEFAULT = "./benchmarks.yml"
 
 
 def run(line: Sequence[Setting]) -> int:
     if not environment.is_first(os.environ):
-        return PASSED
+        return DONE
     options, screen = load_options(BenchOptions, line).options.bench, Screen()
     old = results.read(options.compare) if options.compare else None
     every = [benchmark for name in _specs(options) for benchmark in read_spec(find_spec(name))]
@@ -33,14 +33,14 @@ def run(line: Sequence[Setting]) -> int:
     jobs = runner.prepare(chosen, wandb=options.allow_wandb, profile=options.profile, note=screen.line)
     if options.plan:
         _show_plan(jobs, screen)
-        return PASSED
+        return DONE
     folder = _open_folder(options)
     measured = _measure(jobs, options, folder, screen)
     _show(measured, options, folder, screen)
     slower = _compare(old, measured, options, folder, screen) if old else False
     if any(result.status == "interrupted" for result in measured):
         return INTERRUPTED
-    return FAILED if any(result.status == "failed" for result in measured) else SLOWER if slower else PASSED
+    return FAILED if any(result.status == "failed" for result in measured) else SLOWER if slower else DONE
 
 
 def machine() -> dict[str, object]:

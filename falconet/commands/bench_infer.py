@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
-from falconet.bench.measured import Measured, Sample, leave
-from falconet.bench.spread import estimate
-from falconet.bench.steady import find_steady
+from falconet.bench.measured import Measured, leave, settled
 from falconet.checkpoint import files
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import Setting
@@ -25,6 +23,7 @@ from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
 from falconet.report import inference as lines
 from falconet.report.folders import RUNS
+from falconet.report.screen import Say
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
 from falconet.report.words import are
 from falconet.wiring import numbers, opening, parts, speaking
@@ -116,7 +115,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
 
 
-def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: parts.Note) -> None:
+def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
     """Published weights instead of the new ones, as --weights asks; nothing is fetched for a plan."""
     asked = options.inference.weights
     if asked == "random" or options.inference.plan:
@@ -141,7 +140,7 @@ def _measure(subject: Subject, world: World) -> None:
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
     series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
     per_batch = options.data.micro_batch_size * world.size
-    main, inner = _steady(series, per_batch), _steady(resident, per_batch)
+    main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, resident))
     facts = lines.Facts(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
@@ -153,8 +152,7 @@ def _measure(subject: Subject, world: World) -> None:
         for seconds in series.throughput:
             screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
     peak = world.peak_memory()
-    told = {"pytorch": lines.summary, "tensorflow": lines.tensorflow}.get(options.style.log_style)
-    theirs = told(facts, _rates(main), main.latencies) if told else [lines.heading(facts)]
+    theirs = lines.told(options.style.log_style, facts, main.rates, main.latencies)
     ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
     for text in [*theirs, *ours]:
         screen.line(text)
@@ -193,28 +191,14 @@ def _held(images: Tensor, device: torch.device) -> Tensor:
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
 
-def _steady(series: Series, per_batch: int) -> Measured:
-    """Both series without their warm-up."""
-    steady = find_steady(series.throughput)
-    samples = [Sample(per_batch, seconds) for seconds in series.throughput[steady.first :]]
-    kept = series.latency[find_steady(series.latency).first :]
-    return Measured(samples=samples, latencies=[1000 * seconds for seconds in kept], steady=steady)
-
-
-def _rates(measured: Measured) -> list[float]:
-    return [sample.images / sample.seconds for sample in measured.samples]
-
-
 def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
     texts = []
     named = (("with copies", main), ("without copies", inner)) if copied else (("on the device", inner),)
     for name, found in named:
-        latency = "  ".join(f"{key} {value:.3f}" for key, value in found.latency().items())
-        spread = found.within() or estimate(_rates(found))
-        texts.append(
-            f"{name}: {found.throughput:,.1f} images/s (95 % {max(0.0, spread.low):,.1f} to {spread.high:,.1f})"
-        )
-        texts.append(f"{name}: latency of a batch in ms: {latency}")
+        assert found.throughput is not None
+        spread = found.spread()
+        texts.append(f"{name}: {lines.rate(found.throughput, low=spread.low, high=spread.high)}")
+        texts.append(f"{name}: latency of a batch in ms: {lines.percentiles(found.latency())}")
     total = main.steady.first + len(main.samples)
     texts.append(f"{main.steady.first} of {total} batches dropped as warm-up ({main.steady.verdict})")
     return texts

@@ -12,11 +12,9 @@ import torch
 
 from falconet.bench import serving
 from falconet.bench.client import Job, Outcome
-from falconet.bench.measured import Measured, Sample, leave
+from falconet.bench.measured import leave, settled
 from falconet.bench.process import terminated_as_interrupted
 from falconet.bench.serving import Target, Tensors, Together
-from falconet.bench.spread import estimate
-from falconet.bench.steady import find_steady
 from falconet.checkpoint import files
 from falconet.config.options import options_of
 from falconet.config.schema import BenchServeOptions, ServeOptions
@@ -194,14 +192,9 @@ def _executions(target: Target) -> str:
 
 
 def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen) -> None:
-    images = found.requests * options.data.micro_batch_size
-    steady, settled = find_steady(found.spacing), find_steady(found.latencies)
-    samples = [Sample(images, seconds) for seconds in found.spacing[steady.first :]]
-    measured = Measured(
-        samples=samples, latencies=[1000 * seconds for seconds in found.latencies[settled.first :]], steady=steady
-    )
-    rates = [sample.images / sample.seconds for sample in samples if sample.seconds > 0]
-    load = options.load
+    measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch_size)
+    assert measured.throughput is not None
+    steady, load = measured.steady, options.load
     if load.request_type == "ASYNC":
         clients = f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each"
     else:
@@ -213,16 +206,14 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         dtype=tensors.datatype,
         devices=1,
     )
-    told = {"pytorch": lines.summary, "tensorflow": lines.tensorflow}.get(options.style.log_style)
-    for text in told(facts, rates, measured.latencies) if told else [lines.heading(facts)]:
+    for text in lines.told(options.style.log_style, facts, measured.rates, measured.latencies):
         screen.line(text)
-    spread = measured.within() or estimate(rates)
-    latency = "  ".join(f"{key} {value:.3f}" for key, value in measured.latency().items())
-    interval = f"95 % {max(0.0, spread.low):,.1f} to {spread.high:,.1f}"
-    screen.line(f"served to {clients}: {measured.throughput:,.1f} images/s ({interval})")
-    screen.line(f"served: latency of a request in ms: {latency}")
+    spread = measured.spread()
+    screen.line(f"served to {clients}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")
+    screen.line(f"served: latency of a request in ms: {lines.percentiles(measured.latency())}")
+    dropped = min(serving.DROPPED, min(options.data.iterations, MOST) - 1)
     screen.line(
-        f"the first {serving.DROPPED} requests of each client dropped, then {steady.first} of {len(found.spacing)}"
+        f"the first {counted(dropped, 'request')} of each client dropped, then {steady.first} of {len(found.spacing)}"
         f" stretches of {found.requests} as warm-up ({steady.verdict})"
     )
 

@@ -3,12 +3,13 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import falconet
+from falconet.codes import DONE, MISTAKE
 from falconet.config.data_rules import boxes_used
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
@@ -21,11 +22,10 @@ from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
+from falconet.report.screen import Say
 from falconet.wiring import feeding, parts, speaking
 from falconet.wiring.feeding import Reading
 from falconet.wiring.reading import idle_lines, load_options
-
-Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -141,4 +141,4 @@ def _compare_md5(images: parts.Images, options: DataBenchOptions, say: Say) -> i
         same = digest.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same
-    return 0 if whole else 2
+    return DONE if whole else MISTAKE

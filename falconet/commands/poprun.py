@@ -4,25 +4,25 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from falconet.codes import DONE, INTERRUPTED, MISTAKE
 from falconet.dialects.launchers import HELP, Poprun, read_poprun, with_script
 from falconet.errors import ConfigError, UserError
 from falconet.parallel import environment, prepared, supervise
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
 from falconet.parallel.hosts import Job, Start, is_here, starts
-from falconet.report.screen import Screen
+from falconet.report.screen import Say, Screen
 from falconet.report.words import are
 
-DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit codes; else the program's
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a program under poprun's flags; returns the exit code."""
+    """Run a program under poprun's flags; returns the exit code, which is the program's if it ran."""
     say = Screen(Console(stderr=True, highlight=False, soft_wrap=True)).line
     try:
         asked = read_poprun(sys.argv[1:] if argv is None else argv)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(asked: Poprun, *, say: Callable[[str], None]) -> int:
+def _run(asked: Poprun, *, say: Say) -> int:
     processes, fewer = _processes(asked)
     job = job_of(asked, os.environ, processes=processes)
     each = starts(job)
@@ -147,7 +147,7 @@ def _port(text: str | None) -> int:
     return int(text)
 
 
-def _show(each: Sequence[Start], line: Callable[[str], None]) -> None:
+def _show(each: Sequence[Start], line: Say) -> None:
     for start in each:
         line(start.shown)
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from falconet.codes import INTERRUPTED
 from falconet.config.schema import ServeOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -67,7 +68,7 @@ def run(line: Sequence[Setting]) -> int:
         try:
             code = asyncio.run(server.serve(fronts, listening))
         except asyncio.CancelledError:
-            code = 130  # the second Ctrl-C
+            code = INTERRUPTED  # the second Ctrl-C
         finally:
             batcher.close()
         counts = batcher.counts

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from falconet.checkpoint import files
@@ -12,7 +12,7 @@ from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
 from falconet.parallel.environment import is_first
 from falconet.report.originals import style_of
-from falconet.report.screen import Screen
+from falconet.report.screen import Say, Screen
 from falconet.report.styles import RunLog, Validated
 from falconet.train.evaluate import Evaluation
 from falconet.wiring import accuracies, opening
@@ -21,7 +21,6 @@ from falconet.wiring.reading import idle_lines, input_path
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[opening.Opened, Evaluation, float]  # seconds that the images took
-Say = Callable[[str], None]
 
 
 def run(line: Sequence[Setting]) -> int:

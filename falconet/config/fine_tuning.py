@@ -1,11 +1,9 @@
 """The options of half-resolution training: smaller images first, then fine-tuning at the full size."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from falconet.config.ranges import AtLeast
-
-Auto = Literal["auto"]
+from falconet.config.ranges import AtLeast, Auto
 
 REDUCED = {224: 160, 380: 252}  # the originals' pairs of sides, pixels
 MULTIPLE = 4  # pixels, of every other reduced side

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.ranges import AtLeast, MoreThan
-
-Auto = Literal["auto"]
+from falconet.config.ranges import AtLeast, Auto, MoreThan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from falconet.config.ranges import AtLeast, Between, MoreThan
+from falconet.config.ranges import AtLeast, Auto, Between, MoreThan
 from falconet.errors import did_you_mean
-
-Auto = Literal["auto"]
 
 # The zoo's names, repeated here so that a typo is answered without importing torch; a test compares the two lists.
 MODELS = (

@@ -1,6 +1,9 @@
-"""The range of a number, written beside its type."""
+"""The range of a number, written beside its type; and what an option may say instead of a number."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,6 @@ class Predictor:
         there = images.to(self.classifier.device, non_blocking=True).contiguous(memory_format=torch.channels_last)
         return self.classifier.regime.run(self._model, self._normalise(there)).to(self.dtype)
 
-    def probabilities(self, images: Tensor) -> Tensor:
-        """Of each class, float32; they add up to 1."""
-        return self.logits(images).float().softmax(dim=1)
-
     def lanes(self) -> list["Lane"]:
         """What can work at the same time on this device, each warmed up in every shape."""
         found = [Lane(self) for _ in range(LANES if self.classifier.device.type == "cuda" else 1)]

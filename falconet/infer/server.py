@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import falconet
+from falconet.codes import DONE, INTERRUPTED
 from falconet.errors import ConfigError
 from falconet.infer import protocol
 from falconet.infer.batching import ComputingError, Counts, OverloadedError
@@ -177,7 +178,7 @@ async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket)
         loop.add_signal_handler(number, stop, number)
     async with answering(fronts(), listening):
         reason = await asked
-    return 130 if reason == signal.SIGINT else 0
+    return INTERRUPTED if reason == signal.SIGINT else DONE
 
 
 @contextlib.asynccontextmanager

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from falconet.errors import CheckpointError
+from falconet.models.zoo import TIMM_PREFIX
 
-TIMM_PREFIX = "timm:"
 FILE = "model.safetensors"
 REACHED_WITHIN = 3.0  # seconds; Hugging Face's own library tries for most of a minute
 # Torchvision's first weights of the ResNets, as the PyTorch program had; the others' are timm's for the same layers.

@@ -1,1 +1,1 @@
-"""Number formats: which tensor has which type."""
+"""Numbers in training: formats, rounding, the loss scale, activations that are computed again, kernels of our own."""

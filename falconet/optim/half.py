@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 from falconet.numerics.kernels import rules
 from falconet.numerics.kernels.table import Control, Group, Tables, is_dense, same_layout
 from falconet.numerics.rounding import SMALLEST, Nearest, Part, Rounding, Stochastic, Store
+from falconet.optim.lars import trust_ratios
 
 PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
 
@@ -181,14 +182,14 @@ class HalfLars(HalfOptimizer):
         return "lars", partial(rules.lars, momentum=momentum, decay=decay), (decay, momentum)
 
     def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
-        """The trust ratios: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
+        """The trust ratios, of gradients without the loss scale."""
         if not group["adapts"]:
             return super().own(group, params)
         weights = self.norms(params)
         grads = self.norms([p.grad for p in params if p.grad is not None])
         grads = grads / (self._one if self.scale is None else self.scale)
-        ratios = group["trust"] * weights / (grads + group["weight_decay"] * weights + group["eps"])
-        trust = torch.where((weights > 0) & (grads > 0), ratios, 1.0)
+        decay, eps = group["weight_decay"], group["eps"]
+        trust = trust_ratios(weights, grads, coefficient=group["trust"], decay=decay, eps=eps)
         return torch.stack((trust, trust), dim=1)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:

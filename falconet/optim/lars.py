@@ -28,10 +28,8 @@ class Lars(torch.optim.Optimizer):
             if not params:
                 continue
             if group["adapts"]:
-                decay = group["weight_decay"]
-                trust = trust_ratios(
-                    params, grads, coefficient=group["trust"], decay=decay, eps=group["eps"], norms=self.norms
-                )
+                decay, sizes = group["weight_decay"], (self.norms(params), self.norms(grads))
+                trust = trust_ratios(*sizes, coefficient=group["trust"], decay=decay, eps=group["eps"])
                 updates = torch._foreach_add(grads, params, alpha=decay)
                 torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
             else:
@@ -53,16 +51,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
-def trust_ratios(
-    params: list[Tensor],
-    grads: list[Tensor],
-    *,
-    coefficient: float,
-    decay: float,
-    eps: float,
-    norms: Callable[[Sequence[Tensor]], Tensor] = norms,
-) -> Tensor:
-    """One ratio a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where a norm is 0."""
-    weights, gradients = norms(params), norms(grads)
+def trust_ratios(weights: Tensor, gradients: Tensor, *, coefficient: float, decay: float, eps: float) -> Tensor:
+    """Of norms, one a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where one of the two is 0."""
     ratios = coefficient * weights / (gradients + decay * weights + eps)
     return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)

@@ -15,11 +15,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from falconet.codes import DONE, INTERRUPTED, MISTAKE
 from falconet.errors import Interrupted, WorldError
 from falconet.parallel import environment
 from falconet.parallel.leftovers import none_left
 
-FINAL = (2, 130)  # exit codes of a worker that starting again would not mend: a mistake, an interruption
+FINAL = (MISTAKE, INTERRUPTED)  # of a worker that starting again would not mend
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
 NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
@@ -40,7 +41,7 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
         failures = _run(workers, attempt)
         codes = set(failures.values())
         if not codes:
-            return 0
+            return DONE
         for code in FINAL:
             if code in codes:
                 return code

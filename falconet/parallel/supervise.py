@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.errors import ConfigError
 from falconet.parallel.hosts import Start
 
 EVERY = 0.1  # seconds between two looks
 GRACE = 60.0  # seconds from the end of one host to that of all; torch's agent gives its workers 30 of them
 REACHING = 15.0  # seconds in which a host must answer
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes; whom we end calls that an interruption
 
 
 def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
@@ -74,11 +74,11 @@ def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> in
     for process in running:
         _let_go(process)
     codes = {process.returncode for process in running}
-    if told or INTERRUPTED in (by_themselves or codes):
+    if told or INTERRUPTED in (by_themselves or codes):  # whom we end calls that an interruption too
         return INTERRUPTED
     if MISTAKE in codes:
         return MISTAKE
-    return FAILED if codes - {0} else 0
+    return FAILED if codes - {DONE} else DONE
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

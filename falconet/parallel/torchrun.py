@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from torch.distributed import DistError
 from torch.distributed.run import parse_args, run
 
+from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.errors import Interrupted
 from falconet.parallel import environment
 from falconet.parallel.launch import FINAL, described, failures_of
-
-DONE, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The lines about predictions: one of ours, and those that tools of the originals read."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, quantiles
 
@@ -14,6 +15,23 @@ class Facts:
     data: str
     dtype: str
     devices: int
+
+
+def told(style: str, facts: Facts, rates: Sequence[float], latencies: Sequence[float]) -> list[str]:
+    """What a style says before our own figures; `rates` in images per second, `latencies` in milliseconds."""
+    theirs = {"pytorch": summary, "tensorflow": tensorflow}.get(style)
+    return theirs(facts, rates, latencies) if theirs else [heading(facts)]
+
+
+def rate(mean: float, *, low: float, high: float) -> str:
+    """Images per second, with the 95 % interval where one is known: of a single measurement it is not."""
+    interval = f" (95 % {max(0.0, low):,.1f} to {high:,.1f})" if math.isfinite(low) and math.isfinite(high) else ""
+    return f"{mean:,.1f} images/s{interval}"
+
+
+def percentiles(latency: Mapping[str, float]) -> str:
+    """Milliseconds by their names."""
+    return "  ".join(f"{name} {value:.3f}" for name, value in latency.items())
 
 
 def heading(facts: Facts) -> str:

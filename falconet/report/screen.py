@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 T = TypeVar("T")
+Say = Callable[[str], None]  # takes a line
 
 
 class Screen:

@@ -1,5 +1,6 @@
 """Sinks: where metrics go."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -142,5 +143,7 @@ class Several:
             sink.write(update, metrics)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        """All of them, whatever one raises."""
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)

@@ -1,1 +1,1 @@
-"""The plan, the step, the loop, the evaluation."""
+"""One phase of training: the plan, the step, the loop, the evaluation, the record of it."""

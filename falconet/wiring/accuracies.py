@@ -1,17 +1,17 @@
 """The accuracies of several models as a table on the screen and as a CSV file."""
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from falconet.errors import ConfigError
+from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation
 
 FILE = "validation.csv"
 COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
 Row = dict[str, str]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

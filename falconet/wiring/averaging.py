@@ -1,6 +1,6 @@
 """Averaged checkpoints: after training, and by `falconet average`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -11,10 +11,9 @@ from falconet.checkpoint.foreign import load_weights
 from falconet.config import keeping, schema
 from falconet.config.averages import further
 from falconet.parallel.world import World
+from falconet.report.screen import Say
 from falconet.report.words import counted
 from falconet.train.record import Record
-
-Say = Callable[[str], None]
 
 
 def rule_of(options: keeping.Averaging | keeping.Average) -> Averaging:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from falconet.checkpoint.files import checkpoints_in
 from falconet.errors import NO_ROOM, CheckpointError, DiskError, Interrupted
+from falconet.report.screen import Say
 
 
 def how_to_go_on(folder: Path, checkpoints: Path) -> str:
@@ -22,7 +23,7 @@ def restore_line(folder: Path, checkpoints: Path) -> str:
 
 
 @contextlib.contextmanager
-def interruption_explained(say: Callable[[str], None], words: Callable[[], str]) -> Iterator[None]:
+def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]:
     """What a Ctrl-C cost that nobody waited for, or a second one: said when what it interrupted has ended."""
     try:
         yield

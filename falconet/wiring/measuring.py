@@ -1,6 +1,6 @@
 """--validate-checkpoints: after training, the accuracy of each checkpoint in a folder, by all processes together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from falconet.checkpoint import files
@@ -8,12 +8,12 @@ from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.manifest import Manifest
 from falconet.errors import CheckpointError
 from falconet.parallel.world import World
+from falconet.report.screen import Say
 from falconet.train.record import Record
 from falconet.wiring import accuracies, opening, parts
 from falconet.wiring.accuracies import Accuracy
 
 OPTION = "--validate-checkpoints"
-Say = Callable[[str], None]
 
 
 def after_training(record: Record, path: Path, *, images: parts.Images, world: World, say: Say) -> list[Accuracy]:

@@ -14,6 +14,7 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.models import published
 from falconet.numerics.precision import REGIMES
+from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation, never
 from falconet.wiring import parts
 from falconet.wiring.reading import load_options
@@ -78,7 +79,7 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     return Opened(path.name, "", model, options, images, images.splits.class_names)
 
 
-def load_initial(model: nn.Module, path: Path, *, name: str, note: parts.Note) -> None:
+def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
     """Give a new model the weights of a checkpoint, of the newest one in a folder, or of a file; all of them fit."""
     if path.is_file():
         weights = read_weights(path)
@@ -109,7 +110,7 @@ def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     return REGIMES[options.machine.precision].prepare(model, parts.open_machine(options.machine).device)
 
 
-def measure(opened: Opened, note: parts.Note) -> Evaluation:
+def measure(opened: Opened, note: Say) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
     options, images = opened.options, opened.images
     world = parts.open_machine(options.machine)

@@ -31,6 +31,7 @@ from falconet.models.squeeze import SqueezeNetShape
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.environment import Place, cores_of
 from falconet.parallel.world import World, open_world
+from falconet.report.screen import Say
 from falconet.report.words import counted
 from falconet.train.evaluate import Evaluation, Measure, evaluate
 from falconet.wiring import feeding
@@ -39,7 +40,6 @@ from falconet.wiring.feeding import Reading
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
 MOST_WORKERS = 32  # the originals' limit
 DEVICE_WORKERS = 3  # where the device decodes: two keep it busy, and more than four get into each other's way
-Note = Callable[[str], None]
 
 
 def cores(processes: int = 1) -> int:
@@ -233,7 +233,7 @@ def shape_of(model: Model) -> zoo.Shape | None:
 
 
 def training_loader(
-    images: Images, options: schema.TrainOptions, *, shape: BatchShape, world: World, note: Note
+    images: Images, options: schema.TrainOptions, *, shape: BatchShape, world: World, note: Say
 ) -> Loader | SyntheticLoader:
     """The batches to train on."""
     data, seed = options.data, options.run.seed
@@ -303,7 +303,7 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
     return mixing if mixing.mixes or mixing.cuts else None
 
 
-def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: World, note: Note) -> Measure:
+def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: World, note: Say) -> Measure:
     """Measures a model on the validation images."""
     shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
     loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
@@ -317,7 +317,7 @@ def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: Wor
 
 
 def evaluation_loader(
-    images: Images, data: sections.Data, *, shape: BatchShape, regime: Regime, world: World, note: Note
+    images: Images, data: sections.Data, *, shape: BatchShape, regime: Regime, world: World, note: Say
 ) -> EvaluationLoader:
     """The validation images of one replica."""
     bad = BadImages(value_or(data.bad_images_allowed, 0), note=note, count=world.counter("bad validation images"))

@@ -22,6 +22,7 @@ from falconet.parallel.grid import Grid
 from falconet.parallel.replicas import Replicas
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.stages import OneStage, Stages
+from falconet.report.screen import Say
 from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
 from falconet.train.moving import Elsewhere, Move, Moving, PlainMove, ScaledMove
@@ -38,7 +39,7 @@ class Setup:
     shape: BatchShape
     grid: Grid
     regime: Regime
-    note: parts.Note
+    note: Say
     initial: Path | None = None  # whose weights it begins with
     first_trained: str | None = None  # layers that run before it stay as they are
 

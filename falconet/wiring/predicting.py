@@ -16,11 +16,12 @@ from falconet.infer.predictor import Classifier
 from falconet.models import zoo
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
+from falconet.report.screen import Say
 from falconet.wiring import parts
 from falconet.wiring.reading import load_options
 
 
-def open_classifier(line: Sequence[Setting], note: parts.Note) -> tuple[Classifier, ServeOptions]:
+def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
     """What the line names, and the options with those of its checkpoint below them."""
     options = load_options(ServeOptions, line).options
     path = options.input.checkpoint_input_path
@@ -33,7 +34,7 @@ def open_classifier(line: Sequence[Setting], note: parts.Note) -> tuple[Classifi
     return _trained(options, folder, manifest, note), options
 
 
-def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: parts.Note) -> Classifier:
+def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
     """A model by name, with random weights or those of a file."""
     if not any(setting.option == "model" for setting in line):
         where = f"{path}: holds weights alone; wanted --model beside it" if path else None
@@ -51,7 +52,7 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
     return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note)
 
 
-def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: parts.Note) -> Classifier:
+def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say) -> Classifier:
     model = parts.build_model(options.model, classes=manifest.classes, seed=0)
     weights = files.read_tensors(folder, "model", verified=manifest)
     load_weights(model, weights, where=str(folder), name=options.model.model)
@@ -64,7 +65,7 @@ def _classifier(
     model: nn.Module,
     preprocessing: Preprocessing,
     class_names: tuple[str, ...],
-    note: parts.Note,
+    note: Say,
 ) -> Classifier:
     device, regime = parts.open_machine(options.machine).device, REGIMES[options.machine.precision]
     regime.require(device)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
 from falconet.report.folders import RunShape, fresh
+from falconet.report.screen import Say
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -105,9 +106,11 @@ class Sinks:
             self.times.write(update, seconds)
 
     def close(self) -> None:
-        self.metrics.close()
-        if self.times:
-            self.times.close()
+        try:
+            self.metrics.close()
+        finally:
+            if self.times:
+                self.times.close()
 
 
 def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions], *more: Sink) -> Sinks:
@@ -123,9 +126,7 @@ def open_sinks(folder: Path, loaded: Loaded[schema.TrainOptions], *more: Sink) -
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
-def write_summary(
-    folder: Path, record: Record, say: Callable[[str], None], *, peak_memory: int, memory: Memory
-) -> None:
+def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, memory: Memory) -> None:
     """summary.json, and the same in words."""
     rate = record.whole_run()
     summary = {
@@ -159,7 +160,7 @@ def temporary_line(folder: Path) -> str:
     return f"the run folder is temporary, removed at a clean end: {folder}"
 
 
-def throw_away(folder: Path, say: Callable[[str], None]) -> None:
+def throw_away(folder: Path, say: Say) -> None:
     """Remove a temporary run folder; what cannot be removed is said."""
     try:
         shutil.rmtree(folder)

@@ -1,13 +1,12 @@
 """Who says what, where several processes share a screen."""
 
 import os
-from collections.abc import Callable
 
 from rich.console import Console
 
 from falconet.parallel import environment
 from falconet.parallel.world import World
-from falconet.report.screen import Screen
+from falconet.report.screen import Say, Screen
 
 
 def screen_of(world: World) -> Screen:
@@ -15,7 +14,7 @@ def screen_of(world: World) -> Screen:
     return Screen() if world.is_first else Screen(Console(quiet=True))
 
 
-def spoken(world: World | None = None) -> Callable[[str], None]:
+def spoken(world: World | None = None) -> Say:
     """How this process says what concerns itself: the first one plainly, others with their rank.
 
     Before there is a world, only the first one speaks.

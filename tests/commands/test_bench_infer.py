@@ -24,6 +24,15 @@ def test_our_own_lines_have_one_throughput_and_no_words_of_the_originals(falcone
     assert memory.startswith("peak memory")
 
 
+def test_of_one_batch_no_interval_is_told(falconet):
+    answer = falconet(
+        "bench infer --model resnet8-cifar --data generated --micro-batch-size 2 --iterations 1 --threads 1"
+    )
+    assert answer.code == 0, answer.err
+    assert re.search(r"on the device: \S+ images/s\n", answer.out)
+    assert "nan" not in answer.out
+
+
 def test_the_lines_that_tools_of_the_originals_read(falconet):
     answer = falconet(f"{SMALL} --log-style pytorch")
     assert answer.code == 0, answer.err

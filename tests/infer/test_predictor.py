@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from falconet.infer.predictor import Predictor, buckets
-from served import CLASSES, pixels, small_classifier
+from served import pixels, small_classifier
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,6 @@ def test_the_device_sees_no_other_shapes_than_the_buckets():
     for count in range(1, 7):
         lane([pixels(count)])
     assert {shape[0] for shape in seen} == {1, 2, 4, 6}
-
-
-def test_probabilities_add_up_to_one_and_rank_as_the_logits():
-    predictor = Predictor(small_classifier(), max_batch=4)
-    images = torch.from_numpy(pixels(4))
-    found, logits = predictor.probabilities(images), predictor.logits(images)
-    assert found.shape == (4, CLASSES)
-    torch.testing.assert_close(found.sum(dim=1), torch.ones(4))
-    assert torch.equal(found.argsort(dim=1), logits.argsort(dim=1))
 
 
 @pytest.mark.parametrize("precision", ["16.16", "bf16.bf16"])

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from timm.optim.lars import Lars as TimmLars
 
-from falconet.optim.lars import Lars, trust_ratios
+from falconet.optim.lars import Lars, norms, trust_ratios
 
 
 def test_trust_ratios_follow_the_formula_and_are_1_where_a_norm_is_zero():
@@ -14,9 +14,8 @@ def test_trust_ratios_follow_the_formula_and_are_1_where_a_norm_is_zero():
     weights = [noise.normal(size=(3, 4)), np.zeros((2, 2)), noise.normal(size=(5, 2))]
     grads = [noise.normal(size=(3, 4)), np.ones((2, 2)), np.zeros((5, 2))]
     w, g = np.linalg.norm(weights[0]), np.linalg.norm(grads[0])
-    got = trust_ratios(
-        [torch.tensor(x) for x in weights], [torch.tensor(x) for x in grads], coefficient=0.01, decay=0.1, eps=0.5
-    )
+    sizes = (norms([torch.tensor(x) for x in tensors]) for tensors in (weights, grads))
+    got = trust_ratios(*sizes, coefficient=0.01, decay=0.1, eps=0.5)
     np.testing.assert_allclose(got.numpy(), [0.01 * w / (g + 0.1 * w + 0.5), 1.0, 1.0], rtol=1e-12)
 
 

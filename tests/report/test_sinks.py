@@ -164,3 +164,16 @@ def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path, monkeypatc
     with pytest.raises(ConfigError) as refused:
         opens(tmp_path)
     assert str(refused.value) == message
+
+
+def test_all_of_several_are_closed_whatever_one_of_them_raises(tmp_path):
+    class Broken:
+        def close(self):
+            raise OSError("full")
+
+    first, last = JsonLines(tmp_path / "first"), JsonLines(tmp_path / "last")
+    with pytest.raises(OSError, match="full"):
+        Several([first, Broken(), last]).close()
+    for sink in (first, last):
+        with pytest.raises(ValueError, match="closed file"):
+            sink.write(1, {})
