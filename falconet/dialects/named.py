@@ -1,13 +1,16 @@
 """The named configs of the originals, in files as they had them: configs.yml beside a program."""
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from falconet.config.settings import read_yaml
-from falconet.errors import ConfigError, did_you_mean
+from falconet.errors import ConfigError
+
+MOST_NEAR = 3  # names that an unknown one is answered with
 
 
 class _Texts(yaml.SafeLoader):
@@ -23,9 +26,19 @@ def entry(name: str, path: Path) -> Mapping[str, object]:
     configs = read(path)
     found = configs.get(name)
     if not isinstance(found, Mapping):
-        meant = did_you_mean(name, map(str, configs)) or f"; {path} has {', '.join(map(str, configs))}"
-        raise ConfigError(f"--config: no config is named '{name}'{meant}")
+        where = f"{path} has {len(configs)}, and `falconet configs` says what each of the originals' reaches"
+        raise ConfigError(
+            f"--config: no config is named '{name}'{_meant(name, [str(key) for key in configs])}; {where}"
+        )
     return found
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The nearest names, those that go on as this one before those that are spelled alike."""
+    longer = [one for one in known if name and one.startswith(name)]
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, n=MOST_NEAR, cutoff=0.5)]))
+    *others, last = [f"'{one}'" for one in near[:MOST_NEAR]] or [""]
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
 
 
 def read(path: Path) -> Mapping[str, object]:

@@ -7,6 +7,7 @@ import pytest
 from falconet.dialects import named
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
+from falconet.errors import ConfigError
 
 COMPAT = Path(__file__).parents[2] / "compat"
 # Micro-batch x accumulation x replicas, and the stages of a pipeline.
@@ -94,3 +95,21 @@ def test_a_named_config_of_inference_is_read(name):
         name,
         name.removesuffix("-g16-gn"),
     )
+
+
+WHERE = "configs.yml has 29, and `falconet configs` says what each of the originals' reaches"
+UNKNOWN = {
+    "mk2_resnet50_mlperf_pod16_": "; did you mean 'mk2_resnet50_mlperf_pod16_bs20', 'mk2_resnet50_mlperf_pod16_lars'",
+    "mk2_resnex101_16ipus": "; did you mean 'mk2_resnext101_16ipus', '",
+    "zzz": "; ",
+    "": "; ",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), UNKNOWN.items())
+def test_an_unknown_config_is_answered_with_the_nearest_and_where_the_list_is(name, meant):
+    with pytest.raises(ConfigError) as refused:
+        named.entry(name, COMPAT / "tensorflow/configs.yml")
+    message = str(refused.value)
+    assert message.startswith(f"--config: no config is named '{name}'{meant}")
+    assert message.endswith(WHERE)
