@@ -48,7 +48,7 @@ from falconet.train.drawing import Draw, drawing, no_drawing
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
-from falconet.train.profiled import ProfiledStep
+from falconet.train.profiled import Pause, ProfiledStep
 from falconet.train.record import Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
@@ -262,8 +262,8 @@ class Run:
         averaged: Path | None = None
         loader = self.placement.loader()
         stopwatch = Stopwatch(moments=moments_of(world.device))
-        step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
-        step = TimedStep(step, stopwatch)
+        step: Step = TimedStep(self.step(state), stopwatch)
+        step = self._watched(step, folder, left=self.plan.updates - state.progress.update, pause=stopwatch.standing)
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
             record.begin_epoch(epoch)
@@ -348,11 +348,11 @@ class Run:
         names = self.placement.trained
         return drawing(self.model, names, stages=self.grid.stages, sinks=sinks.weights, pause=stopwatch.standing)
 
-    def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
+    def _watched(self, step: Step, folder: Path, *, left: int, pause: Pause) -> Step:
         """The step, traced for a while if that was asked for; one process is enough to see."""
         if not self.options.logging.profile or not self.world.is_first:
             return step
-        return ProfiledStep(step, folder, device=self.world.device, updates=left)
+        return ProfiledStep(step, folder, device=self.world.device, updates=left, pause=pause)
 
     def _best(self) -> tuple[float, int] | None:
         stored = self.restored[1].content.get("best") if self.restored else None
