@@ -111,6 +111,10 @@ class StagedModel:
         return zoo.count_parameters(self._whole)
 
     @cached_property
+    def weights(self) -> Sequence[str]:
+        return [name for name, _ in self._whole.named_parameters()]
+
+    @cached_property
     def trained(self) -> Sequence[str]:
         return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
 

@@ -230,7 +230,9 @@ class Run:
         """The weights that are not decayed, nor scaled by lars; None: vectors."""
         options = self.options.optimizer
         if options.optimizer == "lars" and options.lars_skip:
-            return matching(self.placement.trained, options.lars_skip, option="--lars-skip")
+            # Among all weights: what --trainable leaves as it is may be named here too.
+            named = matching(self.placement.weights, options.lars_skip, option="--lars-skip")
+            return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState) -> Step:
