@@ -19,7 +19,7 @@ class Further:
     @property
     def suffix(self) -> str:
         """What its folder is called by, behind `averaged`."""
-        return f"exp_{self.decay:g}" if self.strategy == "exponential" else f"mean_{self.last or 'all'}"
+        return f"exp_{self.decay:.15g}" if self.strategy == "exponential" else f"mean_{self.last or 'all'}"
 
 
 def further(text: str) -> Further | None:

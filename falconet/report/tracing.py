@@ -21,10 +21,15 @@ def started(device: torch.device) -> profile:
     return traced
 
 
+def settle(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def write(traced: profile, folder: Path, *, device: torch.device) -> None:
     """Stop it, and leave profile.json and profile.txt in a folder."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # else the last kernels are missing from the trace
+    settle(device)  # else the last kernels are missing from the trace
     traced.stop()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -62,9 +62,7 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
         saved = files.checkpoints_in(record.checkpoints)
         in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
         folders = select(in_turn, how.last, phase=record.plan.phase)
-        name = record.average_name(
-            f"exp_{how.decay:g}" if how.strategy == "exponential" else f"N_{how.last or len(folders)}"
-        )
+        name = record.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, how, weights=average(folders, how), to=to)
         say(f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}) into {to}")
@@ -75,6 +73,13 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
         weights = record.state.stages.own(files.read_tensors(to, "model", verified=files.verify(to)))
         record.validate_average(_with(record.state.model, weights, where=str(to)), to.name, suffix=suffix)
     return to
+
+
+def _in_words(how: Averaging, count: int) -> str:
+    """`N_5`, `exp_0.97`, or `exp_0.97_N_5`: the original had no exponential average of a part, which has its own name."""
+    if how.strategy == "mean":
+        return f"N_{how.last or count}"
+    return f"exp_{how.decay:.15g}" + (f"_N_{how.last}" if how.last else "")
 
 
 def _with(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> nn.Module:

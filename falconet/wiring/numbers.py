@@ -58,11 +58,10 @@ def workspace_lines(workspace: Workspace, *, device: torch.device, stage: int = 
     return [] if share is None else [limit_workspace(share, device)]
 
 
-def training_bytes(model: nn.Module, options: schema.TrainOptions, *, regime: Regime) -> int:
-    """Of weights, gradients, and the update rule's state of them, of which replicas may have a share each."""
+def training_bytes(model: nn.Module, options: schema.TrainOptions, *, regime: Regime, replicas: int) -> int:
+    """Of weights, gradients, and the update rule's state of them, of which the replicas that run may share one."""
     slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
-    replicas = options.parallel.replicas
-    shares = replicas if options.parallel.enable_optimizer_rts and isinstance(replicas, int) else 1
+    shares = replicas if options.parallel.enable_optimizer_rts else 1
     per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
     sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
     return int(sum(sizes) * per_weight)

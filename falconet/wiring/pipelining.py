@@ -111,6 +111,10 @@ class StagedModel:
         return zoo.count_parameters(self._whole)
 
     @cached_property
+    def weights(self) -> Sequence[str]:
+        return [name for name, _ in self._whole.named_parameters()]
+
+    @cached_property
     def trained(self) -> Sequence[str]:
         return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
 
@@ -124,7 +128,7 @@ class StagedModel:
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
-            weights = numbers.training_bytes(stage.module, options, regime=self._setup.regime)
+            weights = numbers.training_bytes(stage.module, options, regime=self._setup.regime, replicas=shape.replicas)
             recomputed = frozenset() if self._mode == "none" else footprint.every
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(

@@ -125,6 +125,9 @@ class Placement(Protocol):
     def parameters(self) -> int: ...  # of the whole model
 
     @property
+    def weights(self) -> Sequence[str]: ...  # names of all weights of the model
+
+    @property
     def trained(self) -> Sequence[str]: ...  # names of all weights that are trained, in the model's order
 
     @property
@@ -169,6 +172,10 @@ class WholeModel:
     @property
     def parameters(self) -> int:
         return zoo.count_parameters(self.model)
+
+    @property
+    def weights(self) -> Sequence[str]:
+        return [name for name, _ in self.model.named_parameters()]
 
     @property
     def trained(self) -> Sequence[str]:

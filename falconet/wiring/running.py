@@ -32,7 +32,7 @@ from falconet.train.drawing import Draw, drawing, no_drawing
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
-from falconet.train.profiled import ProfiledStep
+from falconet.train.profiled import Pause, ProfiledStep
 from falconet.train.record import Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
@@ -231,7 +231,9 @@ class Run:
         """The weights that are not decayed, nor scaled by lars; None: vectors."""
         options = self.options.optimizer
         if options.optimizer == "lars" and options.lars_skip:
-            return matching(self.placement.trained, options.lars_skip, option="--lars-skip")
+            # Among all weights: what --trainable leaves as it is may be named here too.
+            named = matching(self.placement.weights, options.lars_skip, option="--lars-skip")
+            return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState) -> Step:
@@ -263,8 +265,8 @@ class Run:
         averaged: Path | None = None
         loader = self.placement.loader()
         stopwatch = Stopwatch(moments=moments_of(world.device))
-        step = self._watched(self.step(state), folder, left=self.plan.updates - state.progress.update)
-        step = TimedStep(step, stopwatch)
+        step: Step = TimedStep(self.step(state), stopwatch)
+        step = self._watched(step, folder, left=self.plan.updates - state.progress.update, pause=stopwatch.standing)
 
         def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
             record.begin_epoch(epoch)
@@ -350,11 +352,11 @@ class Run:
         names = self.placement.trained
         return drawing(self.model, names, stages=self.grid.stages, sinks=sinks.weights, pause=stopwatch.standing)
 
-    def _watched(self, step: Step, folder: Path, *, left: int) -> Step:
+    def _watched(self, step: Step, folder: Path, *, left: int, pause: Pause) -> Step:
         """The step, traced for a while if that was asked for; one process is enough to see."""
         if not self.options.logging.profile or not self.world.is_first:
             return step
-        return ProfiledStep(step, folder, device=self.world.device, updates=left)
+        return ProfiledStep(step, folder, device=self.world.device, updates=left, pause=pause)
 
     def _best(self) -> tuple[float, int] | None:
         stored = self.restored[1].content.get("best") if self.restored else None

@@ -72,6 +72,7 @@ WRONG = {
     "--trainable layer9": "--trainable: 'layer9' matches no layer and no weight; the nearest are 'layer3', 'layer2'",
     "--trainable fc [": "--trainable: '[' is not a regular expression: unterminated character set at position 0",
     "--optimizer lars --lars-skip gamma": "--lars-skip: 'gamma' matches no layer and no weight; the nearest are ",
+    "--optimizer lars --trainable fc --lars-skip gamma": "--lars-skip: 'gamma' matches no layer and no weight; the",
 }
 
 
@@ -80,6 +81,23 @@ def test_a_pattern_that_matches_nothing_is_refused_in_one_line(falconet, line, m
     answer = falconet(f"train {TINY} --run-dir a {line}")
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert message in answer.err
+
+
+FROZEN = {
+    "--lars-skip layer1": set(),
+    "--lars-skip layer1 .*bias": {"fc.bias"},
+}
+
+
+@pytest.mark.parametrize(("line", "skipped"), FROZEN.items())
+def test_a_skip_list_may_name_weights_that_are_not_trained(line, skipped):
+    run = pipeline_scenarios.run_of(World(device=torch.device("cpu")), f"{TINY} --optimizer lars --trainable fc {line}")
+    state = run.begin()
+    names = {weight: name for name, weight in state.model.named_parameters()}
+    found = {
+        names[weight] for group in state.optimizer.param_groups for weight in group["params"] if not group["adapts"]
+    }
+    assert found == skipped
 
 
 def test_a_skip_list_without_lars_says_that_it_has_no_effect(falconet):

@@ -1,12 +1,16 @@
 """A profiled step makes the same updates and leaves a trace."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from falconet.report import tracing
+from falconet.report.throughput import Stopwatch
 from falconet.report.tracing import TABLE, TRACE
 from falconet.train.profiled import ProfiledStep
+from falconet.train.timed import TimedStep
 
 
 class Counted:
@@ -22,10 +26,34 @@ class Counted:
 @pytest.mark.parametrize("updates", [1, 2, 10])
 def test_every_update_is_made_once_and_some_are_traced(tmp_path, updates):
     step = Counted()
-    profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates)
+    profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates, pause=nullcontext)
     assert [profiled([], update=number, lr=0.5) for number in range(updates)] == list(range(updates))
     assert step.calls == [(number, 0.5) for number in range(updates)]
     events = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert len(products) == min(updates, 3)
     assert "aten::mm" in (tmp_path / TABLE).read_text()
+
+
+@pytest.mark.parametrize("updates", [1, 10])
+def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatch, updates):
+    now = [0.0]
+    watch = Stopwatch(clock=lambda: now[0])
+
+    def lasting(function, seconds):
+        def call(*arguments, **more):
+            now[0] += seconds
+            return function(*arguments, **more)
+
+        return call
+
+    monkeypatch.setattr(tracing, "started", lasting(tracing.started, 100.0))
+    monkeypatch.setattr(tracing, "write", lasting(tracing.write, 1000.0))
+    step = TimedStep(lasting(Counted(), 3.0), watch)
+    profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates, pause=watch.standing)
+    for number in range(updates):
+        now[0] += 0.5  # until its images are there
+        profiled([], update=number, lr=0.5)
+    waited = 0.0 if updates == 1 else 0.5  # a profiler that must begin before the first update stands between
+    assert watch.update_seconds() == [3.0 + waited] + [3.5] * (updates - 1)
+    assert watch.lap()[0] == 3.5 * updates

@@ -62,6 +62,19 @@ def test_what_has_no_device_is_folded_and_it_is_said(falconet, asked, plan):
     assert f"note: {note}" in answer.out
 
 
+def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(falconet):
+    """Of 8 replicas asked for, 2 run: each holds half of the state, as if 2 had been asked for."""
+    line = f"train {TINY} --model resnet18 --image-size 32 --optimizer adamw --enable-optimizer-rts --plan"
+    line += " --pipeline-splits layer4/0 --micro-batch-size 2"
+    folded = falconet(f"{line} --replicas 8").out
+    asked = falconet(f"{line} --replicas 2 --gradient-accumulation 4").out
+    assert "global batch 16 = micro-batch 2 x accumulation 4 x replicas 2" in folded
+    predicted = [[text for text in out.splitlines() if text.startswith("stage ")] for out in (folded, asked)]
+    assert predicted[0] == predicted[1]
+    # 4 bytes x 8,906,728 x (weight, gradient, and one of adamw's two) = 0.0995 GiB, and some activations.
+    assert "8,906,728 parameters, 4 micro-batches in flight, 0.100 GiB predicted" in predicted[0][1]
+
+
 def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
     monkeypatch.setattr(parts, "cores", lambda processes=1: 1)
     line = f"train {TINY} --gradient-accumulation 2 --epoch 1"
