@@ -90,8 +90,10 @@ PYTORCH_COLUMNS = (
 
 
 MEASURED = (
-    "[INFO] Restore the mobilenet-v3-small model to epoch {epoch} on generated dataset(train loss: {{}}, train"
-    " accuracy: {{}}%): mobilenet-v3-small_generated_{epoch}\n[INFO] Testing the model\n[INFO] Accuracy on test set: {{}}%"
+    "[INFO] Restore the mobilenet-v3-small model to epoch {epoch} on generated"
+    " dataset(train loss: {{}}, train accuracy: {{}}%): mobilenet-v3-small_generated_{epoch}\n"
+    "[INFO] Testing the model\n"
+    "[INFO] Accuracy on test set: {{}}%"
 )
 
 
