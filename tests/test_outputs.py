@@ -64,6 +64,7 @@ PYTORCH_LINES = """
 [INFO] Number of IPUs required: 1
 [INFO] MobileNetV3(
 [INFO] Total parameters: {}
+[INFO] Training the model. Start: ...
 [INFO] Epoch 1/2
 [INFO] Epoch 1
 [INFO] loss: {},
@@ -79,11 +80,20 @@ Checkpoint saved to: out/mobilenet-v3-small_generated_1
 [INFO] Accuracy on test set: {}%
 [INFO] Validation Accuracy: {}%
 Checkpoint saved to: out/mobilenet-v3-small_generated_2
+[INFO] Finished training. Time: .... It took: 0:00:...
 """
 PYTORCH_COLUMNS = (
     "loss_avg,loss_batch,epoch,iteration,train_accuracy_avg,train_accuracy_batch,learning_rate,train_img_per_sec,"
     "validation_accuracy,classification_loss_batch,classification_loss_avg,smoothing_loss_batch:,smoothing_loss_avg:,"
     "loss_scaling"
+)
+
+
+MEASURED = (
+    "[INFO] Restore the mobilenet-v3-small model to epoch {epoch} on generated"
+    " dataset(train loss: {{}}, train accuracy: {{}}%): mobilenet-v3-small_generated_{epoch}\n"
+    "[INFO] Testing the model\n"
+    "[INFO] Accuracy on test set: {{}}%"
 )
 
 
@@ -99,7 +109,7 @@ def test_the_pytorch_program(run):
     assert " - [INFO] - " in (out / "log.txt").read_text()
     requires_in_order(
         run("pytorch:validate.py", "--checkpoint-path out"),
-        "[INFO] Testing the model\n[INFO] Accuracy on test set: {}%\n" * 2,
+        "\n".join(MEASURED.format(epoch=epoch) for epoch in (1, 2)),
     )
 
 

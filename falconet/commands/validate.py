@@ -13,7 +13,7 @@ from falconet.errors import CheckpointError
 from falconet.parallel.environment import is_first
 from falconet.report.originals import style_of
 from falconet.report.screen import Say, Screen
-from falconet.report.styles import RunLog, Validated
+from falconet.report.styles import Origin, RunLog, Validated
 from falconet.train.evaluate import Evaluation
 from falconet.wiring import accuracies, opening
 from falconet.wiring.accuracies import Accuracy
@@ -56,6 +56,12 @@ def _told(measured: Measured) -> Validated:
         images=found.images,
         seconds=seconds,
         batch=opened.options.data.micro_batch_size,
+        origin=Origin(
+            model=opened.options.model.model,
+            data=opened.options.data.data,
+            loss=opened.metrics.get("train_loss"),
+            accuracy=opened.metrics.get("train_accuracy"),
+        ),
     )
 
 

@@ -98,4 +98,8 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     ),
 }
 # Options that have an effect in a command where training has none for them.
-OTHERWISE = {(schema.InferOptions, "iterations"), (schema.DataBenchOptions, "bad-images-allowed")}
+OTHERWISE = {
+    (schema.InferOptions, "iterations"),
+    (schema.BenchServeOptions, "iterations"),
+    (schema.DataBenchOptions, "bad-images-allowed"),
+}

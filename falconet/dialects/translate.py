@@ -121,7 +121,8 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
                 settings[name] = Setting(effect.option, effect.values, LINE)
                 wanted |= {name} if is_wanted else set()
     if schema and known and _is_whole(own, command):
-        settings = _needed(settings, known, command=schema, wanted=wanted)
+        typed = [option for option in own.options if option.name in asked.all]
+        settings = _needed(settings, known, command=schema, wanted={name: _askers(name, typed) for name in wanted})
     return Translation(
         command=command,
         settings=tuple(settings.values()),
@@ -156,10 +157,19 @@ def _is_whole(own: Program, command: str) -> bool:
     return own.whole and command not in ("restore", "validate", "average")
 
 
+def _askers(name: str, typed: Sequence[Old]) -> list[tuple[str, ...]]:
+    """The canonical options of each old one that was typed and means this one, among others maybe."""
+    return [option.new for option in typed if name in option.new]
+
+
 def _needed(
-    settings: Mapping[str, Setting], known: Mapping[str, Option], *, command: type[object], wanted: set[str]
+    settings: Mapping[str, Setting],
+    known: Mapping[str, Option],
+    *,
+    command: type[object],
+    wanted: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> dict[str, Setting]:
-    """Without what is so anyway, and without defaults of the old program that have no effect here."""
+    """Without what is so anyway, and without what has no effect here: defaults, and parts of options that have one."""
     changed = {
         name: setting
         for name, setting in settings.items()
@@ -168,7 +178,9 @@ def _needed(
     there = [setting for name, setting in changed.items() if name in known]
     options = parse(command, there).options
     without_effect = idle(options)
-    return {name: setting for name, setting in changed.items() if name in wanted or name not in without_effect}
+    effective = settings.keys() - without_effect.keys()
+    told = {name for name, asked in wanted.items() if not asked or any(not effective & {*new} for new in asked)}
+    return {name: setting for name, setting in changed.items() if name in told or name not in without_effect}
 
 
 def _is_known(effect: To, known: Mapping[str, Option]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUNS = "FALCONET_RUNS"  # the variable that names where new run folders go; `falconet bench` sets it
-_FAMILIES = (("resnet", "RN"), ("resnext", "RNX"), ("efficientnet-b", "EfficientNet-B"))
+_RESIDUAL = {"resnet": "RN", "resnext": "RNX"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class RunShape:
     groups: int
     precision: str
     rounds_stochastically: bool
-    image_size: int | None  # pixels; None: the model's own
+    image_size: int  # pixels
     suffix: str | None = None  # that was asked for
 
 
@@ -50,24 +50,33 @@ def pytorch_name(shape: RunShape) -> str:
 
 
 def tensorflow_name(shape: RunShape) -> str:
-    """Such as RN50_bs8x16rx8a_GN32_16.16."""
-    family = next((short for long, short in _FAMILIES if shape.model.startswith(long) and _size(shape.model)), "")
-    name = f"{family}{_size(shape.model)}" if family else _safe(shape.model)
-    name += f"_bs{shape.micro_batch}"
-    name += f"x{shape.replicas}r" * (shape.replicas > 1)
-    if shape.pipelined:
-        name += f"x{shape.accumulation}p"
-    elif shape.accumulation > 1:
-        name += f"x{shape.accumulation}a"
-    name += {"group": f"_GN{shape.groups}", "batch": "_BN", "none": "_noBN"}[shape.norm]
-    if not family.startswith("EfficientNet"):
-        name += f"_{shape.precision}"
-    # In full precision there is nothing to round, and the original's default, on, is not in the options.
-    name += "_noSR" if shape.precision.startswith("16") and not shape.rounds_stochastically else ""
+    """Such as RN50_bs8x16rx8a_GN32_16.16; each of its models had a form of its own."""
+    efficient, squeezed = shape.model.startswith("efficientnet"), shape.model.startswith("squeezenet")
+    name = f"{_tensorflow_model(shape.model)}_bs{shape.micro_batch}"
+    replicas = f"x{shape.replicas}r" * (shape.replicas > 1)
+    accumulation = f"x{shape.accumulation}{'p' if shape.pipelined else 'a'}"
+    accumulation *= shape.pipelined or shape.accumulation > 1
+    name += accumulation + replicas if efficient else replicas + accumulation
+    if not squeezed:
+        name += {"group": f"_GN{shape.groups}", "batch": "_BN", "none": "_noBN"}[shape.norm]
+    if not efficient:
+        # In the other precisions nothing is rounded, and the original's default, on, is not in the options.
+        is_plain = shape.precision == "16.16" and not shape.rounds_stochastically
+        name += f"_{shape.precision}" + "_noSR" * is_plain
     cifar = shape.data.startswith("cifar") or (shape.model.endswith("-cifar") and shape.image_size == 32)
-    if shape.image_size not in (None, 224) and not cifar:
+    if shape.image_size != 224 and not cifar:
         name += f"_{shape.image_size}x{shape.image_size}"
     return name
+
+
+def _tensorflow_model(model: str) -> str:
+    """Family and size; others, which it did not have, by our name."""
+    residual = re.match(r"(resnet|resnext)(\d+)", model)
+    if residual:
+        return f"{_RESIDUAL[residual[1]]}{residual[2]}"
+    if model.startswith("efficientnet-"):
+        return f"EfficientNet-{model.removeprefix('efficientnet-').upper()}"
+    return "SN" if model.startswith("squeezenet") else _safe(model)
 
 
 def _size(model: str) -> str:

@@ -3,9 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 
-from falconet.report.styles import Facts, Falconet, Point, RunLog, Style, Validated
+from falconet.report.styles import Facts, Falconet, Origin, Point, RunLog, Style, Validated
 
 
 class Recent:
@@ -45,6 +46,7 @@ class PyTorch:
         self._say(f"Number of IPUs required: {facts.replicas * facts.stages}")  # devices, in its words
         self._say(facts.model)
         self._say(f"Total parameters: {facts.parameters}")
+        self._say(f"Training the model. Start: {datetime.now()}")
 
     def begin_epoch(self, epoch: int, of: int) -> None:
         self._say(f"Epoch {epoch}/{of}")
@@ -94,6 +96,8 @@ class PyTorch:
             self.to.row_again("training.csv", row, update=update)
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        if found.origin:
+            self._say(f"{_restored(found.origin, found.epoch)}: {found.name}")
         self._say("Testing the model")
         self._say(f"Accuracy on test set: {found.accuracy:.2f}%")
         values = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
@@ -103,8 +107,8 @@ class PyTorch:
     def saved(self, folder: Path) -> None:
         self.to.line(f"Checkpoint saved to: {folder}")
 
-    def end(self, *, trained: float, whole: float) -> None:
-        """The original said a date."""
+    def end(self, *, trained: float, whole: float) -> None:  # noqa: ARG002
+        self._say(f"Finished training. Time: {datetime.now()}. It took: {timedelta(seconds=whole)}")
 
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
         return None
@@ -116,6 +120,13 @@ class PyTorch:
         """In log.txt with time and place, as the original had them there."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         self.to.kept_line(f"[INFO] {text}", kept=f"{now},000 - [INFO] - train - falconet: {text}")
+
+
+def _restored(origin: Origin, epoch: float) -> str:
+    """As the PyTorch program said it, which did not name the file."""
+    known = origin.loss is not None
+    trained = f"(train loss: {origin.loss}, train accuracy: {origin.accuracy}%)" if known else ""
+    return f"Restore the {origin.model} model to epoch {epoch:g} on {origin.data} dataset{trained}"
 
 
 class TensorFlow:

@@ -49,6 +49,16 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What is known of a checkpoint that is opened to be measured."""
+
+    model: str
+    data: str
+    loss: float | None  # of its training, as its accuracy, which is in percent
+    accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Validated:
     """The accuracy of a model on the validation images."""
 
@@ -60,6 +70,7 @@ class Validated:
     images: int
     seconds: float
     batch: int  # images of one batch
+    origin: Origin | None = None  # where the weights were read; None: they are trained here
 
     @property
     def images_per_second(self) -> float:

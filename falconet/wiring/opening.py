@@ -1,7 +1,7 @@
 """A checkpoint, or foreign weights, opened as a model to measure."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Opened:
     images: parts.Images
     class_names: tuple[str, ...]
     update: int = 0  # updates behind its weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, when it was saved
 
 
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
@@ -50,7 +51,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         model = _built(options, classes=manifest.classes)
         load_weights(model, weights_of(folder, manifest, stem), where=str(folder), name=options.model.model)
         epoch, update = epoch_of(manifest), manifest.progress.update
-        yield Opened(folder.name + suffix, epoch, model, options, images, manifest.class_names, update)
+        name, metrics = folder.name + suffix, manifest.metrics
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
 
 
 def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:

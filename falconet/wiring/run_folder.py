@@ -13,6 +13,7 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
+from falconet.models import zoo
 from falconet.report.folders import RunShape, fresh
 from falconet.report.screen import Say
 from falconet.report.sinks import (
@@ -188,12 +189,13 @@ def _fresh(options: schema.TrainOptions) -> Path:
         micro_batch=options.data.micro_batch_size,
         accumulation=options.training.gradient_accumulation,
         replicas=1 if replicas == "auto" else replicas,
-        pipelined=bool(options.parallel.pipeline_splits),
+        # A pipeline of the TensorFlow program on one device is what is kept in recomputation here.
+        pipelined=bool(options.parallel.pipeline_splits) or options.numerics.recompute_mode == "manual",
         norm=options.model.norm_type,
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
-        image_size=None if size == "auto" else size,
+        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
         suffix=options.run.name_suffix,
     )
     return fresh(style, shape, version=falconet.__version__)

@@ -130,3 +130,12 @@ def test_a_mistake_in_a_file_of_configs_is_answered_in_one_line(tmp_path, text, 
         translate("pytorch:train.py", ["--config", "resnet50"], place=Place(configs=path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_part_of_an_option_that_does_nothing_in_a_program_is_not_said_to():
+    """--batch-norm also says how fast statistics move, which no prediction needs; nobody typed that."""
+    line = ["--dataset", "imagenet", "--synthetic-data", "--batch-norm"]
+    translation = translate("tf1:validation.py", line)
+    assert "batchnorm-momentum" not in {setting.option for setting in translation.settings}
+    asked = translate("tf1:validation.py", [*line, "--BN-decay", "0.9"])
+    assert "batchnorm-momentum" in {setting.option for setting in asked.settings}  # `falconet` says what becomes of it

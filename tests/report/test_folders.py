@@ -19,7 +19,7 @@ RN50 = RunShape(
     groups=32,
     precision="16.16",
     rounds_stochastically=True,
-    image_size=None,
+    image_size=224,
 )
 SMALL = {"accumulation": 1, "replicas": 1, "norm": "batch"}
 NAMES = {
@@ -32,6 +32,16 @@ NAMES = {
     },
     "RNX101_bs6_noBN_32.32": {"model": "resnext101", "micro_batch": 6, "precision": "32.32", **SMALL, "norm": "none"},
     "EfficientNet-B1_bs8_BN_240x240": {"model": "efficientnet-b1", "image_size": 240, **SMALL},
+    "EfficientNet-B4_bs5x40px4r_GN4_380x380": {  # accumulation first, and no precision
+        **{"model": "efficientnet-b4", "image_size": 380, "micro_batch": 5, "accumulation": 40, "replicas": 4},
+        **{"pipelined": True, "groups": 4, "precision": "16.32", "rounds_stochastically": False},
+    },
+    "EfficientNet-CIFAR_bs8_BN": {"model": "efficientnet-cifar", "data": "cifar10", "image_size": 32, **SMALL},
+    "RN50_bs16x4rx256p_BN_16.32": {  # where nothing is rounded, the default is not said
+        **{"micro_batch": 16, "replicas": 4, "accumulation": 256, "pipelined": True, "norm": "batch"},
+        **{"precision": "16.32", "rounds_stochastically": False},
+    },
+    "SN_bs8x2r_16.16": {"model": "squeezenet", "accumulation": 1, "replicas": 2, "norm": "none"},
     "mobilenet-v3-small_bs8_BN_16.16": {"model": "mobilenet-v3-small", **SMALL},
 }
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from falconet.report.originals import style_of
-from falconet.report.styles import Facts, Point, RunLog, Validated
+from falconet.report.styles import Facts, Origin, Point, RunLog, Validated
 from falconet.report.throughput import Rate
 
 NUMBER = r" *-?[\d.e+-]+"
@@ -92,10 +92,28 @@ def test_the_accuracy_on_the_test_set(told, name):
     assert any(re.fullmatch(r"(\[INFO\] )?Accuracy on test set: 75\.90%", line) for line in one.lines)
 
 
+def test_pytorch_names_a_checkpoint_that_it_measures(told):
+    one = told("pytorch")
+    origin = Origin(model="resnet18", data="imagenet", loss=1.5, accuracy=25.0)
+    one.style.validated(replace(VALIDATED, origin=origin))
+    one.style.validated(replace(VALIDATED, origin=replace(origin, loss=None)))
+    known = "[INFO] Restore the resnet18 model to epoch 2 on imagenet dataset(train loss: 1.5, train accuracy: 25.0%)"
+    assert one.lines[0] == f"{known}: {VALIDATED.name}"
+    assert one.lines[3] == f"[INFO] Restore the resnet18 model to epoch 2 on imagenet dataset: {VALIDATED.name}"
+
+
+def test_pytorch_says_how_long_training_took(told):
+    one = told("pytorch")
+    one.style.end(trained=59.0, whole=61.5)
+    assert one.lines[0].startswith("[INFO] Finished training. Time: 20")
+    assert one.lines[0].endswith(". It took: 0:01:01.500000")
+
+
 def test_pytorch_begins_with_its_facts_and_its_file_of_options(told, tmp_path):
     one = told("pytorch")
     one.style.begin(facts(tmp_path))
-    assert one.lines == [
+    assert one.lines[-1].startswith("[INFO] Training the model. Start: 20")
+    assert one.lines[:-1] == [
         "[INFO] Total replicas: 2",
         "[INFO] Global batch size: 64",
         "[INFO] Number of IPUs required: 6",
