@@ -156,7 +156,7 @@ def published_images(data: sections.Data, *, model: str, percentage: float = 100
 
 def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     """Splits at a size, normalised as the options say."""
-    preprocessing = splits.preprocessing(size)
+    preprocessing = replace(splits.preprocessing(size), antialias=data.antialias)
     if data.pixel_mean:
         preprocessing = replace(preprocessing, mean=three(data.pixel_mean))
     if data.pixel_deviation:

@@ -274,6 +274,10 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
+def _kept_data(options: TrainOptions) -> bool:
+    return not _random_data(options)
+
+
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
@@ -340,7 +344,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
-    ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
+    *((name, "--data other than generated and synthetic", _kept_data) for name in ("dataset-percentage", "antialias")),
     ("classes", "--data generated or synthetic", _random_data),
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),

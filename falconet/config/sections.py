@@ -61,6 +61,8 @@ class Data:
     """Mean of red, green and blue in pixels of 0 to 1, instead of the data's own."""
     pixel_deviation: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Standard deviation of the same, instead of the data's own."""
+    antialias: bool = True
+    """Shrink images by all their pixels; no: by the four nearest to each of the result, as TensorFlow 1 did."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"

@@ -146,6 +146,7 @@ class Crops:
     seed: int
     objects: Objects | None = None  # what random crops must overlap
     rule: CropRule = CROP_RULE
+    antialias: bool = True  # when a box is resized
 
     @classmethod
     def of(
@@ -159,8 +160,15 @@ class Crops:
     ) -> "Crops":
         if augment not in ("none", "crop-flip"):
             raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
-        size = preprocessing.image_size
-        return cls(augment=augment, resize=preprocessing.resize, size=size, seed=seed, objects=objects, rule=rule)
+        return cls(
+            augment=augment,
+            resize=preprocessing.resize,
+            size=preprocessing.image_size,
+            seed=seed,
+            objects=objects,
+            rule=rule,
+            antialias=preprocessing.antialias,
+        )
 
     def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
         return flips(self.augment, indices, seed=self.seed, epoch=epoch)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from falconet.data import augment as augmenting
-from falconet.data import native
+from falconet.data import native, sampled
 from falconet.data.augment import CROP_RULE, Augment, Box, CropRule, Crops
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
@@ -71,7 +71,7 @@ class ArrayReader:
         self.size = preprocessing.image_size
         self._images = source.images
         self._height, self._width = source.images.shape[1:3]
-        self._resize = preprocessing.resize
+        self._resize, self._antialias = preprocessing.resize, preprocessing.antialias
         self._augment, self._seed, self._rule = augment, seed, rule
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
@@ -117,7 +117,8 @@ class ArrayReader:
 
     def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
         for row, (image, box, flip) in enumerate(zip(images, boxes, self._flips(indices, epoch), strict=True)):
-            out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip))
+            picture = Image.fromarray(image)
+            out[row] = resized(picture, box, size=self.size, flip=bool(flip), antialias=self._antialias)
 
 
 class FileReader:
@@ -142,12 +143,17 @@ class FileReader:
                 continue
             size = np.array([[image.width, image.height]])
             box: Box = tuple(self._crops.boxes(indices[row : row + 1], size, epoch=epoch)[0].tolist())
-            out[row] = resized(image, box, size=self.size, flip=bool(flips[row]))
+            antialias = self._crops.antialias
+            out[row] = resized(image, box, size=self.size, flip=bool(flips[row]), antialias=antialias)
         return read
 
 
-def resized(image: Image.Image, box: Box, *, size: int, flip: bool) -> PixelArray:  # size x size x 3
-    """The box of an RGB image at size x size, bilinear with antialiasing."""
+def resized(
+    image: Image.Image, box: Box, *, size: int, flip: bool, antialias: bool = True
+) -> PixelArray:  # size x size x 3
+    """The box of an RGB image at size x size, bilinear, with antialiasing as Pillow has it or without."""
+    if not antialias:
+        return sampled.resized(np.asarray(image), box, size=size, flip=flip)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
     return pixels[:, ::-1] if flip else pixels
 

@@ -40,6 +40,9 @@ What is not the same, whatever the options:
   next to nothing.
 - Convolutions and poolings that stride pad as TensorFlow's SAME does for lines of its program (`--padding same`), as in
   its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded alike on both sides.
+- Photos are resized without antialiasing for lines of the TensorFlow program (`--no-antialias`), between the same
+  neighbours as there, and rounded to levels of 0 to 255. A crop of it, mirrored or not, is the same to that rounding;
+  JPEG decoders differ by single levels, and its fast one for training is not imitated.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
 - The PopART program validated CIFAR with random shifts and mirrored images; here validation has images as they are.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the

@@ -9,7 +9,7 @@ from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
 from falconet.dialects.tensorflow_keeping import KEEPING
 from falconet.dialects.tensorflow_machine import MACHINE
-from falconet.dialects.tensorflow_model import DATA, MODEL, beginning
+from falconet.dialects.tensorflow_model import DATA, MODEL, own
 from falconet.dialects.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
 from falconet.dialects.values import Values
 
@@ -100,7 +100,7 @@ PROGRAMS = (
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
         style="tensorflow",
-        rule=beginning,
+        rule=own,
     ),
     Program(
         name="tf1:validation.py",
@@ -108,7 +108,7 @@ PROGRAMS = (
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         style="tensorflow",
-        rule=beginning,
+        rule=own,
     ),
     Program(
         name="tf1:restore.py",
@@ -170,6 +170,6 @@ PROGRAMS = (
         command=embedded_command,
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         style="tensorflow",
-        rule=beginning,
+        rule=own,
     ),
 )

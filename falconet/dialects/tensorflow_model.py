@@ -17,8 +17,10 @@ def model(old: Values) -> Iterable[Effect]:
         yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
 
 
-def beginning(old: Values) -> Iterable[Effect]:
-    """The first weights of its networks and their padding, for which it had no options; SqueezeNet's are ours too."""
+def own(old: Values) -> Iterable[Effect]:
+    """What it had no options for: how photos were resized, padding, and first weights; SqueezeNet's are ours anyway."""
+    if facts.is_imagenet(old) and not facts.is_random(old):
+        yield To("no-antialias")
     kind = facts.family(old)
     if kind == "squeezenet":
         return

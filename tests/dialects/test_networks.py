@@ -121,6 +121,11 @@ def test_photos_are_cropped_as_each_program_did(line, expected):
     assert parts.crop_rule(options_of(*line)[0].augmentation) == expected
 
 
+@pytest.mark.parametrize("line", CROPS, ids=[" ".join(line) for line in CROPS])
+def test_only_tensorflow_resized_without_antialiasing(line):
+    assert options_of(*line)[0].data.antialias is (line[0] != TF)
+
+
 IMAGENETS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 TENSORFLOWS = (tuple(level / 255 for level in (123.68, 116.78, 103.94)), (1 / 255,) * 3)
 PIXELS = {
