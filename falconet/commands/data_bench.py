@@ -70,7 +70,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         preprocessing=images.preprocessing,
         augment=images.augment(options.augmentation.augment) if training else "none",
         seed=0,
-        least=parts.least_areas(options.augmentation),
+        rule=parts.crop_rule(options.augmentation),
     )
     allowed = parts.value_or(options.data.bad_images_allowed, len(source) // 1000)
     reader = reader_for(
@@ -79,7 +79,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         augment=reading.augment,
         seed=0,
         bad=BadImages(allowed, note=say),
-        least=reading.least,
+        rule=reading.rule,
     )
     return Pipeline(
         source=source,

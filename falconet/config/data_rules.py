@@ -26,6 +26,19 @@ def bytes_are_not_normalised_yet(options: Any) -> str | None:
     return None
 
 
+def colours_are_three(options: Any) -> str | None:
+    for name in ("pixel_mean", "pixel_deviation"):
+        count = len(getattr(options.data, name))
+        if count not in (0, 3):
+            return f"--{name.replace('_', '-')}: got {count} numbers, wanted 3, of red, green and blue"
+    return None
+
+
+def by_pixels(options: Any) -> bool:
+    """Whether pixels are normalised by numbers of the whole data."""
+    return bool(options.data.normalization_location != "none" and options.data.normalization == "deviation")
+
+
 def decoded_there_is_not_copied(options: Any) -> str | None:
     if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
         return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
@@ -35,6 +48,16 @@ def decoded_there_is_not_copied(options: Any) -> str | None:
 def crops_photos(options: Any) -> bool:
     """Whether random crops of photos are drawn."""
     return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
+
+
+def crops(options: Any) -> bool:
+    """Whether images may be cropped at random."""
+    return options.augmentation.augment in ("auto", "crop-flip")
+
+
+def objects_by_area(options: Any) -> bool:
+    """Whether crops must overlap objects by a rule that can be chosen; TensorFlow's draw has its own."""
+    return boxes_used(options) != "no" and options.augmentation.crop_draw == "area"
 
 
 def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:

@@ -58,7 +58,10 @@ def _runs_a_model(options: schema.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
-_OF_TRAINING = ("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path")
+_OF_TRAINING = (
+    *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
+    *("weight-init", "zero-init"),
+)
 _NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _never) for name in _OF_TRAINING)
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input alone, without a model"

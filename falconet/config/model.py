@@ -25,6 +25,12 @@ class Model:
 
     model: str = "resnet8-cifar"
     """A name of `falconet models`, or timm:NAME for any other model of timm."""
+    weight_init: Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"] = "auto"
+    """Distribution of new convolutions and linear layers; auto: the library's own. Formulas: docs/numerics.md."""
+    zero_init: Literal["auto", "none", "last", "identity", "shortcut"] = "auto"
+    """ResNets: norms whose scale begins at 0: each block's last, only beside identities, else its shortcut's."""
+    padding: Literal["symmetric", "same"] = "symmetric"
+    """Zeros around what a convolution or pooling strides over: alike on both sides, or TensorFlow's SAME."""
     norm_type: Literal["batch", "group", "none"] = "batch"
     """Normalisation layers: as the model has them, group norm instead, or none."""
     norm_eps: Annotated[float, MoreThan(0)] | Auto = "auto"
@@ -73,6 +79,8 @@ class Model:
     """ResNeXt for CIFAR: stages of 256, 512 and 1024 channels instead of 64, 128 and 256."""
     squeezenet_bypass: bool = False
     """SqueezeNet: add the input of fire modules 3, 5, 7 and 9 to their output."""
+    mobilenet_wide_head: bool = False
+    """MobileNetV3: 1,280 channels and no bias before the classifier; else 1,024 for the small one, with a bias."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
     """ResNets of 50 layers and more: which convolution of a block strides; 1x1 is He's original, 3x3 is v1.5."""
     shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
@@ -109,6 +117,8 @@ def of_another_family(options: Any) -> str | None:
         "resnext_": (name.startswith("resnext"), "a ResNeXt"),
         "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "squeezenet_": (name.startswith("squeezenet"), "a SqueezeNet"),
+        "mobilenet_": (name.startswith("mobilenet-v3"), "a MobileNetV3"),
+        "zero_init": (name.startswith(("resnet", "resnext")), "a ResNet"),
         "bottleneck_": (is_residual(name), "a ResNet"),
         "shortcut_": (name.startswith(("resnet", "resnext")), "a ResNet"),
         "stem": (name.startswith(("resnet", "resnext")), "a ResNet"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from falconet.config import data_rules, fine_tuning, keeping, model, reporting
 from falconet.config.averages import further
-from falconet.config.data_rules import PHOTOS, boxes_used, crops_photos
+from falconet.config.data_rules import PHOTOS, crops, crops_photos, objects_by_area
 from falconet.config.schema import TrainOptions
 from falconet.config.sections import Augmentation, Numerics, Parallel
 from falconet.errors import ConfigError
@@ -236,6 +236,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("model", "optimizer"), model.proxy_with_lars),
     (("data",), data_rules.folder_needs_a_place),
     (("data",), data_rules.bytes_are_not_normalised_yet),
+    (("data",), data_rules.colours_are_three),
     (("data",), data_rules.decoded_there_is_not_copied),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
@@ -273,6 +274,10 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
+def _kept_data(options: TrainOptions) -> bool:
+    return not _random_data(options)
+
+
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
@@ -293,6 +298,11 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
+def _draws_weights(options: TrainOptions) -> bool:
+    """Not where they are read: by restore, which has a checkpoint, or from --init-path."""
+    return options.training.init_path is None and not hasattr(options, "input")
+
+
 def _averages(options: TrainOptions) -> bool:
     return options.averaging.weight_avg_strategy != "none"
 
@@ -303,6 +313,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
+_OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
@@ -320,6 +331,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
+    *((name, "new weights: these are read", _draws_weights) for name in ("weight-init", "zero-init")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
     (
         "enable-fast-groupnorm",
@@ -332,11 +344,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
-    ("dataset-percentage", "--data other than generated and synthetic", lambda options: not _random_data(options)),
+    *((name, "--data other than generated and synthetic", _kept_data) for name in ("dataset-percentage", "antialias")),
     ("classes", "--data generated or synthetic", _random_data),
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
-    ("crop-area", "--augment crop-flip or auto", lambda o: o.augmentation.augment in ("auto", "crop-flip")),
-    ("object-crop-area", "--use-bbox-info", lambda options: boxes_used(options) != "no"),
+    *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
+    *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
@@ -345,11 +357,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--normalization-location host or device",
         lambda options: options.data.normalization_location != "none",
     ),
-    (
-        "validation-frequency",
-        "--validation-mode during",
-        lambda options: options.validation.validation_mode == "during",
-    ),
+    *((name, "--normalization deviation", data_rules.by_pixels) for name in ("pixel-mean", "pixel-deviation")),
+    ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     (
         "weight-avg-exp-decay",
         "--weight-avg-strategy exponential",

@@ -55,6 +55,12 @@ class Data:
     """Where mean and standard deviation are applied; none: the model sees pixels of 0 to 255."""
     normalization: Literal["deviation", "mean", "image"] = "deviation"
     """Pixels less the data's mean over its deviation, only less ImageNet's mean, or each image by its own two."""
+    pixel_mean: tuple[float, ...] = ()
+    """Mean of red, green and blue in pixels of 0 to 1, instead of the data's own."""
+    pixel_deviation: tuple[Annotated[float, MoreThan(0)], ...] = ()
+    """Standard deviation of the same, instead of the data's own."""
+    antialias: bool = True
+    """Shrink images by all their pixels; no: by the four nearest to each of the result, as TensorFlow 1 did."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -169,8 +175,12 @@ class Augmentation:
     """The same where the data has boxes; where it has none, crops are plain and nothing is refused."""
     crop_area: Annotated[float, Between(0.001, 1)] = 0.08
     """Smallest share of a photo that a random crop covers; the largest is all of it."""
+    crop_draw: Literal["area", "height"] = "area"
+    """Drawn evenly: a crop's area and its ratio's logarithm; or ratio and height, a tenth of the photo at least."""
     object_crop_area: Annotated[float, Between(0.001, 1)] | Auto = "auto"
     """The same for crops that must overlap an annotated object; auto: --crop-area."""
+    object_overlap: Literal["object", "crop"] = "object"
+    """Crops overlap an object if they have a tenth of it, or if a tenth of the crop is object (else the tenth draw)."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Share of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0

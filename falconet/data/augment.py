@@ -7,12 +7,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from falconet.data import distorted
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
 from falconet.data.objects import BoxArray, Objects
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import BoolArray
 from falconet.errors import ConfigError
 
+CropDraw = Literal["area", "height"]
+Overlap = Literal["object", "crop"]
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
 
@@ -25,14 +28,16 @@ OBJECT_DRAWS = 4  # of one attempt: area, ratio, place down, place right
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeastAreas:
-    """The smallest share of an image that a random crop covers; the largest is all of it."""
+class CropRule:
+    """How random crops are drawn."""
 
-    plain: float = 0.08
-    of_object: float = 0.08  # of crops that must overlap an object
+    draw: CropDraw = "area"  # evenly: area and logarithm of the ratio, or ratio and height as in TensorFlow
+    least: float = 0.08  # smallest share of an image that a crop covers; the largest is all of it
+    least_of_object: float = 0.08  # of crops that must overlap an object
+    overlap: Overlap = "object"  # a tenth of an object is in the crop, or a tenth of the crop is in an object
 
 
-LEAST_AREAS = LeastAreas()
+CROP_RULE = CropRule()
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the original image
 
@@ -57,7 +62,7 @@ def crop_draws(indices: IntArray, *, seed: int, epoch: int) -> FloatArray:  # N 
 
 
 def random_resized_crop(  # N x 4: x0, y0, x1, y1
-    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = LEAST_AREAS.plain
+    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = CROP_RULE.least
 ) -> IntArray:
     """The first of ten random boxes that fits into each image, else the largest centred one of a permitted ratio."""
     images = np.arange(len(widths))
@@ -86,7 +91,7 @@ def random_resized_crop(  # N x 4: x0, y0, x1, y1
 
 
 def object_crop(
-    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = LEAST_AREAS.of_object
+    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = CROP_RULE.least_of_object
 ) -> Box | None:
     """The first of the drawn boxes that fits into the image and covers enough of an object, if one does.
 
@@ -140,7 +145,8 @@ class Crops:
     size: int  # side of what is read, pixels
     seed: int
     objects: Objects | None = None  # what random crops must overlap
-    least: LeastAreas = LEAST_AREAS
+    rule: CropRule = CROP_RULE
+    antialias: bool = True  # when a box is resized
 
     @classmethod
     def of(
@@ -150,12 +156,19 @@ class Crops:
         augment: Augment,
         seed: int,
         objects: Objects | None,
-        least: LeastAreas = LEAST_AREAS,
+        rule: CropRule = CROP_RULE,
     ) -> "Crops":
         if augment not in ("none", "crop-flip"):
             raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
-        size = preprocessing.image_size
-        return cls(augment=augment, resize=preprocessing.resize, size=size, seed=seed, objects=objects, least=least)
+        return cls(
+            augment=augment,
+            resize=preprocessing.resize,
+            size=preprocessing.image_size,
+            seed=seed,
+            objects=objects,
+            rule=rule,
+            antialias=preprocessing.antialias,
+        )
 
     def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
         return flips(self.augment, indices, seed=self.seed, epoch=epoch)
@@ -164,30 +177,84 @@ class Crops:
         if self.augment == "none":
             fixed = [evaluation_box(*size, resize=self.resize, crop=self.size) for size in sizes.tolist()]
             return np.array(fixed, np.float64).reshape(-1, 4)
-        widths, heights = sizes.T.astype(np.int64)
+        sizes = sizes.astype(np.int64)
+        if self.rule.draw == "height":
+            return self._distorted(indices, sizes, epoch=epoch).astype(np.float64)
         draws = crop_draws(indices, seed=self.seed, epoch=epoch)
-        boxes = random_resized_crop(widths, heights, draws, least=self.least.plain).astype(np.float64)
-        if self.objects is not None:
-            for row, index in enumerate(indices.tolist()):
-                if len(self.objects[index]) > 0:
-                    boxes[row] = self._object_box(index, sizes[row].tolist(), epoch)
+        widths, heights = sizes.T
+        boxes = random_resized_crop(widths, heights, draws, least=self.rule.least).astype(np.float64)
+        object_box = self._object_box if self.rule.overlap == "object" else self._filled_box
+        for row in self._annotated(indices):
+            boxes[row] = object_box(int(indices[row]), sizes[row].tolist(), epoch)
         return boxes
+
+    def _annotated(self, indices: IntArray) -> list[int]:
+        """Rows of the images that have objects to overlap."""
+        objects = self.objects
+        if objects is None:
+            return []
+        return [row for row, index in enumerate(indices.tolist()) if len(objects[index]) > 0]
 
     def _object_box(self, index: int, size: list[int], epoch: int) -> Box:
         """By ten attempts, which nearly always suffice, then by the rest of them; the whole image if all fail."""
         assert self.objects is not None
         width, height = size
         for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
-            draws = uniform(
-                seed=self.seed,
-                epoch=epoch,
-                indices=np.array([index]),
-                purpose=Purpose.OBJECT_CROP,
-                draws=OBJECT_DRAWS * (last - first),
-                first=OBJECT_DRAWS * first,
-            ).reshape(-1, OBJECT_DRAWS)
-            own = self.objects[index]
-            box = object_crop(width, height, objects=own, draws=draws, least=self.least.of_object)
+            draws = self._attempts(np.array([index]), epoch, first=first, last=last)[0]
+            own, least = self.objects[index], self.rule.least_of_object
+            box = object_crop(width, height, objects=own, draws=draws, least=least)
             if box is not None:
                 return box
         return (0.0, 0.0, float(width), float(height))
+
+    def _filled_box(self, index: int, size: list[int], epoch: int) -> Box:
+        """The first of ten plain crops of which an object fills enough, else the last of them."""
+        assert self.objects is not None
+        width, height = np.full((2, ATTEMPTS), np.array(size)[:, None])
+        draws = uniform(
+            seed=self.seed,
+            epoch=epoch,
+            indices=np.array([index]),
+            purpose=Purpose.OBJECT_CROP,
+            draws=CROP_DRAWS * ATTEMPTS,
+        ).reshape(ATTEMPTS, CROP_DRAWS)
+        boxes = random_resized_crop(width, height, draws, least=self.rule.least_of_object)
+        pixels = self.objects[index] * np.array([*size, *size])
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+        shares = covered(boxes, pixels) * (pixels[:, 2:] - pixels[:, :2]).prod(axis=1) / areas[:, None]
+        enough = shares.max(axis=1) >= OBJECT_COVERED
+        box: Box = tuple(boxes[np.argmax(enough) if enough.any() else -1].tolist())
+        return box
+
+    def _distorted(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> IntArray:  # N; N x 2; N x 4
+        """TensorFlow's crops: of up to 100 boxes the first that covers enough of an object, else the whole image.
+
+        Where it has objects it must be one of them, else the image itself. Ten attempts nearly always suffice.
+        """
+        found = np.concatenate((np.zeros_like(sizes), sizes), axis=1)
+        left = np.arange(len(indices))
+        for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
+            widths, heights = sizes[left].T
+            draws = self._attempts(indices[left], epoch, first=first, last=last)
+            drawn = distorted.attempt(widths, heights, draws, least=self.rule.least)
+            enough = distorted.covers_image(drawn.boxes, widths, heights)
+            for row in self._annotated(indices[left]):
+                assert self.objects is not None
+                own, (width, height) = self.objects[int(indices[left[row]])], sizes[left[row]].tolist()
+                enough[row] = distorted.covers_object(drawn.boxes[row], own, width=width, height=height)
+            enough &= drawn.fit
+            rows = np.flatnonzero(enough.any(axis=1))
+            found[left[rows]] = drawn.boxes[rows, np.argmax(enough[rows], axis=1)]
+            left = np.delete(left, rows)
+        return found
+
+    def _attempts(self, indices: IntArray, epoch: int, *, first: int, last: int) -> FloatArray:  # N x A x OBJECT_DRAWS
+        draws = uniform(
+            seed=self.seed,
+            epoch=epoch,
+            indices=indices,
+            purpose=Purpose.OBJECT_CROP,
+            draws=OBJECT_DRAWS * (last - first),
+            first=OBJECT_DRAWS * first,
+        )
+        return draws.reshape(len(indices), last - first, OBJECT_DRAWS)

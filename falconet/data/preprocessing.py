@@ -25,7 +25,8 @@ class Preprocessing:
     resize: int  # short side before the centre crop, pixels
     mean: Channels
     std: Channels
-    interpolation: str = "bilinear"  # antialiased
+    interpolation: str = "bilinear"
+    antialias: bool = True  # every pixel counts when an image shrinks, else the four nearest to each of the result
     standardised: bool = False  # each image by its own mean and deviation; those above then say nothing
 
     def __post_init__(self) -> None:
@@ -66,11 +67,12 @@ class Preprocessing:
             mean=_channels(stored, "mean"),
             std=_channels(stored, "std"),
             interpolation=_interpolation(stored),
-            standardised=_switch(stored, "standardised"),
+            antialias=_switch(stored, "antialias", absent=True),
+            standardised=_switch(stored, "standardised", absent=False),
         )
 
 
-_LATER = ("standardised",)  # entries that older checkpoints do not have
+_LATER = ("antialias", "standardised")  # entries that older checkpoints do not have
 
 
 def short_side(image_size: int) -> int:
@@ -142,8 +144,8 @@ def _channels(stored: dict[str, object], name: str) -> Channels:
     return (float(red), float(green), float(blue))
 
 
-def _switch(stored: dict[str, object], name: str) -> bool:
-    value = stored.get(name, False)
+def _switch(stored: dict[str, object], name: str, *, absent: bool) -> bool:
+    value = stored.get(name, absent)
     if not isinstance(value, bool):
         raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted true or false")
     return value

@@ -7,8 +7,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from falconet.data import augment as augmenting
-from falconet.data import native
-from falconet.data.augment import LEAST_AREAS, Augment, Box, Crops, LeastAreas
+from falconet.data import native, sampled
+from falconet.data.augment import CROP_RULE, Augment, Box, CropRule, Crops
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
 from falconet.data.native.reader import NativeReader
@@ -38,15 +38,15 @@ def reader_for(
     augment: Augment,
     seed: int,
     bad: BadImages,
-    least: LeastAreas = LEAST_AREAS,
+    rule: CropRule = CROP_RULE,
 ) -> Reader:
     """The reader of this kind of source; augment "none" is what evaluation and prediction use.
 
     Files are decoded by the native library where it was built (`native.why_not` says why not), else by Pillow.
     """
     if isinstance(source, ArraySource):
-        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed, least=least)
-    crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects, least=least)
+        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed, rule=rule)
+    crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects, rule=rule)
     pillow = FileReader(source, crops=crops, bad=bad)
     library = native.library()
     if library is None:
@@ -66,13 +66,13 @@ class ArrayReader:
         preprocessing: Preprocessing,
         augment: Augment,
         seed: int,
-        least: LeastAreas = LEAST_AREAS,
+        rule: CropRule = CROP_RULE,
     ) -> None:
         self.size = preprocessing.image_size
         self._images = source.images
         self._height, self._width = source.images.shape[1:3]
-        self._resize = preprocessing.resize
-        self._augment, self._seed, self._least = augment, seed, least.plain
+        self._resize, self._antialias = preprocessing.resize, preprocessing.antialias
+        self._augment, self._seed, self._rule = augment, seed, rule
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         if self.only_moves:
@@ -110,14 +110,15 @@ class ArrayReader:
         return shifted(images, augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch))
 
     def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
-        widths, heights = np.full(len(indices), self._width), np.full(len(indices), self._height)
-        draws = augmenting.crop_draws(indices, seed=self._seed, epoch=epoch)
-        boxes: list[Box] = augmenting.random_resized_crop(widths, heights, draws, least=self._least).tolist()
+        crops = Crops(augment="crop-flip", resize=self._resize, size=self.size, seed=self._seed, rule=self._rule)
+        sizes = np.tile([self._width, self._height], (len(indices), 1))
+        boxes: list[Box] = crops.boxes(indices, sizes, epoch=epoch).tolist()
         return boxes
 
     def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
         for row, (image, box, flip) in enumerate(zip(images, boxes, self._flips(indices, epoch), strict=True)):
-            out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip))
+            picture = Image.fromarray(image)
+            out[row] = resized(picture, box, size=self.size, flip=bool(flip), antialias=self._antialias)
 
 
 class FileReader:
@@ -142,12 +143,17 @@ class FileReader:
                 continue
             size = np.array([[image.width, image.height]])
             box: Box = tuple(self._crops.boxes(indices[row : row + 1], size, epoch=epoch)[0].tolist())
-            out[row] = resized(image, box, size=self.size, flip=bool(flips[row]))
+            antialias = self._crops.antialias
+            out[row] = resized(image, box, size=self.size, flip=bool(flips[row]), antialias=antialias)
         return read
 
 
-def resized(image: Image.Image, box: Box, *, size: int, flip: bool) -> PixelArray:  # size x size x 3
-    """The box of an RGB image at size x size, bilinear with antialiasing."""
+def resized(
+    image: Image.Image, box: Box, *, size: int, flip: bool, antialias: bool = True
+) -> PixelArray:  # size x size x 3
+    """The box of an RGB image at size x size, bilinear, with antialiasing as Pillow has it or without."""
+    if not antialias:
+        return sampled.resized(np.asarray(image), box, size=size, flip=flip)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
     return pixels[:, ::-1] if flip else pixels
 

@@ -29,11 +29,22 @@ What is not the same, whatever the options:
 - A seed that is not given is 0; the originals drew one.
 - Images of CIFAR are standardised one by one for lines of the TensorFlow program (`--normalization image`): on the host
   before they are shifted, as there; with `--eight-bit-io`, on the device, with the black border that the shift leaves.
-- For lines of the TensorFlow program on ImageNet, random crops overlap annotated objects wherever there are boxes
-  (`--use-bbox-info-if-there`) and cover 5 % of the photo or more, 10 % of one without boxes, as there. Their areas and
-  the logarithms of their ratios (3/4 to 4/3) are drawn evenly; there, heights and ratios (0.75 to 1.33) were.
+- For lines of the TensorFlow program on ImageNet, random crops are drawn as its `sample_distorted_bounding_box` drew
+  them (`--crop-draw height --crop-area 0.05`) and overlap annotated objects wherever there are boxes
+  (`--use-bbox-info-if-there`), as there; for lines of the PyTorch program with `--use-bbox-info` a tenth of the crop is
+  to lie in a box (`--object-overlap crop`), as its documents have it; its code found no box.
+- New weights are drawn as each original's were, whatever is typed: `--weight-init`, `--zero-init` (docs/numerics.md).
+  Unlike there, the convolutions that `--efficientnet-group-dim` changes are drawn as all others are; a fourth channel
+  of the images, which is zero, does not count as an input; and batch norm's running variance begins at 1 for lines of
+  the PopART program, not at 0: no training sees it, and a validation before the statistics have settled would divide by
+  next to nothing.
+- Convolutions and poolings that stride pad as TensorFlow's SAME does for lines of its program (`--padding same`), as in
+  its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded alike on both sides.
+- Photos are resized without antialiasing for lines of the TensorFlow program (`--no-antialias`), between the same
+  neighbours as there, and rounded to levels of 0 to 255. A crop of it, mirrored or not, is the same to that rounding;
+  JPEG decoders differ by single levels, and its fast one for training is not imitated.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
-- New weights are drawn as torchvision's and timm's are, not from the originals' distributions.
+- The PopART program validated CIFAR with random shifts and mirrored images; here validation has images as they are.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
   cosine had the length of the main training, so that the rate hardly moved.
 - SqueezeNet is torchvision's, whose convolutions have biases; the TensorFlow program's had none. For CIFAR that one had

@@ -12,6 +12,7 @@ from falconet.errors import ConfigError
 
 IMAGES = {"IMAGENET": 1_281_167, "CIFAR-10": 50_000}
 COLLECTIVES = "--bucket-size groups reductions"
+CIFAR_DEVIATION = ("0.2023", "0.1994", "0.201")
 CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 
 
@@ -56,7 +57,10 @@ def shortcut(old: Values) -> Iterable[Effect]:
 
 
 def data(old: Values) -> Iterable[Effect]:
+    """The deviations of CIFAR's pixels were averages of those of single images, smaller than the data's own."""
     yield To("data", ({"IMAGENET": "imagenet", "CIFAR-10": "cifar10"}[old.text("--dataset")],))
+    if old.text("--dataset") == "CIFAR-10":
+        yield To("pixel-deviation", CIFAR_DEVIATION)
 
 
 def norm(old: Values) -> Iterable[Effect]:
@@ -157,8 +161,15 @@ def replicas(old: Values) -> Iterable[Effect]:
         yield To("replicas", (old.text("--replication-factor"),))
 
 
-def own(_: Values) -> Iterable[Effect]:
+def beginning(_: Values) -> Iterable[Effect]:
+    """Glorot's bounds of the channels alone, and every norm's scale at 1."""
+    yield To("weight-init", ("channels",))
+    yield To("zero-init", ("none",))
+
+
+def own(old: Values) -> Iterable[Effect]:
     """What the program has no options for."""
+    yield from beginning(old)
     yield To("optimizer", ("sgd",))
     yield To("momentum", ("0",))
     yield To("weight-decay-exclude", ("nothing",))
@@ -198,7 +209,15 @@ _MODEL_NORMS = ("BATCH", "GROUP", "NONE")
 _HELP = part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",))
 
 MAIN: tuple[Old, ...] = (
-    becomes("--dataset", "text", "CIFAR-10", "data", data, "imagenet or cifar10", choices=("IMAGENET", "CIFAR-10")),
+    becomes(
+        "--dataset",
+        "text",
+        "CIFAR-10",
+        "data pixel-deviation",
+        data,
+        "imagenet or cifar10, this with the deviations 0.2023 0.1994 0.201 that its pixels were divided by",
+        choices=("IMAGENET", "CIFAR-10"),
+    ),
     same("--data-dir", "text", required=True),
     same("--num-workers", "whole", "16", new="dataloader-workers", effect="threads instead of processes"),
     becomes("--batch-size", "whole", "32", "micro-batch-size", batch_size, "divided by --replication-factor", least=1),
@@ -335,5 +354,6 @@ PROGRAMS = (
         command=synthetic_command,
         about="measures a model on random images",
         style="popart",
+        rule=beginning,
     ),
 )

@@ -6,17 +6,13 @@ from dataclasses import replace
 from falconet.dialects.layers import pytorch_layer
 from falconet.dialects.pytorch_ending import ENDING
 from falconet.dialects.pytorch_layers import mobilenet_layer, recomputed_layers
+from falconet.dialects.pytorch_model import MODELS, efficientnet, model
 from falconet.dialects.rows import IPU, becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Kind, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
 from falconet.errors import ConfigError
 
-MODELS = (
-    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
-    *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
-    # Of releases up to SDK 2.6, whose benchmarks measure some of them.
-    *("resnext50", "resnext101", *(f"efficientnet-b{size}" for size in (1, 2, 3, 5, 6, 7))),
-)
+IMAGENET_PIXELS = (("0.485", "0.456", "0.406"), ("0.229", "0.224", "0.225"))  # mean and deviation
 IMAGENET = "/localdata/datasets/imagenet-raw-data"  # where the original looked unless told otherwise
 OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
 MEMORY = "the same share, of the GPU's memory: what cuDNN may use for a convolution beside its data"
@@ -95,6 +91,9 @@ def compile_only(old: Values) -> Iterable[Effect]:
 
 def training_data(old: Values) -> Iterable[Effect]:
     yield To("data", (_data(old),))
+    if _data(old) == "cifar10":
+        yield To("pixel-mean", IMAGENET_PIXELS[0])
+        yield To("pixel-deviation", IMAGENET_PIXELS[1])
     if _data(old) != old.text("--data"):
         yield Say(f"--compile-only: --data {_data(old)} instead of {old.text('--data')}, as it was")
 
@@ -113,20 +112,10 @@ def imagenet_path(old: Values) -> Iterable[Effect]:
 
 
 def use_boxes(old: Values) -> Iterable[Effect]:
+    """Theirs were to have a tenth of the crop within the box; TensorFlow's rule is a tenth of the box in the crop."""
     if old.flag("--use-bbox-info") and not old.flag("--compile-only"):
         yield To("use-bbox-info")
-
-
-def efficientnet(name: str, default: str) -> Old:
-    """A part of the shape of an EfficientNet, which the other models passed over."""
-
-    def rule(old: Values) -> Iterable[Effect]:
-        if old.text("--model").startswith("efficientnet"):
-            yield To(name.lstrip("-"), (old.text(name),))
-        elif old.given(name):
-            yield Say(f"{name}: has no effect on --model {old.text('--model')}")
-
-    return becomes(name, "whole", default, name.lstrip("-"), rule, "the same; no effect on other models")
+        yield To("object-overlap", ("crop",))
 
 
 def checkpoint_output(old: Values) -> Iterable[Effect]:
@@ -224,7 +213,15 @@ COMMON: tuple[Old, ...] = (
     same("--micro-batch-size", "whole", "1", aliases=("--batch-size",)),
     same("--dataloader-rebatch-size", "whole"),
     becomes("--iterations", "whole", "100", "iterations", iterations, "times --device-iterations: updates in an epoch"),
-    same("--model", "text", "resnet18", choices=MODELS),
+    becomes(
+        "--model",
+        "text",
+        "resnet18",
+        "model mobilenet-wide-head",
+        model,
+        "the same; a MobileNetV3 with the head of theirs",
+        choices=MODELS,
+    ),
     becomes("--pipeline-splits", "text", None, "pipeline-splits", splits, "layers renamed as ours", count="some"),
     becomes("--replicas", "whole", "1", "replicas", replicas, "the same; a launcher's number counts more"),
     becomes("--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; else a note"),
@@ -271,9 +268,9 @@ TRAINING: tuple[Old, ...] = (
         "--data",
         "text",
         "cifar10",
-        "data",
+        "data pixel-mean pixel-deviation",
         training_data,
-        "the same; generated with --compile-only",
+        "the same, CIFAR-10 normalised as ImageNet is; generated with --compile-only",
         choices=("cifar10", "imagenet", "synthetic", "generated"),
     ),
     same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
@@ -349,7 +346,14 @@ TRAINING: tuple[Old, ...] = (
     same("--auto-loss-scaling", "flag"),
     same("--enable-stochastic-rounding", "flag"),
     nothing("--enable-fp-exceptions", "flag", FP_EXCEPTIONS),
-    becomes("--use-bbox-info", "flag", None, "use-bbox-info", use_boxes, "the same"),
+    becomes(
+        "--use-bbox-info",
+        "flag",
+        None,
+        "use-bbox-info object-overlap",
+        use_boxes,
+        "the same: a tenth of a crop lies in the box, or it is the last of ten",
+    ),
     same("--mixup-alpha", "number", "0.0"),
     same("--cutmix-lambda-low", "number", "0.0"),
     same("--cutmix-lambda-high", "number", "0.0"),

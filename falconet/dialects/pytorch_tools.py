@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from falconet.dialects.pytorch import COMMON, IMAGENET, TRAINING
+from falconet.dialects.pytorch_model import beginning
 from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Program, Say, To
 from falconet.dialects.values import Values
@@ -21,7 +22,9 @@ WHOLE = "every process of `falconet bench infer` predicts with the whole model; 
 _SERVED_REQUESTS = "200"  # of each client: each a micro-batch
 
 
-def keeping(_: Values) -> Iterable[Effect]:
+def own(old: Values) -> Iterable[Effect]:
+    """What the trainer has no options for."""
+    yield from beginning(old)
     yield To("checkpoints-kept", ("all",))  # theirs deleted none
 
 
@@ -92,8 +95,12 @@ def served_port(old: Values) -> Iterable[Effect]:
 
 
 def weights(old: Values) -> Iterable[Effect]:
-    """Theirs were published ones unless told otherwise; a machine without a network measures all the same."""
-    yield To("weights", ("random" if old.flag("--random-weights") else "auto",))
+    """Theirs were published ones unless told otherwise; a machine without a network measures all the same.
+
+    There were none of its own MobileNetV3.
+    """
+    unpublished = old.text("--model").startswith("mobilenet-v3")
+    yield To("weights", ("random" if old.flag("--random-weights") or unpublished else "auto",))
 
 
 def bench_data(old: Values) -> Iterable[Effect]:
@@ -104,6 +111,7 @@ def bench_data(old: Values) -> Iterable[Effect]:
         yield To("data-dir", (samples(old),))
     if kind == "imagenet" and Path(_imagenet(old), BOXES).is_file():
         yield To("use-bbox-info")
+        yield To("object-overlap", ("crop",))
 
 
 def bench_path(old: Values) -> Iterable[Effect]:
@@ -155,7 +163,7 @@ PROGRAMS = (
         command="train",
         about="trains from scratch",
         style="pytorch",
-        rule=keeping,
+        rule=own,
     ),
     Program(
         name="pytorch:restore.py",
@@ -269,7 +277,7 @@ PROGRAMS = (
                 "--data",
                 "text",
                 "imagenet",
-                "data data-dir use-bbox-info",
+                "data data-dir use-bbox-info object-overlap",
                 bench_data,
                 "real is --data folder with the sample photos; with boxes where imagenet has a file of them, as theirs",
                 choices=("real", "synthetic", "generated", "cifar10", "imagenet"),

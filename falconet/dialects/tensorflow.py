@@ -9,7 +9,7 @@ from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
 from falconet.dialects.tensorflow_keeping import KEEPING
 from falconet.dialects.tensorflow_machine import MACHINE
-from falconet.dialects.tensorflow_model import DATA, MODEL
+from falconet.dialects.tensorflow_model import DATA, MODEL, own
 from falconet.dialects.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
 from falconet.dialects.values import Values
 
@@ -106,6 +106,7 @@ PROGRAMS = (
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
         style="tensorflow",
+        rule=own,
     ),
     Program(
         name="tf1:validation.py",
@@ -113,6 +114,7 @@ PROGRAMS = (
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         style="tensorflow",
+        rule=own,
     ),
     Program(
         name="tf1:restore.py",
@@ -174,5 +176,6 @@ PROGRAMS = (
         command=embedded_command,
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         style="tensorflow",
+        rule=own,
     ),
 )

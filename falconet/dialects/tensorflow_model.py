@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from falconet.dialects import tensorflow_facts as facts
-from falconet.dialects.layers import BASIC
+from falconet.dialects.layers import BASIC, CIFAR_BASIC
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Say, To
 from falconet.dialects.values import Values, short
@@ -15,6 +15,20 @@ def model(old: Values) -> Iterable[Effect]:
     yield To("model", (facts.model(old),))
     if facts.is_imagenet(old) and facts.family(old) == "resnet" and facts.size(old) in BASIC:
         yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
+
+
+def own(old: Values) -> Iterable[Effect]:
+    """What it had no options for: how photos were resized, padding, and first weights; SqueezeNet's are ours anyway."""
+    if facts.is_imagenet(old) and not facts.is_random(old):
+        yield To("no-antialias")
+    kind = facts.family(old)
+    if kind == "squeezenet":
+        return
+    yield To("weight-init", ("he" if kind == "efficientnet" else "lecun",))
+    yield To("padding", ("same",))
+    if kind != "efficientnet":
+        basic = BASIC if facts.is_imagenet(old) else CIFAR_BASIC
+        yield To("zero-init", ("none" if kind == "resnet" and facts.size(old) in basic else "identity",))
 
 
 def norm(old: Values) -> Iterable[Effect]:
@@ -143,17 +157,13 @@ def percentage(old: Values) -> Iterable[Effect]:
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
-    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did.
-
-    A tenth of an object is covered by 5 % of the photo at the least. A photo without boxes was one object itself, so
-    that its crops were a tenth of it or more.
-    """
+    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did."""
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
     elif facts.is_imagenet(old) and not facts.is_random(old):
         yield To("use-bbox-info-if-there")
-        yield To("crop-area", ("0.1",))
-        yield To("object-crop-area", ("0.05",))
+        yield To("crop-draw", ("height",))
+        yield To("crop-area", ("0.05",))
 
 
 MODEL: tuple[Old, ...] = (
@@ -267,7 +277,7 @@ DATA: tuple[Old, ...] = (
         "--train-with-valid-preprocessing",
         "flag",
         None,
-        "augment use-bbox-info-if-there crop-area object-crop-area",
+        "augment use-bbox-info-if-there crop-draw crop-area",
         valid_preprocessing,
         "--augment none; without it, crops of ImageNet's photos overlap objects where there are boxes, as they did",
     ),

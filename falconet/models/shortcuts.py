@@ -63,6 +63,11 @@ def add_biases(model: nn.Module) -> None:
             layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
 
 
+def blocks_of(model: nn.Module) -> Iterator[Any]:
+    """The residual blocks in the order in which they run."""
+    return (block for _, block in _blocks(model))
+
+
 def _blocks(model: nn.Module) -> Iterator[tuple[bool, Any]]:
     """Whether a block begins a stage, and the block."""
     for name in ("layer1", "layer2", "layer3", "layer4"):

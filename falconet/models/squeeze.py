@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from falconet.models import initial
+
 NAMES = ("squeezenet", "squeezenet-cifar")
 SMALLEST = {"squeezenet": 21, "squeezenet-cifar": 8}  # pixels a side: below, nothing is left for the last layers
 _BYPASSED = ("features.4", "features.7", "features.9", "features.12")  # fire 3, 5, 7 and 9, as wide as what they get
@@ -20,7 +22,8 @@ def create(name: str, *, classes: int, shape: SqueezeNetShape | None) -> nn.Modu
     """A new network of that name; its weights come from torch's generator.
 
     They begin as the original's did, after Glorot and Bengio: with torchvision's larger ones the bypass, which no norm
-    tames, overflows within ten updates at the original's learning rate (docs/log.md).
+    tames, overflows within ten updates at the original's learning rate. So does the last layer, which was nearer to
+    zero there: then its rectified logits never come alive (docs/log.md, both).
     """
     from falconet.models.fire import BypassedFire, SqueezeNet  # torchvision takes two seconds to import
 
@@ -28,10 +31,7 @@ def create(name: str, *, classes: int, shape: SqueezeNetShape | None) -> nn.Modu
     if name == "squeezenet-cifar":
         model.set_submodule("features.0", nn.Conv2d(3, 96, 3, padding=1))  # 32 pixels are 32, 16, 8, 4; not 13, 6, 3, 1
         model.set_submodule("classifier.2", nn.Identity())  # a relu of few classes' logits often leaves none alive
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d) and layer.bias is not None:
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+    initial.draw(model, "glorot")
     if shape is not None and shape.bypass:
         for path in _BYPASSED:
             model.get_submodule(path).__class__ = BypassedFire  # the layers stay the very same

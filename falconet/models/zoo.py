@@ -8,23 +8,16 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, norms, residual, shortcuts, squeeze, surgery
+from falconet.models import cifar, initial, mobile, norms, padding, residual, shortcuts, squeeze, surgery
+from falconet.models.initial import Draw, Zeros
+from falconet.models.mobile import MobileNetShape
 from falconet.models.norms import Norm
+from falconet.models.padding import Padding
 from falconet.models.residual import ResidualShape
 from falconet.models.squeeze import SqueezeNetShape
 
 # timm is imported where it is used: it takes two seconds, and the networks for CIFAR need none of it.
 TIMM_PREFIX = "timm:"
-
-_MOBILE = {
-    "mobilenet": "mobilenetv2_100",
-    "mobilenet-v3-small": "mobilenetv3_small_100",
-    "mobilenet-v3-large": "mobilenetv3_large_100",
-}
-
-# The module before the classifier, where timm calls dropout as a function that torch.fx would freeze.
-_BEFORE_CLASSIFIER = {"mobilenet": "global_pool", "mobilenet-v3-small": "flatten", "mobilenet-v3-large": "flatten"}
-_MOBILENET_DROPOUT = 0.2
 
 
 @dataclass(frozen=True)
@@ -68,9 +61,20 @@ class EfficientNetShape:
     depth: float | None = None  # factor of the repeats; None: by the size
 
 
-Shape = EfficientNetShape | ResidualShape | SqueezeNetShape
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a model begins and pads, where that is not as its library has it."""
+
+    weights: Draw = "auto"
+    zeros: Zeros = "auto"  # residual networks: norms whose scale begins at zero
+    padding: Padding = "symmetric"
+    padded_input: bool = False  # the first convolution sees a fourth, zero, channel
+
+
+Shape = EfficientNetShape | ResidualShape | SqueezeNetShape | MobileNetShape
 _TAN_AND_LE = EfficientNetShape()
 _AS_BUILT = Norm()
+_AS_MADE = Variant()
 
 
 def build(
@@ -80,7 +84,7 @@ def build(
     seed: int,
     norm: Norm = _AS_BUILT,
     shape: Shape | None = None,
-    padded_input: bool = False,
+    variant: Variant = _AS_MADE,
 ) -> nn.Module:
     """A new fp32 model on the CPU, channels last; its weights depend on `seed` and nothing else."""
     _check_name(name)
@@ -88,15 +92,19 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
         model = _create(name, classes=classes, shape=shape)
+        initial.draw(model, variant.weights)
+        initial.set_zeros(model, variant.zeros)
     norms.apply(model, norm)
-    if padded_input:
+    if variant.padded_input:
         surgery.pad_input(model)
+    if variant.padding == "same":
+        padding.pad_as_tensorflow(model)
     return model.to(memory_format=torch.channels_last)
 
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*residual.NAMES, *_EFFICIENTNETS, *_MOBILE, *cifar.NAMES, *squeeze.NAMES)
+    return (*residual.NAMES, *_EFFICIENTNETS, *mobile.NAMES, *cifar.NAMES, *squeeze.NAMES)
 
 
 def image_size(name: str) -> int:
@@ -137,13 +145,14 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
         return _create_residual(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
     if name in squeeze.NAMES:
         return squeeze.create(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
+    if name in mobile.NAMES:
+        model = mobile.create(name, classes=classes, shape=shape if isinstance(shape, MobileNetShape) else None)
+        _append_dropout(model, after=mobile.BEFORE_CLASSIFIER[name], rate=mobile.DROPOUT)
+        return model
     import timm
 
-    timm_name = _MOBILE.get(name, name.removeprefix(TIMM_PREFIX))
-    model: nn.Module = timm.create_model(timm_name, pretrained=False, num_classes=classes)
-    if name in _BEFORE_CLASSIFIER:
-        _append_dropout(model, after=_BEFORE_CLASSIFIER[name], rate=_MOBILENET_DROPOUT)
-    return model
+    other: nn.Module = timm.create_model(name.removeprefix(TIMM_PREFIX), pretrained=False, num_classes=classes)
+    return other
 
 
 def _create_residual(name: str, *, classes: int, shape: ResidualShape | None) -> nn.Module:
@@ -240,3 +249,5 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")
     if isinstance(shape, SqueezeNetShape) and name not in squeeze.NAMES:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a squeezenet")
+    if isinstance(shape, MobileNetShape) and name not in mobile.THIRD:
+        raise ConfigError(f"--model: '{name}' has no such shape; wanted mobilenet-v3-small or mobilenet-v3-large")

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from falconet.config import sections
-from falconet.data.augment import LEAST_AREAS, Augment, Crops, LeastAreas
+from falconet.data.augment import CROP_RULE, Augment, CropRule, Crops
 from falconet.data.cache import PixelCache
 from falconet.data.free_memory import available
 from falconet.data.landing import MOST_AHEAD, Allowance, Landing, PixelLanding, StandardLanding, ValueLanding
@@ -32,7 +32,7 @@ class Reading:
     preprocessing: Preprocessing
     augment: Augment
     seed: int
-    least: LeastAreas = LEAST_AREAS
+    rule: CropRule = CROP_RULE
 
 
 def free_memory() -> int:
@@ -117,7 +117,7 @@ def _on_device(reading: Reading, device: torch.device, allowance: Allowance) -> 
         augment=reading.augment,
         seed=reading.seed,
         objects=source.objects,
-        least=reading.least,
+        rule=reading.rule,
     )
     return DeviceLanding(device, encoded=bytes_of(source), crops=crops, allowance=allowance)
 

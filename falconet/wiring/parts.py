@@ -12,18 +12,19 @@ from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
 from falconet.config.model import Model
 from falconet.data import native, share
-from falconet.data.augment import Augment, LeastAreas
+from falconet.data.augment import Augment, CropRule
 from falconet.data.decode import BadImages
 from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.open import RandomImages, UseObjects, open_source
-from falconet.data.preprocessing import Normalise, Preprocessing, normaliser
+from falconet.data.preprocessing import Channels, Normalise, Preprocessing, normaliser
 from falconet.data.readers import Reader, reader_for
 from falconet.data.source import Splits
 from falconet.data.sources import published
 from falconet.errors import CheckpointError
 from falconet.models import zoo
+from falconet.models.mobile import MobileNetShape
 from falconet.models.norms import Norm
 from falconet.models.proxynorm import Proxy
 from falconet.models.residual import ResidualShape
@@ -161,7 +162,11 @@ def published_images(data: sections.Data, *, model: str, percentage: float = 100
 
 def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     """Splits at a size, normalised as the options say."""
-    preprocessing = splits.preprocessing(size)
+    preprocessing = replace(splits.preprocessing(size), antialias=data.antialias)
+    if data.pixel_mean:
+        preprocessing = replace(preprocessing, mean=three(data.pixel_mean))
+    if data.pixel_deviation:
+        preprocessing = replace(preprocessing, std=three(data.pixel_deviation))
     if data.normalization == "mean":
         preprocessing = preprocessing.centred
     if data.normalization == "image":
@@ -175,6 +180,11 @@ def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
         training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
     )
+
+
+def three(colours: tuple[float, ...]) -> Channels:
+    red, green, blue = colours  # the rules refuse another number of them
+    return red, green, blue
 
 
 def _size(data: sections.Data, model: str) -> int:
@@ -201,7 +211,12 @@ def build_model(model: Model, *, classes: int, seed: int) -> nn.Module:
         seed=seed,
         norm=norm,
         shape=shape_of(model),
-        padded_input=model.input_image_padding,
+        variant=zoo.Variant(
+            weights=model.weight_init,
+            zeros=model.zero_init,
+            padding=model.padding,
+            padded_input=model.input_image_padding,
+        ),
     )
 
 
@@ -229,6 +244,8 @@ def shape_of(model: Model) -> zoo.Shape | None:
             shortcut=model.shortcut_type,
             stem=model.stem,
         )
+    if model.model.startswith("mobilenet-v3"):
+        return MobileNetShape(wide_head=model.mobilenet_wide_head)
     return SqueezeNetShape(bypass=True) if model.squeezenet_bypass else None
 
 
@@ -268,13 +285,18 @@ def training_reading(images: Images, options: schema.TrainOptions) -> Reading:
         preprocessing=images.training,
         augment=images.augment(options.augmentation.augment),
         seed=options.run.seed,
-        least=least_areas(options.augmentation),
+        rule=crop_rule(options.augmentation),
     )
 
 
-def least_areas(augmentation: sections.Augmentation) -> LeastAreas:
-    plain, of_object = augmentation.crop_area, augmentation.object_crop_area
-    return LeastAreas(plain=plain, of_object=plain if of_object == "auto" else of_object)
+def crop_rule(augmentation: sections.Augmentation) -> CropRule:
+    least, of_object = augmentation.crop_area, augmentation.object_crop_area
+    return CropRule(
+        draw=augmentation.crop_draw,
+        least=least,
+        least_of_object=least if of_object == "auto" else of_object,
+        overlap=augmentation.object_overlap,
+    )
 
 
 def validation_reading(images: Images) -> Reading:
@@ -288,7 +310,7 @@ def _reader(reading: Reading, bad: BadImages) -> Reader:
         augment=reading.augment,
         seed=reading.seed,
         bad=bad,
-        least=reading.least,
+        rule=reading.rule,
     )
 
 

@@ -67,8 +67,8 @@ def test_crops_are_as_small_as_they_may_be_and_no_smaller(whose):
     large, count = (4000, 4000), 3000
     own = [(0.0, 0.0, 0.001, 0.001), (0.999, 0.999, 1.0, 1.0), (0.5, 0.5, 0.501, 0.501)] if whose == "an object" else []
     objects = Objects.of([np.array(own, np.float32).reshape(-1, 4)] * count)
-    areas = augment.LeastAreas(plain=0.1, of_object=0.05)
-    drawn = Crops.of(PREPROCESSING, augment="crop-flip", seed=1, objects=objects, least=areas)
+    areas = augment.CropRule(least=0.1, least_of_object=0.05)
+    drawn = Crops.of(PREPROCESSING, augment="crop-flip", seed=1, objects=objects, rule=areas)
     found = drawn.boxes(np.arange(count), np.tile(large, (count, 1)), epoch=0)
     shares = (found[:, 2:] - found[:, :2]).prod(axis=1) / np.prod(large)
     least = 0.05 if whose == "an object" else 0.1

@@ -180,7 +180,7 @@ def test_crops_that_may_not_be_smaller_than_the_image_are_all_of_it(kind, photos
     source = array_source() if kind == "in memory" else photos
     size, indices = preprocessing(16, 16), np.array([2])  # both are square
     options = {"preprocessing": size, "seed": 5, "bad": BadImages(0, note=lambda message: None)}
-    whole = reader_for(source, augment="crop-flip", least=augment.LeastAreas(plain=1.0), **options)
+    whole = reader_for(source, augment="crop-flip", rule=augment.CropRule(least=1.0), **options)
     free = reader_for(source, augment="crop-flip", **options)
     fixed = read(reader_for(source, augment="none", **options), indices)[0]
     for epoch in range(5):

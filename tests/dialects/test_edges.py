@@ -170,7 +170,7 @@ EFFECTS = [
     ("--cutmix-lambda 0.85 --cutmix-version 2", {"cutmix-draw": None, "cutmix-lambda-low": "0.85"}),
     ("", {"normalization": "mean"}),
     ("--normalise-input", {"normalization": None}),
-    ("", {"use-bbox-info-if-there": "", "crop-area": "0.1", "object-crop-area": "0.05", "augment": None}),
+    ("", {"use-bbox-info-if-there": "", "crop-draw": "height", "crop-area": "0.05", "augment": None}),
     (
         "--train-with-valid-preprocessing",
         {"augment": "none", "use-bbox-info-if-there": None, "crop-area": None, "object-crop-area": None},

@@ -98,7 +98,7 @@ def test_any_side_from_8_is_taken(side):
 
 
 def test_fx_traces_it_to_the_same_function():
-    model = zoo.build("resnet14-cifar", classes=10, seed=0, padded_input=True)
+    model = zoo.build("resnet14-cifar", classes=10, seed=0, variant=zoo.Variant(padded_input=True))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)  # so that no residual branch is zero
     images = torch.randn(4, 3, 16, 16)

@@ -22,7 +22,7 @@ FIRST_CONVS = {
 def test_three_channel_weights_give_the_same_logits(name, first):
     side = zoo.image_size(name) if "vit" in name else 64
     plain = zoo.build(name, classes=5, seed=0).eval()
-    padded = zoo.build(name, classes=5, seed=1, padded_input=True).eval()
+    padded = zoo.build(name, classes=5, seed=1, variant=zoo.Variant(padded_input=True)).eval()
     padded.load_state_dict(plain.state_dict())
     assert [path for path, layer in padded.named_modules() if isinstance(layer, PaddedConv2d)] == [first]
     images = torch.randn(2, 3, side, side, dtype=torch.float64)

@@ -206,7 +206,7 @@ def test_building_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
 def test_a_model_is_fp32_on_the_cpu_and_channels_last(name):
-    parameters = list(zoo.build(name, classes=2, seed=0, padded_input=True).parameters())
+    parameters = list(zoo.build(name, classes=2, seed=0, variant=zoo.Variant(padded_input=True)).parameters())
     assert {(each.dtype, each.device.type) for each in parameters} == {(torch.float32, "cpu")}
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in parameters if each.ndim == 4)
 

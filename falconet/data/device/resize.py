@@ -23,14 +23,14 @@ def _first_tap(center, support):
 
 
 @triton.jit
-def _weight(tap, center, inverse, size):
-    """The triangle at a pixel's middle; nothing beyond the image."""
+def _weight(tap, center, inverse, begin, end):
+    """The triangle at a pixel's middle; nothing beyond what may count."""
     away = tl.abs((tap.to(tl.float32) - center + 0.5) * inverse)
-    return tl.where(tap < size, tl.maximum(1.0 - away, 0.0), 0.0)
+    return tl.where((tap >= begin) & (tap < end), tl.maximum(1.0 - away, 0.0), 0.0)
 
 
 @triton.jit
-def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
+def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIALIAS: tl.constexpr):
     """images: N x (address, width, height, flipped); boxes: N x (x0, y0, x1, y1); out: N x SIZE x SIZE x 3."""
     number = tl.program_id(0)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
@@ -45,8 +45,15 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
     row, column = pixel // SIZE, pixel % SIZE
     column = tl.where(flipped != 0, SIZE - 1 - column, column)
     step_x, step_y = (x1 - x0) / SIZE, (y1 - y0) / SIZE
-    support_x, support_y = tl.maximum(step_x, 1.0), tl.maximum(step_y, 1.0)
-    center_x, center_y = x0 + (column.to(tl.float32) + 0.5) * step_x, y0 + (row.to(tl.float32) + 0.5) * step_y
+    # By arithmetic instead of branches: with antialiasing as Pillow, without it as falconet/data/sampled.py.
+    mirrored = (flipped != 0).to(tl.float32)
+    support_x, support_y = tl.maximum(step_x * ANTIALIAS, 1.0), tl.maximum(step_y * ANTIALIAS, 1.0)
+    beyond_x, beyond_y = (0.5 + mirrored * (step_x - 1.0)) * (1 - ANTIALIAS), 0.5 * (1 - ANTIALIAS)
+    begin_x, begin_y = x0.to(tl.int32) * (1 - ANTIALIAS), y0.to(tl.int32) * (1 - ANTIALIAS)
+    end_x = tl.minimum(width, tl.ceil(x1).to(tl.int32) + width * ANTIALIAS)
+    end_y = tl.minimum(height, tl.ceil(y1).to(tl.int32) + height * ANTIALIAS)
+    center_x = x0 + (column.to(tl.float32) + 0.5 * ANTIALIAS) * step_x + beyond_x
+    center_y = y0 + (row.to(tl.float32) + 0.5 * ANTIALIAS) * step_y + beyond_y
     first_x, first_y = _first_tap(center_x, support_x), _first_tap(center_y, support_y)
     taps_x, taps_y = (2.0 * support_x).to(tl.int32) + 2, (2.0 * support_y).to(tl.int32) + 2
 
@@ -55,10 +62,10 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
     plane = width.to(tl.int64) * height
     for down in range(taps_y):
         y = first_y + down
-        weight_y = _weight(y, center_y, 1.0 / support_y, height)
+        weight_y = _weight(y, center_y, 1.0 / support_y, begin_y, end_y)
         for across in range(taps_x):
             x = first_x + across
-            weight = weight_y * _weight(x, center_x, 1.0 / support_x, width)
+            weight = weight_y * _weight(x, center_x, 1.0 / support_x, begin_x, end_x)
             place = source + y.to(tl.int64) * width + x
             counts = exists & (weight > 0.0)
             red += weight * tl.load(place, mask=counts, other=0).to(tl.float32)
@@ -72,11 +79,13 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr):
     tl.store(target + 2, (blue / total + 0.5).to(tl.uint8), mask=exists)
 
 
-def resize_boxes(images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor) -> None:
+def resize_boxes(
+    images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor, *, antialias: bool = True
+) -> None:
     """Each image (3 x H x W, uint8, contiguous) through its box (x0, y0, x1, y1) into its row of `out`, N x S x S x 3.
 
-    As Pillow's resize with a box: the filter reaches beyond the box where the image goes on. One rounding, at the end;
-    Pillow rounds after each direction, so that single levels differ.
+    With antialiasing as Pillow's resize with a box: the filter reaches beyond the box where the image goes on. One
+    rounding, at the end; Pillow rounds after each direction, so that single levels differ.
     """
     assert all(image.is_contiguous() for image in images)
     assert out.is_contiguous()
@@ -86,4 +95,5 @@ def resize_boxes(images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, 
     table = torch.tensor(rows, dtype=torch.int64).to(out.device)
     places = torch.from_numpy(boxes).float().to(out.device)
     size = out.shape[1]
-    _resize[(len(rows), triton.cdiv(size * size, PIXELS))](table, places, out, SIZE=size, PIXELS=PIXELS)
+    grid = (len(rows), triton.cdiv(size * size, PIXELS))
+    _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=int(antialias))

@@ -45,7 +45,7 @@ class Library:
         self._declare("falconet_workspace", pointer, i64, i64, i32)
         self._declare("falconet_workspace_free", None, pointer)
         self._declare("falconet_open", None, pointer, i32, pointer, pointer, pointer)
-        self._declare("falconet_decode", None, pointer, i32, pointer, pointer, i32, i32, pointer, pointer)
+        self._declare("falconet_decode", None, pointer, i32, pointer, pointer, i32, i32, i32, pointer, pointer)
         self._declare("falconet_restart_marked", ctypes.c_int8, ctypes.c_char_p, i64, i32, i64, pointer, pointer)
         self._declare("falconet_free", None, pointer)
         self._declare("falconet_open_ranges", None, pointer, i32, pointer, pointer, pointer, pointer, pointer)
@@ -131,9 +131,9 @@ class Workspace:
         return sizes, statuses
 
     def decode(
-        self, boxes: FloatArray, flips: BoolArray, out: PixelArray, *, planar: bool = False
+        self, boxes: FloatArray, flips: BoolArray, out: PixelArray, *, planar: bool = False, sampled: bool = False
     ) -> StatusArray:  # boxes: N x (x0, y0, x1, y1), pixels of the file
-        """The opened files' boxes resized into `out`: N x S x S x 3, or N x 3 x S x S if planar."""
+        """The opened files' boxes resized into `out`: N x S x S x 3, or N x 3 x S x S if planar; see `sampled.py`."""
         size, count = out.shape[2], len(out)
         wanted = (count, 3, size, size) if planar else (count, size, size, 3)
         assert out.shape == wanted
@@ -150,6 +150,7 @@ class Workspace:
             flips.ctypes.data,
             size,
             planar,
+            sampled,
             out.ctypes.data,
             statuses.ctypes.data,
         )

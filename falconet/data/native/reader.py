@@ -44,7 +44,7 @@ class NativeReader:
         # What was not opened gets any size: its row is decoded below.
         boxes = self._crops.boxes(indices, np.where((statuses == Status.OK)[:, None], sizes, 1), epoch=epoch)
         flips = self._crops.flips(indices, epoch=epoch)
-        left = np.flatnonzero(workspace.decode(boxes, flips, out) != Status.OK)
+        left = np.flatnonzero(workspace.decode(boxes, flips, out, sampled=not self._crops.antialias) != Status.OK)
         read = np.ones(len(indices), dtype=np.bool_)
         if len(left) > 0:
             pixels = np.empty((len(left), *out.shape[1:]), np.uint8)

@@ -49,3 +49,23 @@ def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
         resized = Image.fromarray(image).resize((12, 12), Image.Resampling.BILINEAR, box=tuple(box))
         wanted = np.asarray(resized)[:, ::-1] if flip else np.asarray(resized)
         assert np.abs(found.astype(int) - wanted).max() <= 1, name
+
+
+def test_without_antialiasing_they_agree_with_the_hosts(resize_boxes):
+    from falconet.data import sampled
+
+    random = np.random.default_rng(0)
+    cases = {name: case for name, case in CASES.items() if name != "enlarged"} | {
+        "enlarged": (20, 20, (5, 4, 12, 9), True),
+        "at the border": (20, 20, (13, 11, 20, 20), False),
+        "evaluation's": (90, 61, (7.25, 3.5, 80.5, 57.75), False),
+    }
+    pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in cases.values()]
+    boxes = np.array([box for _, _, box, _ in cases.values()], np.float64)
+    flips = np.array([flip for *_, flip in cases.values()])
+    out = torch.zeros((len(cases), 12, 12, 3), dtype=torch.uint8)
+    planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
+    resize_boxes(planes, boxes, flips, out, antialias=False)
+    for name, image, box, flip, found in zip(cases, pixels, boxes, flips, out.numpy(), strict=True):
+        wanted = sampled.resized(image, tuple(box), size=12, flip=bool(flip))
+        assert np.abs(found.astype(int) - wanted).max() <= 1, name

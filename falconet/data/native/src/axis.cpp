@@ -10,8 +10,8 @@ namespace falconet {
 constexpr int most_taps = 1024;  // at 15 bits a weight is 32 then, and its rounding a few per cent
 
 bool Axis::build(const AxisRequest& request) {
-    const double scale = (request.end - request.begin) / request.size;  // pixels an output stands for
-    const double support = std::max(scale, 1.0);                        // half the width of the triangle
+    const double scale = (request.end - request.begin) / request.size;    // pixels an output stands for
+    const double support = request.sampled ? 1.0 : std::max(scale, 1.0);  // half the width of the triangle
     if (support > most_taps / 2 - 2) return false;
     const int most_pixels = 2 * static_cast<int>(std::ceil(support)) + 1;
     stride_ = most_pixels + 2;  // enlarging reaches one sample further on each side
@@ -22,14 +22,19 @@ bool Axis::build(const AxisRequest& request) {
     weights_.assign(outputs * static_cast<size_t>(stride_), 0);
     pixel_weights_.resize(static_cast<size_t>(most_pixels));
     sample_weights_.resize(static_cast<size_t>(stride_));
+    // What is flipped there is flipped before it is sampled, so that an output begins at the other end of its pixels.
+    const double middle = 0.5 + (request.flip ? scale - 1 : 0);
+    const int begin = request.sampled ? static_cast<int>(request.begin) : 0;
+    const int box_end = static_cast<int>(std::ceil(request.end));
+    const int end = request.sampled ? std::min(box_end, request.pixels) : request.pixels;
     lowest_ = request.samples;
     highest_ = 0;
 
     for (int i = 0; i < size_; ++i) {
         // As Pillow: pixels whose centres lie within the support, weighted by their distance from the output's centre.
-        const double centre = request.begin + (i + 0.5) * scale;
-        const int from = std::min(std::max(static_cast<int>(centre - support + 0.5), 0), request.pixels - 1);
-        const int to = std::max(std::min(static_cast<int>(centre + support + 0.5), request.pixels), from + 1);
+        const double centre = request.begin + (request.sampled ? i * scale + middle : (i + 0.5) * scale);
+        const int from = std::min(std::max(static_cast<int>(centre - support + 0.5), begin), end - 1);
+        const int to = std::max(std::min(static_cast<int>(centre + support + 0.5), end), from + 1);
         const int pixels = std::min(to - from, most_pixels);
         double total = 0;
         for (int t = 0; t < pixels; ++t) {

@@ -1,5 +1,5 @@
-// Resampling weights along one axis: Pillow's antialiased bilinear filter, applied to a component at its own
-// resolution.
+// Resampling weights along one axis: Pillow's antialiased bilinear filter, or TensorFlow 1's between two neighbours,
+// applied to a component at its own resolution.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -16,7 +16,8 @@ struct AxisRequest {
     bool smooth;        // ratio 2: other decoders interpolate between samples when they enlarge the component
     int size;           // outputs
     bool flip;
-    int one;  // what the weights of one output add up to
+    bool sampled;  // not antialiased: an output is between the two pixels at its begin, of which both lie in the box
+    int one;       // what the weights of one output add up to
 };
 
 class Axis {

@@ -15,6 +15,7 @@ int divided(int64_t value, int64_t by) { return static_cast<int>((value + by - 1
 
 // Pixels a block of the component with the most samples becomes: 8, 4, 2 or 1.
 int side_for(const Request& request) {
+    if (request.sampled) return 8;  // a reduced block would be an average
     const double reduction = std::min(request.x1 - request.x0, request.y1 - request.y0) / request.size;
     int side = 8;
     while (side > 1 && reduction * (side / 2) / 8 >= least_reduction_left) side /= 2;
@@ -63,6 +64,7 @@ Status Region::plan(const Header& header, const Request& request, const Limits& 
                           smooth_x,
                           request.size,
                           request.flip,
+                          request.sampled,
                           1 << 15};
             AxisRequest y{request.y0 * shrink,
                           request.y1 * shrink,
@@ -72,6 +74,7 @@ Status Region::plan(const Header& header, const Request& request, const Limits& 
                           smooth_y,
                           request.size,
                           false,
+                          request.sampled,
                           1 << 14};
             if (!across[c].build(x) || !down[c].build(y)) return Status::unsupported;
         }

@@ -11,6 +11,7 @@ struct Request {
     bool flip;              // left to right
     int size;               // of the output, both ways
     bool planar;
+    bool sampled;  // bilinear between neighbours, without antialiasing
 };
 
 // A component as far as the crop needs it.

@@ -1,0 +1,68 @@
+"""TensorFlow's SAME padding: as many outputs as the stride leaves, and the odd row of zeros at the end."""
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from falconet.models.surgery import PaddedConv2d
+
+Padding = Literal["symmetric", "same"]
+
+
+class SameConv2d(nn.Conv2d):
+    """A convolution that pads by the size of what it gets; its parameters are those of the plain one."""
+
+    def forward(self, images: Tensor) -> Tensor:  # N x C x H x W -> N x C' x ceil(H / stride) x ceil(W / stride)
+        return super().forward(_padded(images, self.kernel_size, self.stride, value=0.0))
+
+
+class SamePaddedConv2d(SameConv2d, PaddedConv2d):
+    """The same for one whose kernel sees a fourth channel."""
+
+
+class SameMaxPool2d(nn.MaxPool2d):
+    """The same for a maximum."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        kernel, stride = _pair(self.kernel_size), _pair(self.stride)
+        out: Tensor = super().forward(_padded(images, kernel, stride, value=float("-inf")))
+        return out
+
+
+def pad_as_tensorflow(model: nn.Module) -> None:
+    """Give every layer that strides SAME padding, in place; one that does not has it already if it is symmetric."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Conv2d) and type(layer) in _SAME and max(layer.stride) > 1 < max(layer.kernel_size):
+            model.set_submodule(name, _same_conv(layer).train(layer.training))
+        elif type(layer) is nn.MaxPool2d and _pair(layer.stride) != (1, 1):
+            model.set_submodule(name, SameMaxPool2d(layer.kernel_size, layer.stride).train(layer.training))
+
+
+def _same_conv(conv: nn.Conv2d) -> SameConv2d:
+    assert conv.dilation == (1, 1)  # no model here dilates what strides
+    geometry: dict[str, Any] = {field: getattr(conv, field) for field in ("kernel_size", "stride", "groups")}
+    same = _SAME[type(conv)](conv.in_channels, conv.out_channels, bias=conv.bias is not None, device="meta", **geometry)
+    same.weight, same.bias = conv.weight, conv.bias
+    return same
+
+
+def _padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, value: float) -> Tensor:
+    """With rows and columns for as many windows as begin within the images; the smaller half of them comes first."""
+    (down, right), (height, width) = stride, images.shape[2:]
+    above, below = _halves(height, kernel=kernel[0], stride=down)
+    left, beyond = _halves(width, kernel=kernel[1], stride=right)
+    return functional.pad(images, (left, beyond, above, below), value=value)
+
+
+def _halves(size: int, *, kernel: int, stride: int) -> tuple[int, int]:
+    windows = -(-size // stride)
+    missing = max((windows - 1) * stride + kernel - size, 0)
+    return missing // 2, missing - missing // 2
+
+
+def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else value
+
+
+_SAME: dict[type[nn.Conv2d], type[SameConv2d]] = {nn.Conv2d: SameConv2d, PaddedConv2d: SamePaddedConv2d}
