@@ -1,6 +1,7 @@
 """Shared by all tests: the command line called in this process, small things to train on, and who runs which."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,13 @@ from PIL import Image
 import watched
 from falconet.cli import main
 
+# What a terminal, a launcher or a person may have set, and what Falconet would heed.
+HEEDED = re.compile(
+    r"COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR\w*|TTY_\w+|DATA_DIR|FALCONET_\w+|WANDB_\w+"
+    r"|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|PMI_\w+|MPI_\w+|HYDRA_\w+|TF_CONFIG"
+)
+for name in filter(HEEDED.fullmatch, list(os.environ)):
+    del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test fetches weights; read when that library is imported, which is later
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,7 +12,7 @@ import pytest
 
 import layouts
 from falconet.checkpoint import files
-from falconet.data import packing
+from falconet.data import native, packing
 from falconet.data.packing import Packer
 
 
@@ -28,9 +28,10 @@ def digests(target):
 def test_packing_says_what_it_did_and_verify_that_it_is_whole(falconet, root):
     answer = falconet(f"data pack {root} packed --shard-size 5")
     assert answer.code == 0, answer.err
-    assert "packed: 6 shards; 24 images packed now, 22 of them with restart markers" in answer.out
+    marked = 0 if native.library() is None else 22
+    assert f"packed: 6 shards; 24 images packed now, {marked} of them with restart markers" in answer.out
     again = falconet(f"data pack {root} packed --shard-size 5")
-    assert again.out == "packed: nothing to do, 6 shards are there already\n"
+    assert again.out.endswith("packed: nothing to do, 6 shards are there already\n")
     assert falconet("data verify packed").out == "packed: 6 shards, 24 images: every one has its checksum\n"
 
 
@@ -92,10 +93,8 @@ def test_ctrl_c_says_how_to_go_on(falconet, root, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Packer, "pack", interrupted)
         answer = falconet(f"data pack {root} packed --shard-size 5")
-    assert (answer.code, answer.out) == (
-        130,
-        "stopped; 2 of 6 shards are whole, and the same command goes on from there\n",
-    )
+    assert answer.code == 130
+    assert answer.out.endswith("stopped; 2 of 6 shards are whole, and the same command goes on from there\n")
     assert len(digests("packed")) == 2
     assert "6 shards; 14 images packed now" in falconet(f"data pack {root} packed --shard-size 5").out
 
