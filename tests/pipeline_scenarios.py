@@ -31,9 +31,10 @@ def run_of(world, line, checkpoint=None):
     if world.size > 1:
         os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     kind = RestoreOptions if checkpoint else TrainOptions
-    restored = (Path(checkpoint), files.read_manifest(Path(checkpoint))) if checkpoint else None
+    folder = Path(checkpoint) if checkpoint else None
+    restored = files.Checkpoint(folder, files.read_manifest(folder)) if folder else None
     settings = from_line(line.split(), options_of(kind))
-    loaded = load_options(kind, settings, *([restored[1].config] if restored else []))
+    loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
     real = running.open_world
     try:
         launch = launching.prepare(loaded, restored)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,13 @@ class Identity:
         return f"{safe}_{self.data}_{epoch}{within}"
 
 
+class Best(NamedTuple):
+    """The best validation so far."""
+
+    accuracy: float  # percent
+    update: int
+
+
 @dataclass(kw_only=True)
 class Record:
     """Logs, validates and saves when the loop says so."""
@@ -60,7 +67,7 @@ class Record:
     vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
-    best: tuple[float, int] | None = None  # validation accuracy in percent, update
+    best: Best | None = None
     last_saved: Path | None = None
     noted: Mapping[str, float] = field(default_factory=dict)  # the metrics of a restored checkpoint
     style: Style | None = None  # None: our own
@@ -157,8 +164,8 @@ class Record:
             self._warn(averaged, "the moving average's validation")
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
-        if self.best is None or accuracy > self.best[0]:
-            self.best = (accuracy, self.state.progress.update)
+        if self.best is None or accuracy > self.best.accuracy:
+            self.best = Best(accuracy, self.state.progress.update)
 
     def validate_average(self, model: torch.nn.Module, name: str, *, suffix: str = "") -> None:
         """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""

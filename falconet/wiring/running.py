@@ -33,7 +33,7 @@ from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.profiled import Pause, ProfiledStep
-from falconet.train.record import Identity, Record
+from falconet.train.record import Best, Identity, Record
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
 from falconet.train.timed import TimedStep, moments_of
@@ -61,7 +61,7 @@ class Handover:
     """What a phase leaves to the next one."""
 
     averaged: Path  # the average of its checkpoints
-    best: tuple[float, int] | None  # validation accuracy in percent, update
+    best: Best | None
 
 
 class Run:
@@ -73,7 +73,7 @@ class Run:
         self.loaded, self.options = launch.loaded, self.phase.options
         self.launch, self.division = launch, launch.division
         restored = launch.restored
-        self.restored = restored if restored and restored[1].progress.phase == self.phase.number else None
+        self.restored = restored if restored and restored.manifest.progress.phase == self.phase.number else None
         self.updates_before = before.plan.updates if before else 0
         if before:
             self.full_size = before.full_size
@@ -89,7 +89,7 @@ class Run:
 
     def _threads(self) -> int:
         """The restored run's, because the number changes bits; of another number of processes they say nothing."""
-        runtime = self.launch.restored[1].runtime if self.launch.restored else {}
+        runtime = self.launch.restored.manifest.runtime if self.launch.restored else {}
         stored = runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
         return parts.value_or(self.options.machine.threads, stored or parts.cores(self.division.processes))
 
@@ -158,7 +158,7 @@ class Run:
             return WholeModel(self.setup)
         from falconet.wiring.pipelining import StagedModel  # torch's pipelines take a second to import
 
-        stored = self.restored[1].runtime.get("splits") if self.restored else None
+        stored = self.restored.manifest.runtime.get("splits") if self.restored else None
         return StagedModel(self.setup, stages=self.division.stages, stored=stored)
 
     @property
@@ -304,8 +304,8 @@ class Run:
                 vote=world.vote(),
                 stopwatch=stopwatch,
                 best=handed.best if handed else self._best(),
-                last_saved=self.restored[0] if self.restored else None,
-                noted=self.restored[1].metrics if self.restored and state.progress.unvalidated else {},
+                last_saved=self.restored.folder if self.restored else None,
+                noted=self.restored.manifest.metrics if self.restored and state.progress.unvalidated else {},
                 style=telling.open_style(self, folder, sinks=sinks.tables),
             )
             begun.append(record)
@@ -358,9 +358,9 @@ class Run:
             return step
         return ProfiledStep(step, folder, device=self.world.device, updates=left, pause=pause)
 
-    def _best(self) -> tuple[float, int] | None:
-        stored = self.restored[1].content.get("best") if self.restored else None
-        return (stored[0], stored[1]) if stored else None
+    def _best(self) -> Best | None:
+        stored = self.restored.manifest.content.get("best") if self.restored else None
+        return Best(*stored) if stored else None
 
     def _identity(self, folder: Path) -> Identity:
         return Identity(
