@@ -20,7 +20,7 @@ from falconet.parallel.world import World
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipelined import non_finite_of_stages
-from falconet.wiring import launching, parts, running, sharding
+from falconet.wiring import launching, parts, running, sharding, training
 from falconet.wiring.reading import load_options
 
 VARIABLES = ("RANK", "WORLD_SIZE")
@@ -114,7 +114,7 @@ def _saved(run, state, folder):
         "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
         "meter": state.progress.to_json(),
         "metrics": {},
-        **run._identity(folder.parent).content,
+        **training.identity_of(run, folder.parent).content,
     }
     with sharding.writer(run.world, timeout=60.0) as writer:
         writer.save_state(folder, state, content)

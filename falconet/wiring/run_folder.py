@@ -141,7 +141,7 @@ def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, m
         "memory_bytes": memory.to_json(),
         "metrics": record.metrics,
         "best": {"validation_accuracy": record.best.accuracy, "update": record.best.update} if record.best else None,
-        "checkpoints": str(record.checkpoints),
+        "checkpoints": str(record.saving.folder),
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     say("")
