@@ -20,7 +20,7 @@ from falconet.parallel.world import World
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipelined import non_finite_of_stages
-from falconet.wiring import launching, parts, running, sharding
+from falconet.wiring import launching, parts, running, sharding, training
 from falconet.wiring.reading import load_options
 
 VARIABLES = ("RANK", "WORLD_SIZE")
@@ -31,9 +31,10 @@ def run_of(world, line, checkpoint=None):
     if world.size > 1:
         os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     kind = RestoreOptions if checkpoint else TrainOptions
-    restored = (Path(checkpoint), files.read_manifest(Path(checkpoint))) if checkpoint else None
+    folder = Path(checkpoint) if checkpoint else None
+    restored = files.Checkpoint(folder, files.read_manifest(folder)) if folder else None
     settings = from_line(line.split(), options_of(kind))
-    loaded = load_options(kind, settings, *([restored[1].config] if restored else []))
+    loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
     real = running.open_world
     try:
         launch = launching.prepare(loaded, restored)
@@ -113,7 +114,7 @@ def _saved(run, state, folder):
         "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
         "meter": state.progress.to_json(),
         "metrics": {},
-        **run._identity(folder.parent).content,
+        **training.identity_of(run, folder.parent).content,
     }
     with sharding.writer(run.world, timeout=60.0) as writer:
         writer.save_state(folder, state, content)

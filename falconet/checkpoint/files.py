@@ -13,6 +13,7 @@ from torch import Tensor
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
 from falconet.checkpoint.manifest import MANIFEST, SUFFIX, by_name, write_manifest
+from falconet.checkpoint.manifest import Checkpoint as Checkpoint
 from falconet.checkpoint.manifest import Manifest as Manifest
 from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest

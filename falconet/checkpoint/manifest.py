@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError
@@ -77,6 +77,13 @@ class Manifest:
         """The digests of the files that hold `stem`; empty: none does."""
         names = sorted({part.file for part in self.parts.get(stem, ())} or {f"{stem}{SUFFIX}"})
         return tuple(self.files[name].sha256 for name in names if name in self.files)
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on the disk."""
+
+    folder: Path
+    manifest: Manifest
 
 
 def write_manifest(

@@ -15,5 +15,5 @@ def run(line: Sequence[Setting]) -> int:
     manifest = files.read_manifest(folder)
     if any(setting.option == "init-path" for setting in line):
         raise ConfigError(f"--init-path: {folder} has the weights to go on with; wanted `falconet train` to begin anew")
-    launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), (folder, manifest))
+    launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), files.Checkpoint(folder, manifest))
     return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)

@@ -16,6 +16,6 @@ def run(line: Sequence[Setting]) -> int:
     goes_on = loaded.options.run.resume or environment.attempt(os.environ) > 0
     restored = resuming.earlier(loaded) if goes_on else None
     if restored:
-        loaded = load_options(TrainOptions, line, restored[1].config)
+        loaded = load_options(TrainOptions, line, restored.manifest.config)
     launch = launching.prepare(loaded, restored)
     return launching.start("train", line, launch) if launching.must_start(launch) else phasing.go(launch)

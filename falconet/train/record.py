@@ -1,17 +1,14 @@
-"""What a run leaves behind: log lines, metrics, validations, checkpoints."""
+"""What a run tells while it goes on: log lines, metrics, validations; and when it saves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.state import Totals, TrainState
-from falconet.checkpoint.writer import Writer
-from falconet.errors import CheckpointError, DivergedError, Interrupted
+from falconet.errors import Interrupted
 from falconet.numerics.scaling import Offender
 from falconet.report.screen import Screen
 from falconet.report.sinks import Sink
@@ -20,25 +17,17 @@ from falconet.report.throughput import Laps, Rate, Stopwatch
 from falconet.report.words import counted
 from falconet.train.drawing import Draw, no_drawing
 from falconet.train.evaluate import Evaluation, Measure, never
-from falconet.train.metrics import Meter, NotFiniteError
+from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
+from falconet.train.saving import Saving
 from falconet.train.stop import StopRequest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What every checkpoint of a run says about itself."""
+class Best(NamedTuple):
+    """The best validation so far."""
 
-    model: str
-    data: str
-    classes: int
-    content: Mapping[str, object]  # class names, preprocessing, config, plan, runtime
-
-    def checkpoint_name(self, epoch: int, updates: int) -> str:
-        """`model_data_epoch`, and `+updates` for one saved within an epoch."""
-        safe = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in self.model)
-        within = f"+{updates:05d}" if updates else ""
-        return f"{safe}_{self.data}_{epoch}{within}"
+    accuracy: float  # percent
+    update: int
 
 
 @dataclass(kw_only=True)
@@ -47,21 +36,17 @@ class Record:
 
     plan: Plan
     state: TrainState
-    identity: Identity
-    checkpoints: Path
-    kept: int | None  # newest checkpoints to keep; None: all
+    saving: Saving
     evaluate: Measure
     screen: Screen
     sink: Sink
-    writer: Writer
     stop: StopRequest
     offender: Offender
     trained: Sequence[str] = ()  # names of the weights that the offender counts
     vote: Callable[[bool], bool] = bool  # whether any process was asked to stop
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     metrics: dict[str, float] = field(default_factory=dict)  # the latest of each
-    best: tuple[float, int] | None = None  # validation accuracy in percent, update
-    last_saved: Path | None = None
+    best: Best | None = None
     noted: Mapping[str, float] = field(default_factory=dict)  # the metrics of a restored checkpoint
     style: Style | None = None  # None: our own
     draw: Draw = no_drawing  # of the weights
@@ -75,7 +60,6 @@ class Record:
         self._run_laps = Laps(self.stopwatch)
         self._images = 0  # trained on by this process
         self._begun = self.stopwatch.clock()
-        self._saved = {progress.update: self.last_saved} if self.last_saved else {}  # by the update they were saved at
         # An update and the metrics of that moment: the restored checkpoint's, where its validation is still due.
         self._newest: tuple[int, dict[str, float]] = (progress.update, dict(self.noted))
 
@@ -157,8 +141,8 @@ class Record:
             self._warn(averaged, "the moving average's validation")
             self.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
         self._newest[1]["score"] = accuracy
-        if self.best is None or accuracy > self.best[0]:
-            self.best = (accuracy, self.state.progress.update)
+        if self.best is None or accuracy > self.best.accuracy:
+            self.best = Best(accuracy, self.state.progress.update)
 
     def validate_average(self, model: torch.nn.Module, name: str, *, suffix: str = "") -> None:
         """Measure an average of the run's checkpoints; `suffix` tells further ones apart."""
@@ -188,24 +172,11 @@ class Record:
         return self._run_laps.end(self._images)
 
     def save(self) -> None:
-        """Hand the state to the writer; a failed periodic save is said and the run goes on."""
+        """With what was measured at this very update."""
+        update, metrics = self._newest
+        facts = {"metrics": metrics if update == self.state.progress.update else {}, "best": self.best}
         with self.stopwatch.standing():
-            self._wait_for_writer()
-            epoch, updates = self.plan.place(self.state.progress.update)
-            folder = self.checkpoints / self._checkpoint_name()
-            self.writer.save_state(folder, self.state, self._content(epoch, updates), after=self._prune)
-            self.last_saved = self._saved[self.state.progress.update] = folder
-            self._style.saved(folder)
-
-    def in_turn(self, progress: files.Progress) -> bool:
-        """Whether a run without interruptions has this checkpoint as well; those of other phases are taken to be."""
-        return progress.phase != self.plan.phase or self.plan.saved_in_turn(progress.epoch, progress.images)
-
-    def finish(self) -> Path:
-        """Wait for the last checkpoint; here a failed save is an error."""
-        self.writer.wait()
-        assert self.last_saved is not None
-        return self.last_saved
+            self._style.saved(self.saving.save(self._checkpoint_name(), facts))
 
     def _stopping(self) -> bool:
         """Whether this process was asked to stop."""
@@ -213,20 +184,6 @@ class Record:
 
     def stop_requested(self) -> bool:
         return self.vote(self.stop.requested)
-
-    def lost(self) -> str:
-        """What stopping at once costs."""
-        whole = [update for update, folder in self._saved.items() if folder.exists()]
-        newest = max(whole, default=self.plan.updates_before)
-        since = f" since {self._saved[newest]}" if whole else ""
-        return f"stopped at once: {counted(self.state.progress.update - newest, 'update')} lost{since}"
-
-    def diverged(self, error: NotFiniteError) -> DivergedError:
-        """The same error with the last good checkpoint named: one whose weights gave a loss that was a number."""
-        self._wait_for_writer()
-        good = [folder for update, folder in self._saved.items() if update < error.update - 1 and folder.exists()]
-        found = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint from before"
-        return DivergedError(f"{error}; {found}; a smaller --lr or a longer --warmup-epoch usually helps")
 
     def _point(self, totals: Totals, rate: Rate) -> Point:
         update = self.state.progress.update
@@ -259,7 +216,7 @@ class Record:
 
     def _checkpoint_name(self) -> str:
         update = self.state.progress.update
-        ours = self.identity.checkpoint_name(*self.plan.place(update))
+        ours = self.saving.identity.checkpoint_name(*self.plan.place(update))
         return self._style.checkpoint_name(update) or ours
 
     def _write(self, metrics: Mapping[str, float]) -> None:
@@ -269,29 +226,6 @@ class Record:
             self._newest = (update, {})
         self._newest[1].update({name.replace("/", "_"): value for name, value in metrics.items()})
         self.sink.write(update, metrics)
-
-    def _wait_for_writer(self) -> None:
-        try:
-            self.writer.wait()
-        except CheckpointError as error:
-            self.screen.line(f"warning: {error}; the run goes on and will save again")
-
-    def _prune(self) -> None:
-        files.prune(self.checkpoints, keep=self.kept, best="score", in_turn=self.in_turn)
-
-    def _content(self, epoch: int, updates: int) -> dict[str, Any]:
-        update = self.state.progress.update
-        progress = {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update}
-        return {
-            "model": self.identity.model,
-            "classes": self.identity.classes,
-            "progress": progress | {"phase": self.plan.phase},
-            "meter": self.state.progress.to_json(),
-            "metrics": self._newest[1] if self._newest[0] == update else {},
-            "best": self.best,
-            "versions": {"falconet": falconet.__version__, "torch": torch.__version__},
-            **self.identity.content,
-        }
 
 
 def _named(group: str, found: Evaluation) -> dict[str, float]:

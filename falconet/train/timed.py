@@ -29,9 +29,9 @@ class TimedStep:
     """Another step, whose updates a stopwatch is told of."""
 
     def __init__(self, step: Step, stopwatch: Stopwatch) -> None:
-        self._step, self._stopwatch = step, stopwatch
+        self._step, self.stopwatch = step, stopwatch
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         made = self._step(micro_batches, update=update, lr=lr)
-        self._stopwatch.updated()
+        self.stopwatch.updated()
         return made

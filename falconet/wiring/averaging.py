@@ -59,8 +59,8 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
 
     def written() -> str:
         # Not what an interruption saved: the average must be that of a run without one.
-        saved = files.checkpoints_in(record.checkpoints)
-        in_turn = [folder for folder in saved if record.in_turn(files.read_manifest(folder).progress)]
+        saved = files.checkpoints_in(record.saving.folder)
+        in_turn = [folder for folder in saved if record.saving.in_turn(files.read_manifest(folder).progress)]
         folders = select(in_turn, how.last, phase=record.plan.phase)
         name = record.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)

@@ -10,7 +10,7 @@ import torch
 
 import falconet
 from falconet.checkpoint import files
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
@@ -25,7 +25,7 @@ from falconet.report.words import are, counted
 from falconet.wiring import ending, parts, run_folder
 from falconet.wiring.reading import typed
 
-Restored = tuple[Path, Manifest] | None
+Restored = Checkpoint | None
 Options = Loaded[schema.TrainOptions]
 
 
@@ -89,7 +89,7 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
     """Every process must run the same program with the same options from the same checkpoint."""
     world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
     world.agree("the options", hashlib.sha256(loaded.to_yaml().encode()).hexdigest()[:16])
-    world.agree("the checkpoint", restored[0].name if restored else "none")
+    world.agree("the checkpoint", restored.folder.name if restored else "none")
 
 
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
@@ -100,10 +100,10 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
     replicas = parts.value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
-        accumulation = _same_batch(restored[1], accumulation, replicas)
+        accumulation = _same_batch(restored.manifest, accumulation, replicas)
         tuned = options.fine_tuning.fine_tune_gradient_accumulation
         if tuned != "auto":
-            tuned = _same_batch(restored[1], tuned, replicas)
+            tuned = _same_batch(restored.manifest, tuned, replicas)
             options = replace(options, fine_tuning=replace(options.fine_tuning, fine_tune_gradient_accumulation=tuned))
     options = replace(
         options,
@@ -248,7 +248,7 @@ def newest(options: schema.TrainOptions, restored: Restored) -> Restored:
         folder = files.newest_whole(saved, note=lambda _: None)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; wanted another --run-dir, to begin anew") from None
-    return folder, files.read_manifest(folder)
+    return Checkpoint(folder, files.read_manifest(folder))
 
 
 def _check_restarts(options: schema.TrainOptions, restored: Restored) -> None:

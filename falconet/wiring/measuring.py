@@ -44,10 +44,10 @@ def report(measured: list[Accuracy], folder: Path, say: Say) -> None:
 
 def _fitting(record: Record, path: Path, *, images: parts.Images, say: Say) -> Iterator[Path]:
     """The checkpoints that can be measured; a torn one, or one of another model, is said and passed over."""
-    there = 0
+    there, trained = 0, record.saving.identity
     for folder in files.checkpoints_in(path):
         try:
-            _require_fitting(record, files.verify(folder), folder, images=images)
+            _require_fitting(files.verify(folder), folder, model=trained.model, images=images)
         except CheckpointError as error:
             say(f"passed over {error}")
             continue
@@ -55,12 +55,12 @@ def _fitting(record: Record, path: Path, *, images: parts.Images, say: Say) -> I
         yield folder
     if not there:
         raise CheckpointError(
-            f"{OPTION}: {path} holds no whole checkpoint of {record.identity.model} on {record.identity.data};"
-            f" the training itself is whole and saved as {record.last_saved}"
+            f"{OPTION}: {path} holds no whole checkpoint of {trained.model} on {trained.data};"
+            f" the training itself is whole and saved as {record.saving.last}"
         )
 
 
-def _require_fitting(record: Record, manifest: Manifest, folder: Path, *, images: parts.Images) -> None:
-    if manifest.model != record.identity.model:
-        raise CheckpointError(f"{folder}: holds {manifest.model}; wanted {record.identity.model}, which was trained")
+def _require_fitting(manifest: Manifest, folder: Path, *, model: str, images: parts.Images) -> None:
+    if manifest.model != model:
+        raise CheckpointError(f"{folder}: holds {manifest.model}; wanted {model}, which was trained")
     parts.check_classes(images, manifest.class_names, where=str(folder))

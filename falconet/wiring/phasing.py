@@ -4,6 +4,7 @@ import contextlib
 import gc
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from falconet.checkpoint import disk
@@ -11,7 +12,7 @@ from falconet.config import effects
 from falconet.config.phases import phases_of
 from falconet.report.mlperf import MlperfLog
 from falconet.report.words import are
-from falconet.wiring import ending, launching, mlperf, run_folder
+from falconet.wiring import ending, launching, mlperf, run_folder, training
 from falconet.wiring.launching import Launch
 from falconet.wiring.running import Run
 
@@ -63,13 +64,14 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
         ending.full_disk_explained(folder, saved),
         contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks,
     ):
-        handed = runs.popleft().train(state, folder, sinks=sinks)
+        session = training.Session(folder=folder, sinks=sinks)
+        handed = training.train(runs.popleft(), state, session)
         while runs:
             assert handed is not None, "a phase that another one follows is averaged"
             del state
             gc.collect()  # hooks on gradients hold the model in a circle
             state = runs[0].begin(handed)
-            handed = runs.popleft().train(state, folder, sinks=sinks, handed=handed)
+            handed = training.train(runs.popleft(), state, replace(session, handed=handed))
     if options.run.temporary:
         world.barrier("ending")  # nobody writes there any more
         if world.is_first:

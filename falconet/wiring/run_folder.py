@@ -9,7 +9,7 @@ from pathlib import Path
 
 import falconet
 from falconet.checkpoint.files import checkpoints_in, whole_after
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import schema
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError
@@ -34,20 +34,20 @@ TIMES = "updates.jsonl"
 KEPT = 3  # newest checkpoints, when nobody says otherwise
 
 
-def choose(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None) -> Path:
+def choose(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path:
     """The folder of this run; nothing is made yet, but for a temporary one, whose name nobody else can have."""
     asked = options.run.run_dir
     if options.run.temporary:
         return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
     if asked == "auto":
-        return _home(*restored) if restored else _fresh(options)
+        return _home(restored) if restored else _fresh(options)
     return asked
 
 
-def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest] | None, again: bool = False) -> Path:
+def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
     """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
     folder = choose(options, restored=restored)
-    known = again or options.run.run_dir == "auto" or (restored and folder == _home(*restored))
+    known = again or options.run.run_dir == "auto" or (restored and folder == _home(restored))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
         raise ConfigError(
@@ -56,12 +56,12 @@ def open_folder(options: schema.TrainOptions, *, restored: tuple[Path, Manifest]
         )
     _require_writable(folder, "--run-dir")
     _require_writable(saved, "--checkpoint-output-path")
-    newer = whole_after(saved, restored[1].progress) if restored else None
+    newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # among which those of this run would be the first to be removed, and the last to be found
         option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
         raise ConfigError(
-            f"--{option}: {saved} holds newer checkpoints than {restored[0].name}, such as {newer.name}; wanted another"
-            " folder for a run that goes on from an older one"
+            f"--{option}: {saved} holds newer checkpoints than {restored.folder.name}, such as {newer.name};"
+            " wanted another folder for a run that goes on from an older one"
         )
     if not restored and checkpoints_in(saved):
         raise ConfigError(
@@ -140,13 +140,13 @@ def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, m
         "peak_memory_bytes": peak_memory,
         "memory_bytes": memory.to_json(),
         "metrics": record.metrics,
-        "best": {"validation_accuracy": record.best[0], "update": record.best[1]} if record.best else None,
-        "checkpoints": str(record.checkpoints),
+        "best": {"validation_accuracy": record.best.accuracy, "update": record.best.update} if record.best else None,
+        "checkpoints": str(record.saving.folder),
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     say("")
     if "validation/accuracy" in record.metrics:
-        best = f" (best {record.best[0]:.2f} %)" if record.best else ""
+        best = f" (best {record.best.accuracy:.2f} %)" if record.best else ""
         say(f"validation accuracy  {record.metrics['validation/accuracy']:.2f} %{best}")
     say(
         f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
@@ -171,10 +171,10 @@ def throw_away(folder: Path, say: Say) -> None:
         say(f"removed the temporary run folder {folder}")
 
 
-def _home(folder: Path, manifest: Manifest) -> Path:
+def _home(restored: Checkpoint) -> Path:
     """Where the restored run lives: around the checkpoint if it was moved along with it, else where it was."""
-    around = folder.parent.parent
-    stored = manifest.runtime.get("run_dir")
+    around = restored.folder.parent.parent
+    stored = restored.manifest.runtime.get("run_dir")
     return around if (around / CONFIG).exists() or not stored else Path(stored)
 
 

@@ -1,19 +1,15 @@
-"""One phase of a run, from its options to its end; `phasing` makes a run of them."""
+"""One phase of a run, from its options to what it trains; `training` makes its updates, `phasing` a run of them."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.config.data_rules import boxes_used
 from falconet.config.phases import Phase, phases_of
-from falconet.data.feed import Feed
-from falconet.data.loader import Batch, BatchShape
-from falconet.errors import Interrupted
+from falconet.data.loader import BatchShape
 from falconet.models.patterns import matching
 from falconet.models.statistics import move_once
 from falconet.numerics.precision import REGIMES
@@ -26,31 +22,18 @@ from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
 from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World, open_world
-from falconet.report.throughput import Stopwatch
-from falconet.train import memory
-from falconet.train.drawing import Draw, drawing, no_drawing
-from falconet.train.loop import train
-from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
-from falconet.train.profiled import Pause, ProfiledStep
-from falconet.train.record import Identity, Record
+from falconet.train.record import Best
 from falconet.train.step import Step
-from falconet.train.stop import StopRequest
-from falconet.train.timed import TimedStep, moments_of
 from falconet.wiring import (
-    averaging,
     describing,
-    ending,
     launching,
-    measuring,
     numbers,
     parts,
     planning,
     restoring,
-    run_folder,
     sharding,
     speaking,
-    telling,
 )
 from falconet.wiring.launching import Launch
 from falconet.wiring.placing import Placement, Setup, WholeModel
@@ -61,7 +44,7 @@ class Handover:
     """What a phase leaves to the next one."""
 
     averaged: Path  # the average of its checkpoints
-    best: tuple[float, int] | None  # validation accuracy in percent, update
+    best: Best | None
 
 
 class Run:
@@ -73,7 +56,7 @@ class Run:
         self.loaded, self.options = launch.loaded, self.phase.options
         self.launch, self.division = launch, launch.division
         restored = launch.restored
-        self.restored = restored if restored and restored[1].progress.phase == self.phase.number else None
+        self.restored = restored if restored and restored.manifest.progress.phase == self.phase.number else None
         self.updates_before = before.plan.updates if before else 0
         if before:
             self.full_size = before.full_size
@@ -89,7 +72,7 @@ class Run:
 
     def _threads(self) -> int:
         """The restored run's, because the number changes bits; of another number of processes they say nothing."""
-        runtime = self.launch.restored[1].runtime if self.launch.restored else {}
+        runtime = self.launch.restored.manifest.runtime if self.launch.restored else {}
         stored = runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
         return parts.value_or(self.options.machine.threads, stored or parts.cores(self.division.processes))
 
@@ -158,7 +141,7 @@ class Run:
             return WholeModel(self.setup)
         from falconet.wiring.pipelining import StagedModel  # torch's pipelines take a second to import
 
-        stored = self.restored[1].runtime.get("splits") if self.restored else None
+        stored = self.restored.manifest.runtime.get("splits") if self.restored else None
         return StagedModel(self.setup, stages=self.division.stages, stored=stored)
 
     @property
@@ -256,129 +239,3 @@ class Run:
             self.screen.line(f"restored {folder}, update {state.progress.update:,} of {self.plan.updates:,}")
         self.grid.replicas.agree("the weights", digest(state.model))
         return state
-
-    def train(
-        self, state: TrainState, folder: Path, *, sinks: run_folder.Sinks, handed: Handover | None = None
-    ) -> Handover | None:
-        """Make the updates of the phase and what comes after them; what it leaves to a next phase."""
-        options, world = self.options, self.world
-        averaged: Path | None = None
-        loader = self.placement.loader()
-        stopwatch = Stopwatch(moments=moments_of(world.device))
-        step: Step = TimedStep(self.step(state), stopwatch)
-        step = self._watched(step, folder, left=self.plan.updates - state.progress.update, pause=stopwatch.standing)
-
-        def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
-            record.begin_epoch(epoch)
-            batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
-            return self.screen.counts(stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{self.plan.last_epoch}")
-
-        begun: list[Record] = []
-
-        def lost() -> str:
-            words = begun[0].lost() if begun else "stopped at once"
-            return f"{words}; {ending.how_to_go_on(folder, run_folder.checkpoints(folder, options))}"
-
-        with (
-            StopRequest(self.screen.line) as stop,
-            ending.interruption_explained(self.screen.line, lost),
-            sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
-            self.screen,
-        ):
-            world.heeds(lambda: stop.requested)
-            record = Record(
-                plan=self.plan,
-                state=state,
-                identity=self._identity(folder),
-                checkpoints=run_folder.checkpoints(folder, options),
-                kept=run_folder.kept(self.loaded.options),
-                evaluate=self.placement.evaluator(),
-                trained=self.placement.trained,
-                screen=self.screen,
-                sink=sinks.metrics,
-                draw=self._drawing(sinks, stopwatch),
-                write_times=sinks.write_times,
-                writer=writer,
-                stop=stop,
-                offender=self.offender,
-                vote=world.vote(),
-                stopwatch=stopwatch,
-                best=handed.best if handed else self._best(),
-                last_saved=self.restored[0] if self.restored else None,
-                noted=self.restored[1].metrics if self.restored and state.progress.unvalidated else {},
-                style=telling.open_style(self, folder, sinks=sinks.tables),
-            )
-            begun.append(record)
-            self.screen.begin(total=self.plan.updates, done=state.progress.update)
-            if options.checkpoints.initial_checkpoint and state.progress.update == 0 and not self.restored:
-                record.save()
-            try:
-                train(self.plan, state.progress, step, updates_of=updates_of, watch=record, world=world)
-            except NotFiniteError as error:
-                raise record.diverged(error) from None
-            except Interrupted:
-                saved = record.finish()
-                world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
-                self.screen.line(f"saved {saved}")
-                self.screen.line(f"to continue: {ending.restore_line(folder, record.checkpoints)}")
-                raise
-            finally:
-                loader.close()
-            record.end()
-            with stopwatch.standing():
-                record.finish()
-                if options.averaging.weight_avg_strategy != "none":
-                    averaged = averaging.after_training(record, options, world=world, say=self.screen.line)
-                self._validate_others(record, folder)
-        held = memory.measure(state, self.replicas, self.grid)
-        if world.is_first:
-            run_folder.write_summary(folder, record, self.screen.line, peak_memory=world.peak_memory(), memory=held)
-        return Handover(averaged=averaged, best=record.best) if averaged else None
-
-    def _validate_others(self, record: Record, folder: Path) -> None:
-        """At the end of the run, each checkpoint of the folder that --validate-checkpoints names."""
-        path = self.options.validation.validate_checkpoints
-        if path is None or self.options.data.data == "synthetic" or not self.phase.is_last:
-            return
-        say = self.screen.line
-        measured = measuring.after_training(record, path, images=self.images, world=self.world, say=say)
-        if self.options.style.log_style == "falconet" and self.world.is_first:
-            measuring.report(measured, folder, say)
-
-    def _drawing(self, sinks: run_folder.Sinks, stopwatch: Stopwatch) -> Draw:
-        """Histograms of the weights of the first replica, if they were asked for; its stages all take part."""
-        if not self.options.logging.weight_histogram or self.grid.replicas.rank > 0:
-            return no_drawing
-        names = self.placement.trained
-        return drawing(self.model, names, stages=self.grid.stages, sinks=sinks.weights, pause=stopwatch.standing)
-
-    def _watched(self, step: Step, folder: Path, *, left: int, pause: Pause) -> Step:
-        """The step, traced for a while if that was asked for; one process is enough to see."""
-        if not self.options.logging.profile or not self.world.is_first:
-            return step
-        return ProfiledStep(step, folder, device=self.world.device, updates=left, pause=pause)
-
-    def _best(self) -> tuple[float, int] | None:
-        stored = self.restored[1].content.get("best") if self.restored else None
-        return (stored[0], stored[1]) if stored else None
-
-    def _identity(self, folder: Path) -> Identity:
-        return Identity(
-            model=self.options.model.model,
-            data=self.options.data.data,
-            classes=self.images.classes,
-            content={
-                "class_names": list(self.images.splits.class_names),
-                "preprocessing": self.images.preprocessing.to_json(),
-                "config": self.loaded.table(),
-                "plan": self.plan.lines(),
-                "runtime": {
-                    "threads": self.threads,
-                    "processes": self.world.size,
-                    "splits": list(self.placement.splits),
-                    "device": str(self.world.device),
-                    "run_dir": str(folder),
-                    "cuda": torch.version.cuda,
-                },
-            },
-        )

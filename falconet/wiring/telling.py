@@ -28,7 +28,7 @@ def open_style(run: "Run", folder: Path, *, sinks: Sequence[Sink]) -> Style:
             replicas=run.plan.replicas,
             stages=rules.stages_of(options.parallel),
             image_size=run.images.training.image_size,
-            restored=run.restored[0] if run.restored else None,
+            restored=run.restored.folder if run.restored else None,
         )
     )
     return style

@@ -290,20 +290,21 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
 
 def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatch):
     from falconet.train.record import Record
+    from falconet.train.saving import Saving
 
-    plain, finish = Record.stop_requested, Record.finish
+    plain, finish = Record.stop_requested, Saving.finish
 
     def once(record):
         if record.state.progress.update == 3:
             signal.raise_signal(signal.SIGINT)
         return plain(record)
 
-    def again(record):
+    def again(saving):
         signal.raise_signal(signal.SIGINT)
-        return finish(record)
+        return finish(saving)
 
     monkeypatch.setattr(Record, "stop_requested", once)
-    monkeypatch.setattr(Record, "finish", again)
+    monkeypatch.setattr(Saving, "finish", again)
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-1] == (

@@ -21,7 +21,8 @@ from falconet.report.throughput import Stopwatch
 from falconet.train.evaluate import Evaluation
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.plan import Plan
-from falconet.train.record import Identity, Record
+from falconet.train.record import Record
+from falconet.train.saving import Identity, Saving
 from falconet.train.step import Update
 
 UPDATES = 4  # in an epoch, of 8 images
@@ -69,17 +70,25 @@ class Desk:
         self.clock, self.notes, self.text, self.accuracies = Clock(), Notes(), io.StringIO(), []
         self.progress = changes.pop("progress", state.progress)
         state.progress = self.progress
+        screen = Screen(Console(file=self.text, soft_wrap=True))
+        saving = Saving(
+            plan=PLAN,
+            state=state,
+            identity=Identity(model="timm:a/b c", data="digits", classes=3, content={"class_names": ["x", "y", "z"]}),
+            folder=folder,
+            kept=changes.pop("kept", None),
+            writer=writer,
+            say=screen.line,
+            last=changes.pop("last_saved", None),
+        )
         self.record = Record(
             offender=Offender(torch.device("cpu")),
             plan=PLAN,
             state=state,
-            identity=Identity(model="timm:a/b c", data="digits", classes=3, content={"class_names": ["x", "y", "z"]}),
-            checkpoints=folder,
-            kept=changes.pop("kept", None),
+            saving=saving,
             evaluate=lambda model, stopping: self.accuracies.pop(0),
-            screen=Screen(Console(file=self.text, soft_wrap=True)),
+            screen=screen,
             sink=self.notes,
-            writer=writer,
             stop=None,
             stopwatch=Stopwatch(self.clock),
             **changes,
@@ -97,8 +106,8 @@ class Desk:
         """Train up to an update and save there."""
         self.train(*[0.5] * (until - self.progress.update))
         self.record.save()
-        self.record.writer.wait()
-        return self.record.last_saved
+        self.record.saving.writer.wait()
+        return self.record.saving.last
 
 
 @pytest.fixture
@@ -228,7 +237,7 @@ def test_a_validation_loss_that_is_no_number_is_said_and_the_run_goes_on(desk):
     at.record.validate()
     assert f"warning: the moving average's validation {WARNING}\n" in at.text.getvalue()
     at.record.save()
-    assert files.verify(at.record.finish()).progress.update == 0
+    assert files.verify(at.record.saving.finish()).progress.update == 0
 
 
 def test_a_validation_loss_that_is_a_number_is_not_warned_of(desk):
@@ -247,8 +256,8 @@ def test_a_checkpoint_knows_its_place_its_sums_and_the_metrics_of_its_own_update
     at.record.save()
     at.train(4.0)
     at.record.save()
-    at.record.finish()
-    first, second = (files.verify(folder) for folder in files.checkpoints_in(at.record.checkpoints))
+    at.record.saving.finish()
+    first, second = (files.verify(folder) for folder in files.checkpoints_in(at.record.saving.folder))
     assert (first.progress.epoch, first.progress.images, first.progress.update) == (0, 16, 2)
     assert first.metrics["validation_accuracy"] == first.metrics["score"] == 75.0
     assert first.metrics["train_loss"] == 1.5
@@ -263,7 +272,7 @@ NAMES = {(0, 3): "timm-a-b-c_digits_0+00003", (7, 0): "timm-a-b-c_digits_7", (12
 
 @pytest.mark.parametrize(("place", "name"), NAMES.items())
 def test_a_checkpoint_is_named_after_model_data_and_place(desk, place, name):
-    assert desk().record.identity.checkpoint_name(*place) == name
+    assert desk().record.saving.identity.checkpoint_name(*place) == name
 
 
 def test_the_newest_and_the_best_are_kept(desk):
@@ -273,8 +282,8 @@ def test_the_newest_and_the_best_are_kept(desk):
         at.train(*[1.0] * UPDATES)
         at.record.validate()
         at.record.save()
-    at.record.finish()
-    assert [folder.name[-1] for folder in files.checkpoints_in(at.record.checkpoints)] == ["2", "4"]
+    at.record.saving.finish()
+    assert [folder.name[-1] for folder in files.checkpoints_in(at.record.saving.folder)] == ["2", "4"]
 
 
 def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, monkeypatch):
@@ -283,14 +292,14 @@ def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, mon
         full.setattr(os, "fsync", _no_space)
         at.record.save()
         with pytest.raises(CheckpointError, match="No space left on device"):
-            at.record.finish()
+            at.record.saving.finish()
         at.record.save()
-        at.record.writer._under_way.exception()  # until it has failed
+        at.record.saving.writer._under_way.exception()  # until it has failed
     at.train(1.0)
     at.record.save()
-    at.record.finish()
+    at.record.saving.finish()
     assert at.text.getvalue().count("No space left on device; the run goes on and will save again") == 1
-    assert [files.verify(folder).progress.update for folder in files.checkpoints_in(at.record.checkpoints)] == [1]
+    assert [files.verify(folder).progress.update for folder in files.checkpoints_in(at.record.saving.folder)] == [1]
 
 
 def _no_space(descriptor):
@@ -301,25 +310,27 @@ def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_number(desk
     # The loss of update 5 is measured with the weights that update 4 left: a checkpoint of those is no good.
     at = desk()
     second, fourth = at.save(until=2), at.save(until=4)
-    assert f"; the last good checkpoint is {second}; a smaller --lr" in str(at.record.diverged(NotFiniteError(5, 1.0)))
-    message = str(at.record.diverged(NotFiniteError(6, float("nan"))))
+    assert f"; the last good checkpoint is {second}; a smaller --lr" in str(
+        at.record.saving.diverged(NotFiniteError(5, 1.0))
+    )
+    message = str(at.record.saving.diverged(NotFiniteError(6, float("nan"))))
     assert message.startswith(f"update 6: the loss is nan; the last good checkpoint is {fourth}; ")
-    assert "there is no good checkpoint from before" in str(at.record.diverged(NotFiniteError(3, 1.0)))
+    assert "there is no good checkpoint from before" in str(at.record.saving.diverged(NotFiniteError(3, 1.0)))
 
 
 def test_a_checkpoint_that_is_no_longer_kept_is_not_offered(desk):
     at = desk(kept=1)
     at.save(until=2)
     at.save(until=4)
-    assert "there is no good checkpoint from before" in str(at.record.diverged(NotFiniteError(5, 1.0)))
+    assert "there is no good checkpoint from before" in str(at.record.saving.diverged(NotFiniteError(5, 1.0)))
 
 
 def test_the_restored_checkpoint_is_good_once_an_update_from_it_was(desk, tmp_path):
     restored = tmp_path / "elsewhere"
     restored.mkdir()
     at = desk(update=8, last_saved=restored)
-    assert f"the last good checkpoint is {restored};" in str(at.record.diverged(NotFiniteError(10, 1.0)))
-    assert "there is no good checkpoint" in str(at.record.diverged(NotFiniteError(9, 1.0)))
+    assert f"the last good checkpoint is {restored};" in str(at.record.saving.diverged(NotFiniteError(10, 1.0)))
+    assert "there is no good checkpoint" in str(at.record.saving.diverged(NotFiniteError(9, 1.0)))
 
 
 def test_the_average_of_the_checkpoints_is_measured_under_its_own_name(desk):
