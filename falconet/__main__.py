@@ -3,7 +3,16 @@
 from falconet import leaving
 
 with leaving.at_once():  # the first 0.3 s of every command
-    from falconet.cli import main
+    from falconet import cli
+
+
+def main() -> int:
+    """The command of this process's line; who interrupts it does not wait for Python to clear up behind torch."""
+    code = cli.main()
+    if code == leaving.INTERRUPTED:
+        leaving.now()
+    return code
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -283,6 +283,7 @@ class Run:
             ending.interruption_explained(self.screen.line, lost),
             sharding.writer(world, timeout=options.parallel.collective_timeout) as writer,
             self.screen,
+            stop.heard(),
         ):
             record = Record(
                 plan=self.plan,
@@ -315,10 +316,9 @@ class Run:
             except NotFiniteError as error:
                 raise record.diverged(error) from None
             except Interrupted:
-                saved = record.finish()
-                world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
-                self.screen.line(f"saved {saved}")
+                self.screen.line(f"saved {record.finish()}")
                 self.screen.line(f"to continue: {ending.restore_line(folder, record.checkpoints)}")
+                world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
                 raise
             finally:
                 loader.close()
