@@ -15,6 +15,7 @@ from falconet.checkpoint.disk import aside
 from falconet.checkpoint.together import Meeting, Slices
 
 GRACE = 10.0  # seconds that the others' slices are waited for when the run ends with an error: they may be dead
+HASTE = 1.0  # the same where somebody insisted on the end: the others may not have begun to write
 
 
 class Saveable(Protocol):
@@ -142,7 +143,7 @@ class SharedWriter(Writer):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None:
-            self._patience = min(self._patience, GRACE)
+            self._patience = min(self._patience, HASTE if isinstance(error, KeyboardInterrupt) else GRACE)
         super().__exit__(kind, error, where)
 
 

@@ -51,6 +51,7 @@ def train(run: Run, state: TrainState, session: Session) -> Handover | None:
         ending.interruption_explained(screen.line, lost),
         sharding.writer(world, timeout=run.options.parallel.collective_timeout) as writer,
         screen,
+        stop.heard(),
     ):
         world.heeds(lambda: stop.requested)
         begun.append(_saving(run, state, folder, writer))
@@ -143,10 +144,9 @@ def _update(
     except NotFiniteError as error:
         raise record.saving.diverged(error) from None
     except Interrupted:
-        saved = record.saving.finish()
-        world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
-        screen.line(f"saved {saved}")
+        screen.line(f"saved {record.saving.finish()}")
         screen.line(f"to continue: {ending.restore_line(folder, record.saving.folder)}")
+        world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
         raise
 
 

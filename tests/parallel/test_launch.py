@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,19 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
     assert out.count("to continue: falconet restore --checkpoint-input-path r") == 1
     assert len(files.checkpoints_in(tmp_path / "r")) == 1
     assert all(map(is_gone, workers))
+
+
+def test_an_interruption_twice_stops_all_at_once_and_says_what_is_lost(tmp_path):
+    process = begin(f"train {LINE} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r", tmp_path)
+    wait_for(lambda: updates(tmp_path / "r"), "the first update")
+    workers = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.02)  # two at once are one to the system
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, err) == (130, "")
+    assert re.search(r"^(stopped at once: \d+ updates? lost|to continue)", out.splitlines()[-1])
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
 def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):

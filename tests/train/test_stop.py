@@ -1,11 +1,13 @@
 """Stopping: the first signal asks, the second insists, and the handlers from before come back."""
 
 import signal
+import sys
+import time
 from itertools import product
 
 import pytest
 
-from falconet.train.stop import SIGNALS, StopRequest
+from falconet.train.stop import AGAIN, SIGNALS, StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +62,33 @@ def test_a_new_request_starts_without_the_flag_of_the_last():
         assert stop.requested
     with StopRequest(lambda note: None) as again:
         assert not again.requested
+
+
+class Slow:
+    """Something whose end takes time, in which a signal comes."""
+
+    def __del__(self):
+        send(signal.SIGINT)
+        time.sleep(0.01)
+
+
+def test_an_insistence_that_a_destructor_swallows_is_raised_again(capsys):
+    with StopRequest(lambda note: None) as stop:
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), stop.heard():
+            time.sleep(20 * bool(Slow()))  # Python prints and forgets what is raised in its end
+        time.sleep(2 * AGAIN)  # heard once, it comes no more
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_a_destructor_raises_is_told_as_ever(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+
+    class Broken:
+        def __del__(self):
+            raise ValueError("broken")
+
+    with StopRequest(lambda note: None):
+        Broken()
+    assert told == [ValueError]
