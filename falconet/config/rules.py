@@ -360,6 +360,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--normalization deviation", data_rules.by_pixels) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     (
+        "validation-batch-size",
+        "--validation-mode during or after, and one stage",
+        lambda options: options.validation.validation_mode != "none" and not options.parallel.pipeline_splits,
+    ),
+    (
         "weight-avg-exp-decay",
         "--weight-avg-strategy exponential",
         lambda o: o.averaging.weight_avg_strategy == "exponential",

@@ -293,6 +293,7 @@ class Run:
                 checkpoints=run_folder.checkpoints(folder, options),
                 kept=run_folder.kept(self.loaded.options),
                 evaluate=self.placement.evaluator(),
+                validation_batch=parts.validation_batch(options),
                 trained=self.placement.trained,
                 screen=self.screen,
                 sink=sinks.metrics,
