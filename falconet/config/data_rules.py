@@ -67,3 +67,8 @@ def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:
     if options.augmentation.use_bbox_info:
         return "yes"
     return "if there" if options.augmentation.use_bbox_info_if_there else "no"
+
+
+def validates_whole(options: Any) -> bool:
+    """Whether one process validates with the whole model; stages hand on micro-batches."""
+    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits

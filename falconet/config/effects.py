@@ -65,12 +65,14 @@ _OF_TRAINING = (
 _NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _never) for name in _OF_TRAINING)
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input alone, without a model"
+_UNVALIDATED: Row = ("validation-batch-size", "where nothing is validated", _never)
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     schema.ValidateOptions: _NOT_TRAINED,
-    schema.BenchServeOptions: _NOT_TRAINED,
+    schema.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED),
     schema.InferOptions: (
         *_NOT_TRAINED,
+        _UNVALIDATED,
         ("dataset-cache", "where batches are read once, before the clock starts", _never),
         ("weights", "beside --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
@@ -87,6 +89,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ),
     ),
     schema.DataBenchOptions: (
+        _UNVALIDATED,
         *((name, _ALONE, _never) for name in _names(Model, but=("model",))),
         *((name.replace("_", "-"), _ALONE, _never) for name in _NOT_MIXED),
         ("deterministic", _ALONE, _never),

@@ -352,13 +352,10 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
-    (
-        "normalization",
-        "--normalization-location host or device",
-        lambda options: options.data.normalization_location != "none",
-    ),
+    ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
     *((name, "--normalization deviation", data_rules.by_pixels) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
+    ("validation-batch-size", "--validation-mode during or after, and one stage", data_rules.validates_whole),
     (
         "weight-avg-exp-decay",
         "--weight-avg-strategy exponential",

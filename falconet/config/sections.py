@@ -43,6 +43,8 @@ class Data:
     """Updates in an epoch of generated or synthetic data; in `bench infer` batches of any data."""
     micro_batch_size: Annotated[int, AtLeast(1)] = 64
     """Images in one forward and backward pass on one replica."""
+    validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Images in one forward pass of a validation on one replica, exact for any; auto: as --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Threads that read ahead; 0: the loop itself; auto: one a core, 32 at most, 3 for --decode-device cuda."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from falconet.config.options import options_of
 from falconet.config.schema import COMMANDS
-from falconet.dialects.table import Old, Program
-from falconet.dialects.values import check, truth
+from falconet.dialects.table import Old, Place, Program
+from falconet.dialects.values import Values, check, truth
 from falconet.errors import ConfigError, did_you_mean
 
 _NUMBER = re.compile(r"-\.?\d")
@@ -83,23 +83,39 @@ def _unknown(
     spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program], *, where: str, dashes: bool
 ) -> ConfigError:
     shown = spelled if dashes else spelled[2:]
-    for other in others:
-        foreign = _names(other).get(spelled)
-        if foreign is None:
-            continue
-        here = [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
-        says = f"here it is {' or '.join(here)}" if here else f"{program.script} has no such option"
-        same = other.dialect == program.dialect
-        whose = f"{other.script}'s" if same else f"the {TITLES[other.dialect]} program's"
-        return ConfigError(f"{where}{shown} is {whose}; {says}{'' if here else _canonical(spelled, program)}")
-    return ConfigError(f"{where}unknown option {shown}{_canonical(spelled, program) or did_you_mean(spelled, names)}")
+    meant = [(other, _names(other)[spelled]) for other in others if spelled in _names(other)]
+    for other, foreign in meant:
+        if other.dialect != program.dialect and (here := _named_here(foreign, program)):
+            return ConfigError(f"{where}{shown} is {_whose(other, program)}; here it is {' or '.join(here)}")
+    for other, foreign in meant[:1]:
+        says = f"{where}{shown} is {_whose(other, program)}; {program.script} has no such option"
+        more = () if other.dialect == program.dialect else foreign.new
+        return ConfigError(says + (_canonical((spelled.lstrip("-"), *more), program) if dashes else ""))
+    own = _canonical((spelled.lstrip("-"),), program) if dashes else ""
+    return ConfigError(f"{where}unknown option {shown}{own or did_you_mean(spelled, names)}")
 
 
-def _canonical(spelled: str, program: Program) -> str:
-    """Where an option goes that the command has which the program becomes."""
-    schema = COMMANDS.get(program.command) if isinstance(program.command, str) else None
-    name = spelled.lstrip("-")
-    return f"; Falconet's own goes behind a lone --: -- --{name}" if schema and name in options_of(schema) else ""
+def _named_here(foreign: Old, program: Program) -> list[str]:
+    """The options of a program that set what another program's sets first."""
+    return [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
+
+
+def _whose(other: Program, program: Program) -> str:
+    return f"{other.script}'s" if other.dialect == program.dialect else f"the {TITLES[other.dialect]} program's"
+
+
+def _canonical(names: Iterable[str], program: Program) -> str:
+    """Where the first of these goes that the command has which the program becomes."""
+    schema = COMMANDS.get(_command(program))
+    own = [name for name in names if schema and name in options_of(schema)]
+    return f"; Falconet's own goes behind a lone --: -- --{own[0]}" if own else ""
+
+
+def _command(program: Program) -> str:
+    """What a program becomes if nothing is typed."""
+    if isinstance(program.command, str):
+        return program.command
+    return program.command(Values({option.name: option for option in program.rows}, {}, Place()))
 
 
 TITLES = {"pytorch": "PyTorch", "tf1": "TensorFlow", "popart": "PopART", "tool": "benchmark"}

@@ -63,6 +63,13 @@ def shared_passes(old: Values) -> Iterable[Effect]:
         yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
 
 
+def valid_batch(old: Values) -> Iterable[Effect]:
+    """Of the checkpoints' validation, or of the predictions that are measured without one."""
+    if old.has("--valid-batch-size"):
+        option = "validation-batch-size" if old.has("--restore-path") else "micro-batch-size"
+        yield To(option, (old.text("--valid-batch-size"),))
+
+
 def discard(old: Values) -> Iterable[Effect]:
     if old.whole("--discard-last"):
         yield To("weight-avg-discard", (old.text("--discard-last"),))
@@ -96,7 +103,12 @@ _PREDICTING: tuple[Old, ...] = (
     *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
     *MACHINE,
     *MODEL,
-    *DATA,
+    *(
+        replace(option, rule=valid_batch, new=("validation-batch-size", "micro-batch-size"))
+        if option.name == "--valid-batch-size"
+        else option
+        for option in DATA
+    ),
 )
 
 PROGRAMS = (

@@ -320,5 +320,11 @@ DATA: tuple[Old, ...] = (
     becomes(
         "--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"
     ),
-    nothing("--valid-batch-size", "whole", "validation has the micro-batch of training; its result is exact for any"),
+    same(
+        "--valid-batch-size",
+        "whole",
+        new="validation-batch-size",
+        effect="the same, under another name; as --batch-size if not given",
+        least=1,
+    ),
 )

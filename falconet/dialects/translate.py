@@ -11,7 +11,7 @@ from falconet.config.options import Option, options_of
 from falconet.config.schema import COMMANDS
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.dialects import named
-from falconet.dialects.parse import Given, from_line, from_mapping
+from falconet.dialects.parse import TITLES, Given, from_line, from_mapping
 from falconet.dialects.programs import PROGRAMS, TRAINERS
 from falconet.dialects.table import Effect, Old, Place, Program, Say, To, Variable
 from falconet.dialects.values import Values
@@ -79,8 +79,9 @@ class _Asked:
 
 
 def _others(own: Program) -> list[Program]:
-    """Programs whose options may have been meant, the own trainer before those of other dialects."""
-    return sorted((program for program in TRAINERS if program is not own), key=lambda one: one.dialect != own.dialect)
+    """Programs whose options may have been meant: those of the own dialect before others, trainers before the rest."""
+    others = (program for program in PROGRAMS.values() if program is not own and program.dialect in TITLES)
+    return sorted(others, key=lambda one: (one.dialect != own.dialect, one not in TRAINERS))
 
 
 def _config(own: Program, typed: Given, place: Place) -> Given:

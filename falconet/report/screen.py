@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Self, TypeVar
@@ -9,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 Say = Callable[[str], None]  # takes a line
+PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal, whatever their lines are collected into
 
 
 class Screen:
@@ -25,7 +27,7 @@ class Screen:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=not self.console.is_terminal or PSEUDO in os.environ,
         )
         self._task = self._bar.add_task("", total=None, note="", visible=False)
 

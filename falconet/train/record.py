@@ -51,6 +51,7 @@ class Record:
     style: Style | None = None  # None: our own
     draw: Draw = no_drawing  # of the weights
     write_times: Callable[[int, Sequence[float]], None] = lambda *_: None  # seconds of each update
+    validation_batch: int | None = None  # images of a validation's batch on one replica; None: as the micro-batch
 
     def __post_init__(self) -> None:
         progress = self.state.progress
@@ -211,7 +212,7 @@ class Record:
             loss=found.loss,
             images=found.images,
             seconds=seconds,
-            batch=self.plan.micro_batch * self.plan.replicas,
+            batch=(self.validation_batch or self.plan.micro_batch) * self.plan.replicas,
         )
 
     def _checkpoint_name(self) -> str:

@@ -325,9 +325,16 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
     return mixing if mixing.mixes or mixing.cuts else None
 
 
+def validation_batch(options: schema.TrainOptions) -> int:
+    """Images of one batch of a validation on one replica; stages hand on batches of one size alone."""
+    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
+    return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
+
+
 def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: World, note: Say) -> Measure:
     """Measures a model on the validation images."""
-    shape = BatchShape(micro_batch=data.micro_batch_size, replicas=world.size, replica=world.rank)
+    batch = value_or(data.validation_batch_size, data.micro_batch_size)
+    shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     normalise = images.normalise(world.device)
 

@@ -15,7 +15,7 @@ from falconet.checkpoint import files
 from falconet.cli import main
 from falconet.config.schema import ValidateOptions
 from falconet.train.evaluate import Evaluation
-from falconet.wiring import opening
+from falconet.wiring import opening, parts
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -92,13 +92,37 @@ def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(f
     assert [cells + [""] * (7 - len(cells)) for cells in table[1:]] == [list(row.values()) for row in found]
 
 
+@pytest.fixture
+def batches(monkeypatch):
+    """The sizes of the batches that validations ask for."""
+    asked, loader = [], parts.evaluation_loader
+
+    def spy(*given, shape, **more):
+        asked.append(shape.micro_batch)
+        return loader(*given, shape=shape, **more)
+
+    monkeypatch.setattr(parts, "evaluation_loader", spy)
+    return asked
+
+
+@pytest.mark.parametrize("option", ["micro-batch-size", "validation-batch-size"])
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_any_micro_batch_measures_the_same_images(falconet, checkpoints, size):
+def test_any_batch_measures_the_same_images(falconet, checkpoints, batches, option, size):
     name = checkpoints / NAMES[1]
-    falconet(f"validate --checkpoint-input-path {name} --output table.csv --micro-batch-size {size}")
+    falconet(f"validate --checkpoint-input-path {name} --output table.csv --{option} {size}")
+    assert set(batches) == {size}
     numbers = logged(Path("r"))
     weights = rows("table.csv")[0]
     assert (weights["top1"], weights["images"]) == (f"{numbers['validation/accuracy'][20]:.2f}", "16")
+
+
+def test_a_training_validates_in_batches_of_their_own_size(falconet, batches):
+    answer = falconet(f"train {TINY} --validation-batch-size 3 --log-style tensorflow --run-dir b")
+    assert answer.code == 0, answer.err
+    assert set(batches) == {3}
+    row = rows("b/validation.csv")[-1]
+    images, seconds = int(row["val_size"]), float(row["val_time"])
+    assert float(row["latency"]) == pytest.approx(1000 * seconds * 3 / images)  # of one batch
 
 
 def test_one_checkpoint_is_measured_alone_and_nothing_is_put_into_it(falconet, checkpoints):

@@ -89,6 +89,25 @@ REFUSED = [
         "--data-dir d --learning-rate-decay 1,0.5",
         "--learning-rate-decay: got 2 multipliers, wanted 3",
     ),
+    (
+        "tf1:train.py",
+        "--checkpoint-input-path r",
+        "--checkpoint-input-path is the PyTorch program's; here it is --restore-path",
+    ),
+    (
+        "tf1:train.py",
+        "--auto-loss-scaling",
+        "--auto-loss-scaling is the PyTorch program's; train.py has no such option; Falconet's own goes behind a"
+        " lone --: -- --auto-loss-scaling",
+    ),
+    (
+        "pytorch:train.py",
+        "--BN-span 2",
+        "--BN-span is the TensorFlow program's; train.py has no such option; Falconet's own goes behind a lone --: --"
+        " --batchnorm-span",
+    ),
+    ("pytorch:weight_avg.py", "--mode mean", "--mode is the TensorFlow program's; here it is --weight-avg-strategy"),
+    ("tf1:train.py", "--repeat 3", "--repeat is validation.py's; train.py has no such option"),
     ("pytorch:train.py", "--config resnet50", "--config resnet50: no configs.yml is known here"),
     ("pytorch:tran.py", "", "'pytorch:tran.py' is not a program of the originals; did you mean 'pytorch:train.py'?"),
 ]

@@ -79,3 +79,17 @@ def test_a_filter_that_names_nothing_is_refused_and_a_skip_list_is_answered():
         settings(f"{IMAGENET} --model-size 50 --variable-filter b4 fc2")
     notes = translate("tf1:train.py", f"{LARS} --lars-skip-list batch_normm bias".split()).notes
     assert any(note.startswith("--lars-skip-list: 'batch_normm' is in no variable's name") for note in notes)
+
+
+VALIDATED = [
+    ("tf1:train.py", "--data-dir d", {"micro-batch-size": "4", "validation-batch-size": "16"}),
+    ("tf1:validation.py", "--data-dir d --restore-path r", {"validation-batch-size": "16"}),
+    ("tf1:validation.py", "--synthetic-data", {"micro-batch-size": "16"}),  # measures predictions
+]
+
+
+@pytest.mark.parametrize(("program", "line", "sizes"), VALIDATED)
+def test_the_batch_of_a_validation(program, line, sizes):
+    translation = translate(program, f"--dataset imagenet {line} --valid-batch-size 16".split())
+    found = {setting.option: setting.values[0] for setting in translation.settings if "batch-size" in setting.option}
+    assert found == sizes

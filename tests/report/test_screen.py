@@ -92,3 +92,11 @@ def test_the_cursor_comes_back_when_the_run_fails():
     with pytest.raises(ValueError, match="broken"), screen:
         raise ValueError("broken")
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1
+
+
+def test_there_is_no_bar_on_the_terminal_that_mpirun_pretends(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    screen, text = terminal()
+    screen.begin(total=3, done=0)
+    screen.end()
+    assert text.getvalue() == "training begins: update 1 of 3\n"
