@@ -126,6 +126,17 @@ def test_only_tensorflow_resized_without_antialiasing(line):
     assert options_of(*line)[0].data.antialias is (line[0] != TF)
 
 
+@pytest.mark.parametrize(
+    ("line", "resize"), [((PT, "--data imagenet"), 256), ((PT, "--data cifar10"), 256), ((TF, IMAGENET), 256)]
+)
+def test_validation_sees_the_centre_of_what_was_resized_to_256(line, resize):
+    options, _ = options_of(*line)
+    splits = published.instead_of(options.data.data, None)
+    assert splits is not None
+    assert parts.images_of(splits, options.data, size=224).preprocessing.resize == resize
+    assert parts.images_of(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
+
+
 IMAGENETS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 TENSORFLOWS = (tuple(level / 255 for level in (123.68, 116.78, 103.94)), (1 / 255,) * 3)
 PIXELS = {
