@@ -5,7 +5,6 @@ import math
 import pytest
 from torch import nn
 
-from falconet.commands import parts
 from falconet.config import rules
 from falconet.config.load import parse
 from falconet.config.schema import InferOptions, TrainOptions
@@ -14,6 +13,7 @@ from falconet.data.sources import published
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.models.padding import SameConv2d
+from falconet.wiring import parts
 
 TF, PT, POPART = "tf1:train.py", "pytorch:train.py", "popart:resnet_main.py"
 IMAGENET = "--dataset imagenet --data-dir imagenet"
