@@ -45,6 +45,11 @@ def decoded_there_is_not_copied(options: Any) -> str | None:
     return None
 
 
+def is_stored(options: Any) -> bool:
+    """Whether images lie somewhere, and are not made up."""
+    return options.data.data not in ("generated", "synthetic")
+
+
 def crops_photos(options: Any) -> bool:
     """Whether random crops of photos are drawn."""
     return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")

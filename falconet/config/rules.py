@@ -274,10 +274,6 @@ def _random_data(options: TrainOptions) -> bool:
     return options.data.data in ("generated", "synthetic")
 
 
-def _kept_data(options: TrainOptions) -> bool:
-    return not _random_data(options)
-
-
 def _host_data(options: TrainOptions) -> bool:
     return options.data.data != "synthetic"
 
@@ -313,6 +309,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
+_KEPT_OPTIONS = ("dataset-percentage", "antialias", "validation-crop")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
@@ -344,7 +341,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
-    *((name, "--data other than generated and synthetic", _kept_data) for name in ("dataset-percentage", "antialias")),
+    *((name, "--data other than generated and synthetic", data_rules.is_stored) for name in _KEPT_OPTIONS),
     ("classes", "--data generated or synthetic", _random_data),
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),

@@ -63,6 +63,8 @@ class Data:
     """Standard deviation of the same, instead of the data's own."""
     antialias: bool = True
     """Shrink images by all their pixels; no: by the four nearest to each of the result, as TensorFlow 1 did."""
+    validation_crop: Literal["auto", "centre", "whole"] = "auto"
+    """What is validated of an image: its centre, 7/8 of the short side, or all of it; auto: the centre of photos."""
     dataset_cache: bool = False
     """Keep validation's images decoded and training's photos encoded, in up to a quarter of the free memory each."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"

@@ -207,6 +207,7 @@ class Splits:
     mean: Channels
     std: Channels
     layout: str = ""  # how photos are stored: "class folders", "TFRecords", ...
+    centred: bool | None = None  # whether evaluation sees the centre of an image alone; None: of photos
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -214,5 +215,6 @@ class Splits:
 
     def preprocessing(self, image_size: int) -> Preprocessing:
         """Arrays are resized whole; photographs are resized a little larger and cropped at their centre."""
-        resize = short_side(image_size) if self.native_size is None else image_size
+        centred = self.native_size is None if self.centred is None else self.centred
+        resize = short_side(image_size) if centred else image_size
         return Preprocessing(image_size=image_size, resize=resize, mean=self.mean, std=self.std)

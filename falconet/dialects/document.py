@@ -42,13 +42,16 @@ What is not the same, whatever the options:
   its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded alike on both sides.
 - Photos are resized without antialiasing for lines of the TensorFlow program (`--no-antialias`), between the same
   neighbours as there, and rounded to levels of 0 to 255. A crop of it, mirrored or not, is the same to that rounding;
-  JPEG decoders differ by single levels, and its fast one for training is not imitated.
+  JPEG decoders differ by single levels, and its fast one for training is not imitated. The centre that is validated is
+  torchvision's, which may lie one pixel further down or right than there.
+- Crops are not aligned to the blocks of a JPEG file, to which the PyTorch program's fused decoder rounded them down.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
 - The PopART program validated CIFAR with random shifts and mirrored images; here validation has images as they are.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
   cosine had the length of the main training, so that the rate hardly moved.
-- SqueezeNet is torchvision's, whose convolutions have biases; the TensorFlow program's had none. For CIFAR that one had
-  20 or 200 outputs, of which only the first half were classes.
+- SqueezeNet is torchvision's, whose convolutions have biases; the TensorFlow program's had none, padded the first one
+  (which makes a map of 55 instead of 54 pixels behind it) and began with smaller weights in the last one (docs/log.md).
+  For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
 - Proxy norm divides by its deviation at once; the TensorFlow program did so behind squeeze and excitation, and left it
   out before the classifier, where the weights that follow take its place.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which

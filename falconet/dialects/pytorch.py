@@ -92,6 +92,7 @@ def compile_only(old: Values) -> Iterable[Effect]:
 def training_data(old: Values) -> Iterable[Effect]:
     yield To("data", (_data(old),))
     if _data(old) == "cifar10":
+        yield To("validation-crop", ("centre",))
         yield To("pixel-mean", IMAGENET_PIXELS[0])
         yield To("pixel-deviation", IMAGENET_PIXELS[1])
     if _data(old) != old.text("--data"):
@@ -268,9 +269,9 @@ TRAINING: tuple[Old, ...] = (
         "--data",
         "text",
         "cifar10",
-        "data pixel-mean pixel-deviation",
+        "data validation-crop pixel-mean pixel-deviation",
         training_data,
-        "the same, CIFAR-10 normalised as ImageNet is; generated with --compile-only",
+        "the same, CIFAR-10 normalised and validated as ImageNet is; generated with --compile-only",
         choices=("cifar10", "imagenet", "synthetic", "generated"),
     ),
     same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),

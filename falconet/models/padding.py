@@ -26,8 +26,12 @@ class SameMaxPool2d(nn.MaxPool2d):
 
     def forward(self, images: Tensor) -> Tensor:
         kernel, stride = _pair(self.kernel_size), _pair(self.stride)
-        out: Tensor = super().forward(_padded(images, kernel, stride, value=float("-inf")))
-        return out
+        halves = [
+            _halves(size, kernel=k, stride=s) for size, k, s in zip(images.shape[2:], kernel, stride, strict=True)
+        ]
+        if not any(first for first, _ in halves):  # of an even size: a last window that ends beyond needs no copy
+            return functional.max_pool2d(images, kernel, stride, ceil_mode=True)
+        return functional.max_pool2d(_padded(images, kernel, stride, value=float("-inf")), kernel, stride)
 
 
 def pad_as_tensorflow(model: nn.Module) -> None:

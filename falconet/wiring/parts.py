@@ -162,6 +162,8 @@ def published_images(data: sections.Data, *, model: str, percentage: float = 100
 
 def images_of(splits: Splits, data: sections.Data, *, size: int) -> Images:
     """Splits at a size, normalised as the options say."""
+    if data.validation_crop != "auto":
+        splits = replace(splits, centred=data.validation_crop == "centre")
     preprocessing = replace(splits.preprocessing(size), antialias=data.antialias)
     if data.pixel_mean:
         preprocessing = replace(preprocessing, mean=three(data.pixel_mean))

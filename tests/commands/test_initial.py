@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -58,6 +59,33 @@ def test_weights_that_do_not_fit_or_are_not_there_are_refused_in_one_line(falcon
         answer = falconet(f"train {TINY} --run-dir c {line}")
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
         assert message in answer.err
+
+
+DRAWN = "--weight-init channels --zero-init none"
+
+
+@pytest.mark.dist
+def test_first_weights_are_the_seeds_in_stages_too(falconet, tmp_path):
+    for run, line in {"a": "", "b": "--pipeline-splits layer2"}.items():
+        answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir {run} --validation-mode none {line}")
+        assert answer.code == 0, answer.err
+    assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    found = weights(tmp_path / "a")
+    assert (
+        found["layer3.0.conv2.weight"].abs().max()
+        <= (6 / 128) ** 0.5
+        < 1.1 * found["layer3.0.conv2.weight"].abs().max()
+    )
+    assert all(found[name].eq(1).all() for name in found if name.endswith("bn2.weight"))
+
+
+def test_a_restored_run_has_its_weights_and_says_so_of_new_ones(falconet):
+    assert falconet(f"train {TINY} {DRAWN} --run-dir a --epoch 1").code == 0
+    plain = falconet("restore --checkpoint-input-path a --epoch 2 --plan")
+    assert "weight-init has no effect" not in plain.out
+    assert "weight-init: channels  # checkpoint" in plain.out
+    asked = falconet("restore --checkpoint-input-path a --epoch 2 --plan --weight-init he")
+    assert "note: --weight-init has no effect without new weights: these are read" in asked.out
 
 
 def test_a_share_of_the_training_images_is_trained_on(falconet):

@@ -5,7 +5,6 @@ import math
 import pytest
 from torch import nn
 
-from falconet.commands import parts
 from falconet.config import rules
 from falconet.config.load import parse
 from falconet.config.schema import InferOptions, TrainOptions
@@ -14,6 +13,7 @@ from falconet.data.sources import published
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.models.padding import SameConv2d
+from falconet.wiring import parts
 
 TF, PT, POPART = "tf1:train.py", "pytorch:train.py", "popart:resnet_main.py"
 IMAGENET = "--dataset imagenet --data-dir imagenet"
@@ -124,6 +124,17 @@ def test_photos_are_cropped_as_each_program_did(line, expected):
 @pytest.mark.parametrize("line", CROPS, ids=[" ".join(line) for line in CROPS])
 def test_only_tensorflow_resized_without_antialiasing(line):
     assert options_of(*line)[0].data.antialias is (line[0] != TF)
+
+
+@pytest.mark.parametrize(
+    ("line", "resize"), [((PT, "--data imagenet"), 256), ((PT, "--data cifar10"), 256), ((TF, IMAGENET), 256)]
+)
+def test_validation_sees_the_centre_of_what_was_resized_to_256(line, resize):
+    options, _ = options_of(*line)
+    splits = published.instead_of(options.data.data, None)
+    assert splits is not None
+    assert parts.images_of(splits, options.data, size=224).preprocessing.resize == resize
+    assert parts.images_of(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
 
 
 IMAGENETS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

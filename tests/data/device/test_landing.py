@@ -2,6 +2,7 @@
 
 import io
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,16 +68,19 @@ def _png(image):
     return buffer.getvalue()
 
 
-def landing_of(source, augment):
+SAMPLED = replace(PREPROCESSING, antialias=False)
+
+
+def landing_of(source, augment, preprocessing=PREPROCESSING):
     from falconet.data.device.landing import DeviceLanding, bytes_of
 
-    crops = Crops.of(PREPROCESSING, augment=augment, seed=6, objects=None)
+    crops = Crops.of(preprocessing, augment=augment, seed=6, objects=None)
     return DeviceLanding(torch.device("cuda", 0), encoded=bytes_of(source), crops=crops, allowance=Allowance(portion=7))
 
 
-def pillow(source, augment):
+def pillow(source, augment, preprocessing=PREPROCESSING):
     bad = BadImages(100, note=lambda message: None)
-    crops = Crops.of(PREPROCESSING, augment=augment, seed=6, objects=None)
+    crops = Crops.of(preprocessing, augment=augment, seed=6, objects=None)
     return FileReader(source, crops=crops, bad=bad)
 
 
@@ -84,21 +88,23 @@ def decibels(one, other):
     return 10 * np.log10(255**2 / max(((one.astype(float) - other) ** 2).mean(), 1e-6))
 
 
+@pytest.mark.parametrize("preprocessing", [PREPROCESSING, SAMPLED], ids=["antialiased", "sampled"])
 @pytest.mark.parametrize("augment", ["crop-flip", "none"])
-def test_rows_agree_with_pillow_and_what_the_device_refuses_is_pillows_own(source, augment):
-    indices, host = np.arange(COUNT), pillow(source, augment)
+def test_rows_agree_with_pillow_and_what_the_device_refuses_is_pillows_own(source, augment, preprocessing):
+    indices, host = np.arange(COUNT), pillow(source, augment, preprocessing)
     wanted = np.empty((COUNT, 64, 64, 3), np.uint8)
     wanted_read = host.read(indices, epoch=3, out=wanted)
-    landing = landing_of(source, augment)
+    landing = landing_of(source, augment, preprocessing)
     images = landing.room(COUNT, size=64).images
     read = landing.fill(images, host, indices, epoch=3)
     found = images.cpu().numpy()
     assert read[:-1].tolist() == wanted_read[:-1].tolist()  # the last one is garbage to both
     whole = COUNT - 8
     agreement = [decibels(found[row], wanted[row]) for row in range(whole)]
-    assert min(agreement[0::3]) > 45  # 4:4:4
+    least = 45 if preprocessing.antialias else 42  # single pixels differ by more than means of many
+    assert min(agreement[0::3]) > least  # 4:4:4
     assert min(agreement) > 30, agreement  # subsampled: nvJPEG enlarges colours in its own way
-    assert decibels(found[whole], wanted[whole]) > 45  # grey
+    assert decibels(found[whole], wanted[whole]) > least  # grey
     assert (found[whole + 1 : whole + 7] == wanted[whole + 1 : whole + 7]).all()
 
 
