@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.wiring import ending, running
+from falconet.wiring import ending, running, training
 from half_resolution import HALF
 from tiny import TINY
 
@@ -39,9 +39,11 @@ BEFORE = "stopped before the first update: nothing was made"
 AFTER = "stopped; there is no checkpoint to continue from: the same command begins again"
 
 
-@pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train", AFTER)])
-def test_ctrl_c_before_the_first_update_says_what_it_left(falconet, monkeypatch, at, words):
-    monkeypatch.setattr(running.Run, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize(
+    ("place", "at", "words"), [(running.Run, "begin", BEFORE), (training, "train", AFTER)], ids=["begin", "train"]
+)
+def test_ctrl_c_before_the_first_update_says_what_it_left(falconet, monkeypatch, place, at, words):
+    monkeypatch.setattr(place, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-1] == words
