@@ -61,5 +61,6 @@ def metrics(run):
 def assert_bitwise(one, other):
     left, right = state(one), state(other)
     assert left.keys() == right.keys()
-    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
     assert metrics(one) == metrics(other)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from test_restore import assert_equal_runs
 
 from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
+from runs import assert_bitwise
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,7 @@ def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, ext
         patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 5)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
-    assert_equal_runs(Path("straight"), Path("other"))
+    assert_bitwise(Path("straight"), Path("other"))
 
 
 @pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
@@ -113,4 +113,4 @@ def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_
         patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 7)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
-    assert_equal_runs(Path("straight"), Path("other"))
+    assert_bitwise(Path("straight"), Path("other"))

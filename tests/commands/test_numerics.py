@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_restore import state
 from torch import nn
 
 from falconet.config.load import load
@@ -18,6 +17,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.wiring import parts
 from falconet.wiring.launching import prepare
 from falconet.wiring.running import Run
+from runs import state
 from tiny import TINY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,7 +112,7 @@ def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falcon
     trained = state(Path("r"))
     for name, tensor in fresh.items():
         if "running" not in name and "tracked" not in name:
-            assert torch.equal(trained[f"model.safetensors:{name}"], tensor), name
+            assert torch.equal(trained[f"model:{name}"], tensor), name
 
 
 def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_restore import assert_equal_runs, state
 
 import runs
 from falconet.train.record import Record
+from runs import assert_bitwise, state
 from tiny import TINY
 
 # EfficientNet's seven stages with one block each, 8 to 80 channels wide.
@@ -41,7 +41,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_averaged_and_validated(falconet, monke
         patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 3)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
-    assert_equal_runs(Path("straight"), Path("other"))
+    assert_bitwise(Path("straight"), Path("other"))
     assert falconet("average --checkpoint-input-path straight --checkpoint-output-path mean").code == 0
     answer = falconet("validate --checkpoint-input-path mean")
     assert answer.code == 0, answer.err
@@ -78,7 +78,7 @@ def test_two_stages_train_as_one_process_does(tmp_path):
     for name, extra in {"one": "--recompute-mode auto", "two": "--pipeline-splits blocks/4/0/bn2"}.items():
         code, _, err = runs.finish(runs.begin(f"{line} {extra} --run-dir {name}", tmp_path))
         assert code == 0, err
-    one, two = runs.state(tmp_path / "one"), runs.state(tmp_path / "two")
+    one, two = state(tmp_path / "one"), state(tmp_path / "two")
     weights = {key: tensor for key, tensor in one.items() if key.startswith("model")}
     assert any(key.endswith("proxy_scale") for key in weights)
     for key, tensor in weights.items():

@@ -1,6 +1,5 @@
 """`falconet restore`: a run that was killed goes on bit for bit, and what cannot be continued is refused."""
 
-import json
 import random
 import signal
 import subprocess
@@ -8,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from falconet.checkpoint import files
-from runs import wait_for
+from runs import assert_bitwise, wait_for
 from tiny import TINY
 
 RUNS = {
@@ -36,32 +34,6 @@ RUNS = {
 }
 
 
-def losses(run):
-    """The last loss logged for each update."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    keys = ("train/loss", "train/accuracy", "validation/accuracy", "validation/loss")
-    return {(line["update"], key): line[key] for line in lines for key in keys if key in line}
-
-
-def state(run):
-    """Every tensor of the newest checkpoint."""
-    folder = files.checkpoints_in(run)[-1]
-    manifest = files.verify(folder)
-    return {
-        f"{name}:{key}": tensor
-        for name in manifest.files
-        for key, tensor in files.read_tensors(folder, name.removesuffix(".safetensors"), verified=manifest).items()
-    }
-
-
-def assert_equal_runs(straight, other):
-    left, right = state(straight), state(other)
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
-    assert losses(straight) == losses(other)
-
-
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, extra):
     line = f"train {TINY} {extra} --logs-per-epoch 3"
@@ -75,7 +47,7 @@ def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, 
         assert falconet(f"{line} --run-dir other").code == 130
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
-    assert_equal_runs(Path("straight"), Path("other"))
+    assert_bitwise(Path("straight"), Path("other"))
 
 
 @pytest.mark.parametrize(("epochs", "stopped_in"), [(2, 1), (2, 2), (3, 2)], ids=["first", "last", "not saved in turn"])
@@ -103,7 +75,7 @@ def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, mo
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
     assert again.out.count("Accuracy on test set:") == epochs - stopped_in + 1
-    assert_equal_runs(Path("straight"), Path("other"))
+    assert_bitwise(Path("straight"), Path("other"))
     one, other = (files.read_manifest(files.checkpoints_in(Path(run))[-1]) for run in ("straight", "other"))
     assert one.metrics.keys() == other.metrics.keys()
     assert one.content["best"] == other.content["best"]
@@ -123,7 +95,7 @@ def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     answer = falconet("restore --checkpoint-input-path killed")
     assert answer.code == 0, answer.err
-    assert_equal_runs(tmp_path / "straight", tmp_path / "killed")
+    assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_is_named(falconet):

@@ -12,21 +12,10 @@ from torch import nn
 
 from falconet.numerics.kernels.table import Group, Tables, _division, is_dense, same_layout
 from falconet.numerics.rounding import Part, Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.half import HalfLars, HalfOptimizer
+from half_rules import MAKERS, optimizer_of
 
 MODULES = ("fused", "norms")
-MAKERS = {
-    "descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.0, rounding=r),
-    "momentum descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.9, rounding=r),
-    "lars": lambda groups, r: HalfLars(groups, lr=0.1, momentum=0.9, trust=0.01, eps=1e-6, rounding=r),
-    "rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.0, rounding=r),
-    "momentum rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, rounding=r),
-    "root rmsprop": lambda groups, r: HalfRMSprop(groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.0, rounding=r),
-    "momentum root rmsprop": lambda groups, r: HalfRMSprop(
-        groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.9, rounding=r
-    ),
-    "adamw": lambda groups, r: HalfAdamW(groups, lr=0.1, eps=1e-8, rounding=r),
-}
 
 
 @pytest.fixture
@@ -64,12 +53,7 @@ def network(dtype):
 
 
 def make(name, model, rounding):
-    matrices, vectors = ([p for p in model if (p.ndim > 1) == many] for many in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": 0.1, "adapts": True},
-        {"params": vectors, "weight_decay": 0.0, "adapts": False},
-    ]
-    optimizer = MAKERS[name](groups, rounding)
+    optimizer = optimizer_of(name, model, rounding)
     optimizer._tables = Tables(chunk=512)  # small, so that there are whole and broken ones
     return optimizer
 

@@ -7,22 +7,10 @@ import torch
 from torch import nn
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from half_rules import MAKERS, optimizer_of
 
 pytestmark = pytest.mark.gpu
 
-MAKERS = {
-    "descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.0, rounding=r),
-    "momentum descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.9, rounding=r),
-    "lars": lambda groups, r: HalfLars(groups, lr=0.1, momentum=0.9, trust=0.01, eps=1e-6, rounding=r),
-    "rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.0, rounding=r),
-    "momentum rmsprop": lambda groups, r: HalfRMSpropTF(groups, lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, rounding=r),
-    "root rmsprop": lambda groups, r: HalfRMSprop(groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.0, rounding=r),
-    "momentum root rmsprop": lambda groups, r: HalfRMSprop(
-        groups, lr=0.1, alpha=0.9, eps=1e-8, momentum=0.9, rounding=r
-    ),
-    "adamw": lambda groups, r: HalfAdamW(groups, lr=0.1, eps=1e-8, rounding=r),
-}
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -43,12 +31,7 @@ def network(dtype):
 
 
 def make(name, model, rounding):
-    matrices, vectors = ([p for p in model if (p.ndim > 1) == many] for many in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": 0.1, "adapts": True},
-        {"params": vectors, "weight_decay": 0.0, "adapts": False},
-    ]
-    optimizer = MAKERS[name](groups, rounding)
+    optimizer = optimizer_of(name, model, rounding)
     device = model[0].device
     optimizer.scale, optimizer.found = torch.tensor(3.0, device=device), torch.tensor(False, device=device)
     return optimizer
