@@ -28,7 +28,7 @@ class Model:
     weight_init: Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"] = "auto"
     """Distribution of new convolutions and linear layers; auto: the library's own. Formulas: docs/numerics.md."""
     zero_init: Literal["auto", "none", "last", "identity", "shortcut"] = "auto"
-    """ResNets: norms whose scale begins at 0: each block's last, only beside identities, else its shortcut's."""
+    """ResNets: scales that begin at 0: every block's last, only that beside an identity, or else the shortcut's own."""
     padding: Literal["symmetric", "same"] = "symmetric"
     """Zeros around what a convolution or pooling strides over: alike on both sides, or TensorFlow's SAME."""
     norm_type: Literal["batch", "group", "none"] = "batch"
