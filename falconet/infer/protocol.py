@@ -95,7 +95,7 @@ def _numbers(scores: Scores) -> list[float | None]:
     """Flat; JSON has neither nan nor inf, and Python's own spelling of them breaks every strict parser."""
     flat = scores.ravel()
     finite = np.isfinite(flat)
-    return flat.tolist() if finite.all() else np.where(finite, flat, None).tolist()
+    return [value if is_number else None for value, is_number in zip(flat.tolist(), finite.tolist(), strict=True)]
 
 
 def metadata(served: Served) -> dict[str, object]:
