@@ -14,6 +14,7 @@ from falconet.config.schema import RestoreOptions, TrainOptions
 from falconet.config.settings import from_line
 from falconet.data.feed import Feed
 from falconet.data.loader import Batch
+from falconet.errors import Interrupted
 from falconet.numerics.scaling import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
@@ -152,3 +153,22 @@ def non_finite(world):
 
 def saving(world, line, updates, checkpoint, save):
     return trained(world, line, updates=updates, checkpoint=checkpoint, save=save)
+
+
+def left(world, line, *, rank, after):
+    """How often each process was asked whether it wishes to stop, and what came of it; one says yes from a time on."""
+    run = run_of(world, line)
+    run.plan_lines()
+    state, asked = run.begin(), []
+
+    def stopping():
+        asked.append(None)
+        return world.rank == rank and len(asked) > after
+
+    measure = run.placement.evaluator()
+    try:
+        outcome = measure(state.model, stopping).images
+    except Interrupted:
+        outcome = "left"
+    # The world is in order: a validation after it comes to its end.
+    return outcome, len(asked), measure(state.model, never).images

@@ -83,12 +83,19 @@ def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, d
         raw = scores.astype(scores.dtype.newbyteorder("<"), copy=False).tobytes()
         output["parameters"] = {"binary_data_size": len(raw)}
     else:
-        output["data"] = scores.ravel().tolist()
+        output["data"] = _numbers(scores)
     content = {"model_name": served.name, "model_version": VERSION, "outputs": [output]}
-    text = json.dumps(content if asked.id is None else {"id": asked.id, **content}).encode()
+    text = json.dumps(content if asked.id is None else {"id": asked.id, **content}, allow_nan=False).encode()
     if not asked.binary:
         return text, {"Content-Type": "application/json"}
     return text + raw, {"Content-Type": "application/octet-stream", HEADER: str(len(text))}
+
+
+def _numbers(scores: Scores) -> list[float | None]:
+    """Flat; JSON has neither nan nor inf, and Python's own spelling of them breaks every strict parser."""
+    flat = scores.ravel()
+    finite = np.isfinite(flat)
+    return [value if is_number else None for value, is_number in zip(flat.tolist(), finite.tolist(), strict=True)]
 
 
 def metadata(served: Served) -> dict[str, object]:

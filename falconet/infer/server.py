@@ -30,6 +30,7 @@ BODY_SECONDS = 60.0  # for a client to send what it announced
 IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers; an hour, if nobody says so
 DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
 READ_AHEAD = 1 << 20  # bytes of a connection
+PAGE = 2 << 20  # bytes that the system may give to the first one that is written: a large page
 AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
 MOST_FAILED = 3  # batches in a row, after which the server is not ready: a broken device fails on all of them
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -68,17 +69,46 @@ class Room:
         self._free, self._lock = most, threading.Lock()  # bytes
 
     @contextlib.contextmanager
-    def taken(self, length: int) -> Iterator[Bytes]:
-        """A buffer of this many bytes."""
+    def taken(self, length: int) -> Iterator["Body"]:
+        """A buffer of this many bytes, of which those count that have come."""
+        body = Body(length, self._take)
+        try:
+            yield body
+        finally:
+            with self._lock:
+                self._free += body.counted
+
+    def _take(self, length: int) -> None:
         with self._lock:
             if length > self._free:
                 raise OverloadedError("no memory is left for another request; try again later")
             self._free -= length
-        try:
-            yield np.empty(length, dtype=np.uint8)  # unlike a bytearray not filled with zeros first
-        finally:
-            with self._lock:
-                self._free += length
+
+
+class Body:
+    """A body on its way.
+
+    Memory that nobody has written to is not there yet: a client that announces much and sends little holds little.
+    """
+
+    def __init__(self, length: int, take: Callable[[int], None]) -> None:
+        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # unlike a bytearray not filled with zeros first
+        self.come = self.counted = 0
+        self._take = take
+        self._count()
+
+    def add(self, chunk: bytes) -> None:
+        """What comes next."""
+        at, self.come = self.come, self.come + len(chunk)
+        self._count()
+        self.bytes[at : self.come] = np.frombuffer(chunk, dtype=np.uint8)  # other threads run meanwhile
+
+    def _count(self) -> None:
+        """Page by page, the first one at once."""
+        reached = min(len(self.bytes), (self.come // PAGE + 1) * PAGE)
+        if reached > self.counted:
+            self._take(reached - self.counted)
+            self.counted = reached
 
 
 class Front:
@@ -146,8 +176,9 @@ class Front:
             return _refusal(413, f"Content-Length: got {length:,}, wanted at most {self._served.most_bytes:,}")
         if "Content-Encoding" in request.headers:
             return _refusal(400, "Content-Encoding: is not read; wanted the body as it is")
-        with self._room.taken(length) as body:
-            await _read_into(body, request)
+        with self._room.taken(length) as coming:
+            await _read_into(coming, request)
+            body = coming.bytes
             header = request.headers.get(protocol.HEADER)
             if header is None and length > AT_ONCE:
                 loop = asyncio.get_running_loop()
@@ -278,18 +309,16 @@ def from_other_threads(submit: Submit) -> Submit:
     return submitted
 
 
-async def _read_into(body: Bytes, request: web.Request) -> None:
+async def _read_into(body: Body, request: web.Request) -> None:
     """The whole body, chunk by chunk to its place: `request.read()` would copy all of it twice more."""
-    at = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.content.iter_any():
-                body[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)  # other threads run meanwhile
-                at += len(chunk)
+                body.add(chunk)
     except TimeoutError:
-        raise RequestError(f"{at:,} of {len(body):,} bytes came within {BODY_SECONDS:g} seconds") from None
-    if at < len(body):
-        raise RequestError(f"the body ends after {at:,} of {len(body):,} bytes")
+        raise RequestError(f"{body.come:,} of {len(body.bytes):,} bytes came within {BODY_SECONDS:g} seconds") from None
+    if body.come < len(body.bytes):
+        raise RequestError(f"the body ends after {body.come:,} of {len(body.bytes):,} bytes")
 
 
 @web.middleware

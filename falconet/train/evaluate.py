@@ -67,22 +67,22 @@ def evaluate(
     """
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
-    left = totals.new_zeros(1)
+    left = False
     for batch in batches:
-        if stopping():
-            left += 1
+        left = stopping()
+        if left:
             break
         images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
         totals += count(regime.run(model, normalise(images)), labels)
-    *counted, somebody_left = world.sum(torch.cat((totals, left))).tolist()
+    return summed(totals, world, left=left)
+
+
+def summed(totals: Tensor, world: World, *, left: bool) -> Evaluation:
+    """What all processes counted; Interrupted where one has `left` before it had counted everything."""
+    *counted, somebody_left = world.sum(torch.cat((totals, totals.new_full((1,), float(left))))).tolist()
     if somebody_left:
         raise Interrupted
     return _evaluation(*counted)
-
-
-def summed(totals: Tensor, world: World) -> Evaluation:
-    """What all processes counted."""
-    return _evaluation(*world.sum(totals).tolist())
 
 
 def _evaluation(images_seen: float, top1: float, top5: float, loss: float) -> Evaluation:

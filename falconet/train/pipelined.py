@@ -17,7 +17,7 @@ from falconet.numerics.scaling import NonFinite
 from falconet.parallel.grid import Grid
 from falconet.parallel.pipeline import Kind, Pipeline, Place, relay
 from falconet.parallel.world import World
-from falconet.train.evaluate import Evaluation, count, summed
+from falconet.train.evaluate import Evaluation, count, never, summed
 from falconet.train.loss import Loss
 from falconet.train.moving import Moving
 from falconet.train.step import Update
@@ -171,20 +171,33 @@ def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFin
 
 @torch.inference_mode()
 def evaluate_stages(
-    model: nn.Module, batches: Iterable[Batch], place: Place, *, forward: Forward, grid: Grid
+    model: nn.Module,
+    batches: Iterable[Batch],
+    place: Place,
+    *,
+    forward: Forward,
+    grid: Grid,
+    stopping: Callable[[], bool] = never,
 ) -> Evaluation:
-    """As `evaluate`: the batches are the first stage's, the other stages are given as many of any content."""
+    """As `evaluate`: the batches are the first stage's, the other stages are given as many of any content.
+
+    Where one stage is `stopping`, all of its replica leave at the same batch, because each hands its batches on.
+    """
     model.eval()
     world = grid.world
     run = forward.stage(model, is_last=place.is_last)
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    left, vote = False, grid.stages.vote()
     for batch in batches:
+        left = vote(stopping())
+        if left:
+            break
         labels = grid.stages.broadcast(batch.labels.to(world.device))
         given = [forward.normalise(batch.images)] if place.is_first else []
         logits = relay(run, place, given)
         if logits is not None:
             totals += count(logits, labels)
-    return summed(totals, world)
+    return summed(totals, world, left=left)
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def _averaged(how: Averaging, suffix: str, record: Record, *, world: World, say:
 
 
 def _in_words(how: Averaging, count: int) -> str:
-    """`N_5`, `exp_0.97`, or `exp_0.97_N_5`: the original had no exponential average of a part."""
+    """`N_5` or `exp_0.97`, as the original had them; or `exp_0.97_N_5`, which it had not."""
     if how.strategy == "mean":
         return f"N_{how.last or count}"
     return f"exp_{how.decay:.15g}" + (f"_N_{how.last}" if how.last else "")

@@ -168,9 +168,8 @@ class StagedModel:
             nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
             return iter([nothing] * loader.batches_per_replica)
 
-        def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:  # noqa: ARG001
-            # To its end: stages hand every batch on, and all of them would have to stop at the same one.
-            return evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid)
+        def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
+            return evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
 
         return measure_stages
 

@@ -207,3 +207,19 @@ def test_the_metadata_are_those_that_clients_look_for():
     assert found["parameters"]["class_names"] == list("abcde")
     assert found["parameters"]["preprocessing"]["mean"] == [0.5, 0.4, 0.3]
     assert configuration(SERVED, max_delay=0.002)["dynamic_batching"] == {"max_queue_delay_microseconds": 2000}
+
+
+def test_scores_that_are_no_numbers_are_null_in_json_and_themselves_in_binary():
+    scores = np.array([[np.nan, 1.5, np.inf], [-np.inf, 0.1, -2.0]], dtype=np.float32)
+    text, _ = write_answer(scores, Asked(images=pixels(2), id=None, binary=False), SERVED)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    (output,) = json.loads(text, parse_constant=refuse)["outputs"]
+    assert output["data"] == [None, 1.5, None, None, float(np.float32(0.1)), -2.0]
+    # As tritonclient makes an array of it.
+    found = np.array(output["data"], dtype=np.float32).reshape(output["shape"])
+    assert np.array_equal(np.isnan(found), ~np.isfinite(scores))
+    raw, headers = write_answer(scores, Asked(images=pixels(2), id=None, binary=True), SERVED)
+    assert raw[int(headers[HEADER]) :] == scores.tobytes()

@@ -202,6 +202,26 @@ def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
         assert found.request(body, headers)[0] == 200
 
 
+ANNOUNCED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {16 << 20}\r\n\r\n".encode()
+
+
+def test_clients_that_announce_much_and_send_little_do_not_make_others_wait():
+    with running(room=256 << 20) as found, contextlib.ExitStack() as stack:
+        for _ in range(100):  # 1,600 MiB if it counted what they announce
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", found.port)))
+            slow.sendall(ANNOUNCED + b"{")
+        assert found.request(*binary(pixels(8)))[0] == 200
+
+
+def test_a_body_that_comes_and_has_no_room_is_refused_before_its_end():
+    with running(room=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=20) as large:
+        large.sendall(ANNOUNCED)
+        with contextlib.suppress(OSError):  # it may be closed already
+            large.sendall(b" " * (8 << 20))
+        assert large.recv(100).startswith(b"HTTP/1.1 503")
+        assert found.request(*binary(pixels(8)))[0] == 200
+
+
 @pytest.mark.parametrize("fronts", [1, 2])
 def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
     held = Held()

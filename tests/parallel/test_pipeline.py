@@ -1,5 +1,7 @@
 """Stages in processes of their own against one process with the same accumulation."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -194,3 +196,20 @@ def test_a_run_moves_from_two_stages_to_one_process_to_four_and_stays_the_same(t
     found = gloo.in_world(4, pipeline_scenarios.saving, line, 2, second, None)[0]
     straight = pipeline_scenarios.alone(recipe, updates=5)
     same(found, {**straight, "losses": straight["losses"][3:], "counts": straight["counts"][3:]}, 1e-6)
+
+
+LEAVING = {
+    # Of 24 validation images in batches of 4: six on each stage. The answer comes one batch late.
+    "the first stage wishes it": (2, "", 0, 2, [("left", 4, 24)] * 2),
+    "the last stage wishes it": (2, "", 1, 2, [("left", 4, 24)] * 2),
+    "nobody does": (2, "", 9, 0, [(24, 6, 24)] * 2),
+    "too late": (2, "", 0, 5, [(24, 6, 24)] * 2),
+    # The other replica counts all of its own, and learns of it then.
+    "of two replicas one": (4, "--replicas 2", 1, 0, [("left", 2, 48)] * 2 + [("left", 6, 48)] * 2),
+}
+
+
+@pytest.mark.parametrize(("size", "more", "rank", "after", "expected"), LEAVING.values(), ids=LEAVING)
+def test_a_validation_over_stages_is_left_by_all_at_the_same_batch(size, more, rank, after, expected):
+    line = f"{LINE} --iterations 15 --pipeline-splits layer2/0 {more}"
+    assert gloo.in_world(size, partial(pipeline_scenarios.left, rank=rank, after=after), line) == expected
