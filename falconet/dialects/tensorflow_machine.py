@@ -240,7 +240,7 @@ MACHINE: tuple[Old, ...] = (
     nothing("--prefetch-depth", "whole", "the loader reads ahead by itself, bounded in bytes"),
     nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
     nothing("--saturate-on-overflow", "flag", OVERFLOW),
-    nothing("--latency", "flag", "`falconet bench infer` reports latency"),
+    nothing("--latency", "flag", "always told: in the line of a validation, and by `falconet bench infer`"),
     nothing("--scheduling-algorithm", "text", IPU),
     same("--identical-replica-seeding", "flag", effect="the same, for dropout; the noise of rounding is always alike"),
     nothing("--max-reduce-many-buffer-size", "whole", "--bucket-size groups reductions", "0"),
