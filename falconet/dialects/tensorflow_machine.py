@@ -81,6 +81,11 @@ def profile(old: Values) -> Iterable[Effect]:
         yield To("profile")
 
 
+def dataset_benchmark(old: Values) -> Iterable[Effect]:
+    if old.flag("--dataset-benchmark"):
+        yield To("passes", ("1",))
+
+
 def seed(old: Values) -> Iterable[Effect]:
     if old.has("--seed"):
         yield To("seed", (str(old.whole("--seed") % 2**32),))
@@ -219,7 +224,14 @@ MACHINE: tuple[Old, ...] = (
         bare="IPU_PROFILE",
         choices=("DEVICE_PROFILE", "IPU_PROFILE", "TILE_PROFILE", "NO_PROFILE"),
     ),
-    part_of("--dataset-benchmark", "flag", None, "data-bench", "`falconet data bench`"),
+    becomes(
+        "--dataset-benchmark",
+        "flag",
+        None,
+        "passes",
+        dataset_benchmark,
+        "`falconet data bench` with one pass over the images: what each stage of the input does in a second, and all",
+    ),
     becomes(
         "--available-memory-proportion",
         "text",
