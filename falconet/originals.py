@@ -86,6 +86,7 @@ def _place(script: Path, environment: Mapping[str, str]) -> Place:
     asked = environment.get(REPLICAS, "")
     return Place(
         environment=environment,
+        folder=configs.parent,
         configs=configs if configs.exists() else None,
         replicas=int(asked) if asked.isdigit() else None,
     )

@@ -181,6 +181,13 @@ def test_the_translation_is_shown_and_nothing_runs(original, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("program", ["pytorch:inference/run_benchmark.py", "pytorch:datasets/host_benchmark.py"])
+def test_the_sample_photos_are_where_make_get_data_leaves_them_wherever_one_is(original, program):
+    code, out, err = original(program, "--data real --show-translation")
+    assert code == 0, err
+    assert f"--data-dir {COMPAT / 'pytorch/data/images'} " in out
+
+
 def test_options_of_our_own_stand_behind_two_dashes(original):
     _, out, _ = original("pytorch:train.py", "--lr 2 --show-translation -- --image-size 64")
     assert out.splitlines()[0].endswith(" --image-size 64")

@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -56,6 +57,8 @@ def run(line: Sequence[Setting]) -> int:
     for rate in measure.passes(pipeline, options.bench.passes):
         say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py has it
         rates.append(rate)
+    if rates:
+        say(f"mean throughput: {fmean(rates):.1f} imgs/sec")  # as the TensorFlow program's --dataset-benchmark had it
     if options.bench.output is not None:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")

@@ -65,6 +65,8 @@ What is not the same, whatever the options:
 - `train.py --restore-path RUN` of the TensorFlow program goes on training, as it did, also where its README prints the
   line under the heading of a validation; `validation.py --restore-path RUN` (`falconet validate
   --checkpoint-input-path RUN`) measures the checkpoints.
+- Checkpoints are measured by one process, the first, also where `poprun` starts `validation.py` in several; the
+  accuracy is that of every image once.
 - Of the lines that its README prints with a mistake, `poprun ... --ipus-per-replica` without a value means 4, the
   stages of the model in question, and `poprun ... python3 --config NAME`, without a script, runs the `train.py` of the
   folder it is typed in. Both are said in one line. Python itself, without poprun, refuses the second.

@@ -30,8 +30,8 @@ def own(old: Values) -> Iterable[Effect]:
 
 def samples(old: Values) -> str:
     """Where `make get-data` leaves the sample photos: beside the folder of the program."""
-    configs = old.place.configs
-    return str(configs.parent.parent / "data" / "images") if configs else "data/images"
+    folder = old.place.folder
+    return str(folder.parent / "data" / "images") if folder else "data/images"
 
 
 def inference_data(old: Values) -> Iterable[Effect]:

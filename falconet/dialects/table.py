@@ -103,5 +103,6 @@ class Place:
     """Where an old line was typed: what it can see besides itself."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    configs: Path | None = None  # the configs.yml of the program
+    folder: Path | None = None  # of the program
+    configs: Path | None = None  # its configs.yml, if it has one
     replicas: int | None = None  # what a launcher asked for, in all

@@ -24,6 +24,8 @@ def train_command(old: Values) -> str:
 
 def validation_command(old: Values) -> str:
     """Without a checkpoint it measured a model of random weights: that is the inference benchmark."""
+    if old.flag("--dataset-benchmark"):
+        return "data bench"
     return "validate" if old.has("--restore-path") else "bench infer"
 
 
@@ -70,6 +72,12 @@ def valid_batch(old: Values) -> Iterable[Effect]:
         yield To(option, (old.text("--valid-batch-size"),))
 
 
+def validation_input(old: Values) -> Iterable[Effect]:
+    if old.flag("--dataset-benchmark"):
+        yield To("split", ("validation",))
+        yield To("passes", ("1",))
+
+
 def discard(old: Values) -> Iterable[Effect]:
     if old.whole("--discard-last"):
         yield To("weight-avg-discard", (old.text("--discard-last"),))
@@ -92,6 +100,25 @@ _LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" 
 _SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
 _TRAINING = "is for training"
 _MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_OTHERWISE = {  # what has another effect than in training
+    "--valid-batch-size": becomes(
+        "--valid-batch-size",
+        "whole",
+        None,
+        "validation-batch-size micro-batch-size",
+        valid_batch,
+        "the same, under another name; without --restore-path, the batch of the predictions",
+        least=1,
+    ),
+    "--dataset-benchmark": becomes(
+        "--dataset-benchmark",
+        "flag",
+        None,
+        "split passes",
+        validation_input,
+        "`falconet data bench --split validation` with one pass over the images",
+    ),
+}
 _RESTORED = {"--restore-path": "the checkpoints that are measured; without it, random weights"}
 _PREDICTING: tuple[Old, ...] = (
     *(
@@ -101,14 +128,7 @@ _PREDICTING: tuple[Old, ...] = (
         for option in LENGTH
     ),
     *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
-    *MACHINE,
-    *MODEL,
-    *(
-        replace(option, rule=valid_batch, new=("validation-batch-size", "micro-batch-size"))
-        if option.name == "--valid-batch-size"
-        else option
-        for option in DATA
-    ),
+    *(_OTHERWISE.get(option.name, option) for option in (*MACHINE, *MODEL, *DATA)),
 )
 
 PROGRAMS = (

@@ -81,6 +81,11 @@ def profile(old: Values) -> Iterable[Effect]:
         yield To("profile")
 
 
+def dataset_benchmark(old: Values) -> Iterable[Effect]:
+    if old.flag("--dataset-benchmark"):
+        yield To("passes", ("1",))
+
+
 def seed(old: Values) -> Iterable[Effect]:
     if old.has("--seed"):
         yield To("seed", (str(old.whole("--seed") % 2**32),))
@@ -219,7 +224,14 @@ MACHINE: tuple[Old, ...] = (
         bare="IPU_PROFILE",
         choices=("DEVICE_PROFILE", "IPU_PROFILE", "TILE_PROFILE", "NO_PROFILE"),
     ),
-    part_of("--dataset-benchmark", "flag", None, "data-bench", "`falconet data bench`"),
+    becomes(
+        "--dataset-benchmark",
+        "flag",
+        None,
+        "passes",
+        dataset_benchmark,
+        "`falconet data bench` with one pass over the images: what each stage of the input does in a second, and all",
+    ),
     becomes(
         "--available-memory-proportion",
         "text",
@@ -240,7 +252,7 @@ MACHINE: tuple[Old, ...] = (
     nothing("--prefetch-depth", "whole", "the loader reads ahead by itself, bounded in bytes"),
     nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
     nothing("--saturate-on-overflow", "flag", OVERFLOW),
-    nothing("--latency", "flag", "`falconet bench infer` reports latency"),
+    nothing("--latency", "flag", "always told: in the line of a validation, and by `falconet bench infer`"),
     nothing("--scheduling-algorithm", "text", IPU),
     same("--identical-replica-seeding", "flag", effect="the same, for dropout; the noise of rounding is always alike"),
     nothing("--max-reduce-many-buffer-size", "whole", "--bucket-size groups reductions", "0"),

@@ -66,7 +66,7 @@ def test_all_488_rows_were_walked():
 def test_what_an_option_becomes_is_an_option_here():
     """Every canonical name in the tables is one that a command has."""
     known = {name for schema in COMMANDS.values() for name in options_of(schema)}
-    known |= {"help", "config", "data-bench", "TRITON_CACHE_DIR", "FALCONET_RUNS", "CUDA_VISIBLE_DEVICES"}
+    known |= {"help", "config", "TRITON_CACHE_DIR", "FALCONET_RUNS", "CUDA_VISIBLE_DEVICES"}
     for program in PROGRAMS.values():
         for option in program.options:
             assert set(option.new) <= known, f"{program.name} {option.name}: {set(option.new) - known}"

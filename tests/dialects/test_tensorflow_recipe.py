@@ -93,3 +93,12 @@ def test_the_batch_of_a_validation(program, line, sizes):
     translation = translate(program, f"--dataset imagenet {line} --valid-batch-size 16".split())
     found = {setting.option: setting.values[0] for setting in translation.settings if "batch-size" in setting.option}
     assert found == sizes
+
+
+@pytest.mark.parametrize(("program", "split"), [("tf1:train.py", None), ("tf1:validation.py", "validation")])
+def test_the_benchmark_of_the_input_alone(program, split):
+    translation = translate(program, ["--dataset", "imagenet", "--data-dir", "d", "--dataset-benchmark"])
+    found = {setting.option: setting.values for setting in translation.settings}
+    assert translation.command == "data bench"
+    assert found["passes"] == ("1",)
+    assert found.get("split", (None,))[0] == split

@@ -1,5 +1,7 @@
 """The lines about predictions."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from falconet.report.inference import Facts, batch_line, summary, tensorflow
@@ -24,6 +26,10 @@ def test_the_summary_by_hand():
         "[INFO] \n\tthroughput: 200.00 samples/sec (mean) (min: 100.00, max: 300.00, std: 100.00)",
         "[INFO] \n\tlatency avg: 3.000 ms (mean) (min: 1.000, max: 6.000)",
     ]
+
+
+def test_photos_of_a_folder_are_real_data_in_the_pytorch_programs_words():
+    assert "[INFO] \n\tdata_mode: real" in summary(replace(FACTS, data="folder"), [1.0], [1.0])
 
 
 def test_the_lines_of_the_tensorflow_program():
