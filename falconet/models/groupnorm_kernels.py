@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from falconet.numerics.kernels import FUSED
+
 TILE = 8192  # elements, of whole channels: pixels by channels
 CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
 
@@ -128,7 +130,7 @@ def forward(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) ->
     tiles = min(triton.next_power_of_2(grid[1]), max(1, 2048 // columns))
     _statistics[(images, groups)](
         means, squares, mean, rstd, pixels, channels, grid[1], eps,
-        SIZE=size, COLUMNS=columns, PIXELS=tile["PIXELS"], TILES=tiles,
+        SIZE=size, COLUMNS=columns, PIXELS=tile["PIXELS"], TILES=tiles, **FUSED,
     )  # fmt: skip
     _normalise[grid](x, y, weight, bias, mean, rstd, pixels, channels, SIZE=size, **tile)
     return y, mean, rstd
@@ -158,4 +160,4 @@ def _shape(x: Tensor, groups: int) -> tuple[int, int, int, int]:
 def _grid(images: int, pixels: int, channels: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     columns = min(CHANNELS, triton.next_power_of_2(channels))
     rows = min(TILE // columns, triton.next_power_of_2(pixels))
-    return (images, -(-pixels // rows), -(-channels // columns)), {"PIXELS": rows, "CHANNELS": columns}
+    return (images, -(-pixels // rows), -(-channels // columns)), {"PIXELS": rows, "CHANNELS": columns, **FUSED}

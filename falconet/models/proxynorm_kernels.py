@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from falconet.numerics.kernels import FUSED
+
 TILE = 4096  # elements, of whole channels: pixels by channels
 CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
 TILES = 8  # one after another in one program of the backward pass, which writes their sums once
@@ -132,7 +134,7 @@ def forward(x: Tensor, factors: Tensor, samples: Tensor, silu: bool, eps: float)
     count, rows = samples.numel(), triton.cdiv(channels, PROXIED)
     _moments[(rows,)](
         factors, samples, moments, count, channels, eps,
-        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count),
+        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
     )  # fmt: skip
     y = torch.empty_like(x)
     tile = _tile(pixels, channels)
@@ -155,11 +157,11 @@ def backward(
     count = samples.numel()
     _moments_slopes[(triton.cdiv(channels, PROXIED),)](
         factors, samples, moments, sums.sum(0), dfactors, count, channels,
-        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count),
+        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
     )  # fmt: skip
     return dx, dfactors
 
 
 def _tile(pixels: int, channels: int) -> dict[str, int]:
     columns = min(CHANNELS, triton.next_power_of_2(channels))
-    return {"PIXELS": min(TILE // columns, triton.next_power_of_2(pixels)), "CHANNELS": columns}
+    return {"PIXELS": min(TILE // columns, triton.next_power_of_2(pixels)), "CHANNELS": columns, **FUSED}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from falconet.data.keyed import FloatArray
 from falconet.data.source import BoolArray
+from falconet.numerics.kernels import FUSED
 
 PIXELS = 256  # of the result that one program makes
 
@@ -96,4 +97,4 @@ def resize_boxes(
     places = torch.from_numpy(boxes).float().to(out.device)
     size = out.shape[1]
     grid = (len(rows), triton.cdiv(size * size, PIXELS))
-    _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=int(antialias))
+    _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=int(antialias), **FUSED)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from falconet.numerics.kernels import FUSED
 from falconet.numerics.kernels.fused import ELEMENTS_A_WARP, TYPES
 from falconet.numerics.kernels.table import COLUMNS, Group, Tables
 
@@ -85,6 +86,7 @@ def trust_ratios(group: Group, trust: Trust, *, scale: Tensor, tables: Tables) -
         GRAD=TYPES[grad.dtype],
         CHUNK=tables.chunk,
         num_warps=tables.chunk // ELEMENTS_A_WARP,
+        **FUSED,
     )
     _ratios[(len(group.weights),)](
         parts,
