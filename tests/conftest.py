@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nobody_stays() -> Iterator[None]:
     """A test that starts processes may take longer, and leaves none behind when it fails."""
-    with watched.processes_ended(begun=lambda: watched.limit(watched.WITH_PROCESSES)):
+    with watched.processes_ended(begun=lambda: watched.WATCH.limit(watched.WITH_PROCESSES)):
         yield
 
 

@@ -2,9 +2,12 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,24 +18,44 @@ ALONE, WITH_PROCESSES = 300.0, 500.0
 AGAIN = 60.0  # seconds after which a test that waits once more, to clean up, is told again
 
 
+class Watch:
+    """Interrupts the main thread with SIGUSR2 when its time is over; SIGALRM and its timer belong to the program."""
+
+    def __init__(self) -> None:
+        self._end, self._changed = math.inf, threading.Condition()
+        signal.signal(signal.SIGUSR2, self._tell)
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def limit(self, seconds: float) -> None:
+        with self._changed:
+            self._end = time.monotonic() + seconds
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while True:
+                left = self._end - time.monotonic()
+                if left <= 0:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
+                    left = AGAIN
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+    def _tell(self, number: int, frame: object) -> None:
+        if self._end <= time.monotonic():  # and not a moment too late
+            faulthandler.dump_traceback(file=2)  # of every thread, into what pytest captures
+            pytest.fail("the test hangs")
+
+
+WATCH = Watch()
+
+
 def in_time(item: pytest.Item) -> Iterator[None]:
     """One phase of a test. What hangs within C is left to pytest's own faulthandler_timeout, which ends the process."""
-
-    def hung(number: int, frame: object) -> None:
-        faulthandler.dump_traceback(file=2)  # of every thread, into what pytest captures
-        pytest.fail("the test hangs")
-
-    before = signal.signal(signal.SIGALRM, hung)
-    limit(WITH_PROCESSES if item.get_closest_marker("dist") else ALONE)
+    WATCH.limit(WITH_PROCESSES if item.get_closest_marker("dist") else ALONE)
     try:
         return (yield)
     finally:
-        limit(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def limit(seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN if seconds else 0)
+        WATCH.limit(math.inf)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def test_an_interruption_twice_stops_all_at_once_and_says_what_is_lost(tmp_path)
     code, out, err = finish(process)
     assert (code, err) == (130, "")
     assert re.search(r"^(stopped at once: \d+ updates? lost|to continue)", out.splitlines()[-1])
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert all(map(is_gone, workers))
 
 
 def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
