@@ -21,7 +21,7 @@ from falconet.parallel.world import World
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipelined import non_finite_of_stages
-from falconet.wiring import launching, parts, running, sharding, training
+from falconet.wiring import launching, loading, running, sharding, training
 from falconet.wiring.reading import load_options
 
 VARIABLES = ("RANK", "WORLD_SIZE")
@@ -71,7 +71,7 @@ def together(line, *, replicas, updates=3):
     loaders = []
     for replica in range(replicas):
         shape = replace(run.shape, micro_batch=size, replicas=replicas, replica=replica)
-        loaders.append(parts.training_loader(run.images, run.options, shape=shape, world=world, note=print))
+        loaders.append(loading.training_loader(run.images, run.options, shape=shape, world=world, note=print))
     merged = (
         [_beside(batches) for batches in zip(*micro_batches, strict=True)]
         for micro_batches in zip(*(loader.streamed(0) for loader in loaders), strict=True)

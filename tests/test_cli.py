@@ -100,8 +100,8 @@ def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, st
 def test_a_run_imports_no_library_that_it_does_not_need():
     """timm takes two seconds and torch's pipelines one: of every launcher, of every worker, of every mistake."""
     code = (
-        "import sys, falconet.commands.train, falconet.commands.restore\n"
-        "falconet.commands.train.phasing.launching.parts.zoo.build('resnet8-cifar', classes=2, seed=0)\n"
+        "import sys, falconet.commands.train, falconet.commands.restore, falconet.models.zoo\n"
+        "falconet.models.zoo.build('resnet8-cifar', classes=2, seed=0)\n"
         "print(sorted({'timm', 'torchvision', 'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

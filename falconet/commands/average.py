@@ -19,7 +19,8 @@ from falconet.parallel.environment import is_first
 from falconet.report.screen import Say, Screen
 from falconet.report.words import counted
 from falconet.train.batchnorm import reestimate
-from falconet.wiring import averaging, opening, parts
+from falconet.wiring import averaging, loading, opening, resources
+from falconet.wiring.images import global_batch, open_images
 from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
 
 
@@ -84,18 +85,18 @@ def _measure_batchnorm(
     opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: Say
 ) -> None:
     """Measure batch norm anew on `images` training images, or one epoch of them, prepared as in training."""
-    world = parts.open_machine(opened.options.machine)
+    world = resources.open_machine(opened.options.machine)
     shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
-    data = parts.open_images(
+    data = open_images(
         training.data,
         model=training.model.model,
-        global_batch=parts.global_batch(training),
+        global_batch=global_batch(training),
         seed=training.run.seed,
     )
-    loader = parts.training_loader(data, training, shape=shape, world=world, note=note)
+    loader = loading.training_loader(data, training, shape=shape, world=world, note=note)
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)
     updates = islice(Feed(loader.streamed(0), device=world.device, ring=loader.ring), batches)
     model = opened.model.to(world.device)

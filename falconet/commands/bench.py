@@ -47,14 +47,14 @@ def machine() -> dict[str, object]:
     """What the numbers depend on."""
     import torch
 
-    from falconet.wiring import parts
+    from falconet.wiring import resources
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
     return {
         "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
         "processor": _processor(),
-        "cores": parts.cores(),
+        "cores": resources.cores(),
         "falconet": falconet.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -67,9 +67,9 @@ def devices_here() -> int:
     import torch
 
     from falconet.parallel.division import PROCESSES_PER_CORE
-    from falconet.wiring import parts
+    from falconet.wiring import resources
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * parts.cores()
+    return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * resources.cores()
 
 
 def _specs(options: Bench) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
 from falconet.bench.measured import Measured, leave, settled
 from falconet.checkpoint import files
+from falconet.config.ranges import value_or
 from falconet.config.schema import InferOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
@@ -26,7 +27,9 @@ from falconet.report.folders import RUNS
 from falconet.report.screen import Say
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
 from falconet.report.words import are
-from falconet.wiring import numbers, opening, parts, speaking
+from falconet.wiring import loading, numbers, opening, resources, speaking
+from falconet.wiring.building import build_model
+from falconet.wiring.images import Images, open_images
 from falconet.wiring.reading import idle_lines, load_options, of_command, typed
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
@@ -39,19 +42,19 @@ class Subject:
 
     options: InferOptions
     model: nn.Module
-    images: parts.Images
+    images: Images
 
 
 def run(line: Sequence[Setting]) -> int:
     options, place = load_options(InferOptions, line).options, environment.find_place(os.environ)
-    asked = parts.value_or(options.inference.replicas, place.size if place else 1)
+    asked = value_or(options.inference.replicas, place.size if place else 1)
     here = _devices(options)
     if place is None and min(asked, here) > 1:
         from falconet.parallel.launch import Workers, launch
 
         workers = Workers(argv=["bench", "infer", *typed(line)], processes=min(asked, here), restarts=0)
         return launch(workers, progress=lambda: None, say=speaking.spoken())
-    with parts.open_machine(options.machine, place=place) as world:
+    with resources.open_machine(options.machine, place=place) as world:
         if asked > world.size:
             running = f"{world.size} {'runs' if world.size == 1 else 'run'}, with a batch each"
             note = f"note: {asked} replicas asked for, {are(here, 'device')} here: {running}"
@@ -92,7 +95,7 @@ def _trace(subject: Subject, world: World) -> None:
 
 def _devices(options: InferOptions) -> int:
     cuda = device_kind(options.machine.device) == "cuda"
-    return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * parts.cores()
+    return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * resources.cores()
 
 
 def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
@@ -100,8 +103,8 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
-        model = parts.build_model(options.model, classes=images.classes, seed=0)
+        images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+        model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=speaking.screen_of(world).line)
         REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
@@ -180,7 +183,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         return next(loader.updates(0))
     regime = REGIMES[options.machine.precision]
     note = speaking.spoken(world)
-    found = parts.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    found = loading.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

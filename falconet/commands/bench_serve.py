@@ -27,7 +27,8 @@ from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.screen import Screen
 from falconet.report.words import counted
-from falconet.wiring import parts, predicting
+from falconet.wiring import loading, predicting
+from falconet.wiring.images import Images, open_images
 from falconet.wiring.reading import load_options, of_command
 
 HELD = 8  # different batches that take turns
@@ -119,13 +120,13 @@ def _window(options: BenchServeOptions) -> int:
     return options.load.window if options.load.request_type == "ASYNC" else 1
 
 
-def _images(options: BenchServeOptions) -> parts.Images:
+def _images(options: BenchServeOptions) -> Images:
     data = options.data
     if data.data == "synthetic":
         raise ConfigError(
             "--data synthetic: lives on the device only, and requests come from the host; wanted generated"
         )
-    return parts.open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+    return open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
 
 
 def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: Path) -> Job:
@@ -151,7 +152,9 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
     size = options.data.micro_batch_size
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
-    loader = parts.evaluation_loader(images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line)
+    loader = loading.evaluation_loader(
+        images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line
+    )
     found = torch.cat([batch.images.clone() for batch in islice(loader.batches(), held)])
     rows = np.arange(held * size) % len(found)
     return found.numpy()[rows].reshape(held, size, *found.shape[1:])

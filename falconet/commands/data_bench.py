@@ -12,6 +12,7 @@ import torch
 import falconet
 from falconet.codes import DONE, MISTAKE
 from falconet.config.data_rules import boxes_used
+from falconet.config.ranges import value_or
 from falconet.config.schema import DataBenchOptions
 from falconet.config.settings import Setting
 from falconet.data import digest, measure
@@ -24,8 +25,9 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
 from falconet.report.screen import Say
-from falconet.wiring import feeding, parts, speaking
+from falconet.wiring import feeding, loading, resources, speaking
 from falconet.wiring.feeding import Reading
+from falconet.wiring.images import Images, open_images
 from falconet.wiring.reading import idle_lines, load_options
 
 
@@ -38,8 +40,8 @@ def run(line: Sequence[Setting]) -> int:
     say = speaking.spoken()
     for note in idle_lines(options, line):
         say(note)
-    world = parts.open_machine(options.machine)
-    images = parts.open_images(
+    world = resources.open_machine(options.machine)
+    images = open_images(
         options.data,
         model=options.model.model,
         global_batch=options.data.micro_batch_size,
@@ -65,7 +67,7 @@ def run(line: Sequence[Setting]) -> int:
     return 0
 
 
-def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
+def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
     training = options.bench.split == "train"
     source = images.splits.train if training else images.splits.validation
     reading = Reading(
@@ -73,9 +75,9 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         preprocessing=images.preprocessing,
         augment=images.augment(options.augmentation.augment) if training else "none",
         seed=0,
-        rule=parts.crop_rule(options.augmentation),
+        rule=loading.crop_rule(options.augmentation),
     )
-    allowed = parts.value_or(options.data.bad_images_allowed, len(source) // 1000)
+    allowed = value_or(options.data.bad_images_allowed, len(source) // 1000)
     reader = reader_for(
         source,
         preprocessing=images.preprocessing,
@@ -90,7 +92,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
         landing=feeding.landing(options.data, reading, regime=REGIMES[options.machine.precision], device=world.device),
         device=world.device,
         micro_batch=options.data.micro_batch_size,
-        workers=parts.workers(options.data),
+        workers=resources.workers(options.data),
         training=training,
     )
 
@@ -98,7 +100,7 @@ def _pipeline(images: parts.Images, options: DataBenchOptions, world: World, say
 def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
     if feeding.decode_device(options.data, source, world.device) == "cuda":
         return "photos are decoded by nvJPEG on the device"
-    return f"photos are decoded by {parts.decoder()}"
+    return f"photos are decoded by {resources.decoder()}"
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:
@@ -119,9 +121,9 @@ def _write(
         "split": options.bench.split,
         "data": options.data.data,
         "micro_batch_size": options.data.micro_batch_size,
-        "workers": parts.workers(options.data),
+        "workers": resources.workers(options.data),
         "device": str(world.device),
-        "cores": parts.cores(),
+        "cores": resources.cores(),
         "versions": {
             "falconet": falconet.__version__,
             "torch": torch.__version__,
@@ -134,13 +136,13 @@ def _write(
         raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
-def _compare_md5(images: parts.Images, options: DataBenchOptions, say: Say) -> int:
+def _compare_md5(images: Images, options: DataBenchOptions, say: Say) -> int:
     """The digests of class folders; exit code 2 if they are not those of the original's ImageNet."""
     whole = True
     for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
         if not isinstance(source, FileSource):
             raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
-        found = digest.folder_md5(source.root, workers=parts.workers(options.data))
+        found = digest.folder_md5(source.root, workers=resources.workers(options.data))
         same = digest.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same

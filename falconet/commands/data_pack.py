@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from falconet.config.ranges import value_or
 from falconet.config.schema import PackOptions
 from falconet.config.settings import Setting
 from falconet.data import native, packing
@@ -12,7 +13,7 @@ from falconet.errors import ConfigError, DataError, Interrupted
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
 from falconet.report.words import are, counted
-from falconet.wiring import parts
+from falconet.wiring import resources
 from falconet.wiring.reading import load_options
 
 MOST_TOLD = 20  # files that are named
@@ -30,7 +31,7 @@ def run(line: Sequence[Setting]) -> int:
     _check_target(target, shards)
     if not recipe.marked:
         say(f"no restart markers, so that decoding will not be faster: no native decoder here ({native.why_not()})")
-    packer = packing.Packer(target, recipe=recipe, workers=parts.value_or(options.workers, parts.cores()))
+    packer = packing.Packer(target, recipe=recipe, workers=value_or(options.workers, resources.cores()))
     whole = 0
     try:
         with (

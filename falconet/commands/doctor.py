@@ -8,6 +8,7 @@ import torch
 
 import falconet
 from falconet.commands import decoders, selftest
+from falconet.config.ranges import value_or
 from falconet.config.schema import DoctorOptions
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, DeviceError
@@ -15,7 +16,7 @@ from falconet.parallel import environment
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
 from falconet.report.words import counted
-from falconet.wiring import parts, speaking
+from falconet.wiring import resources, speaking
 from falconet.wiring.reading import load_options, typed
 
 MEASURED = 1.0  # seconds for each decoder
@@ -57,21 +58,21 @@ def machine() -> list[str]:
     devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"{counted(parts.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
-        f"photos are decoded by {parts.decoder()}",
+        f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
+        f"photos are decoded by {resources.decoder()}",
     ]
 
 
 def processes(options: DoctorOptions) -> int:
     """As asked; else one a CUDA device, or two on a CPU."""
     cuda = device_kind(options.machine.device) == "cuda"
-    return parts.value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
+    return value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
 
 
 def _check(options: DoctorOptions, place: Place | None) -> int:
     """Every check, told by the first process; one that fails is the user's to know, so the exit code is 2."""
     machine = options.machine
-    threads = parts.value_or(machine.threads, parts.cores())
+    threads = value_or(machine.threads, resources.cores())
     with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
         say = speaking.screen_of(world).line
         say(f"{counted(world.size, 'process')} on {world.device.type}")

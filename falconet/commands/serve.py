@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from falconet.codes import INTERRUPTED
+from falconet.config.ranges import value_or
 from falconet.config.schema import ServeOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -12,7 +13,7 @@ from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import Served
 from falconet.report.screen import Screen
 from falconet.report.words import counted
-from falconet.wiring import parts, predicting
+from falconet.wiring import predicting
 from falconet.wiring.reading import load_options
 
 try:
@@ -30,10 +31,10 @@ WAITING_BATCHES = 16  # full ones, that may wait
 def run(line: Sequence[Setting]) -> int:
     screen = Screen()
     serving = load_options(ServeOptions, line).options.serving
-    address = server.Address(host=serving.host, port=parts.value_or(serving.port, PORT))
+    address = server.Address(host=serving.host, port=value_or(serving.port, PORT))
     with address.open() as listening:  # first, as the mistakes here take no time to find
         classifier, options = predicting.open_classifier(line, screen.line)
-        max_batch = parts.value_or(serving.max_batch, MAX_BATCH)
+        max_batch = value_or(serving.max_batch, MAX_BATCH)
         predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
         served = Served(
             name=classifier.name,
@@ -45,14 +46,14 @@ def run(line: Sequence[Setting]) -> int:
         policy = Policy(
             max_batch=max_batch,
             max_delay=serving.max_delay / 1000,
-            max_queue=max(parts.value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
+            max_queue=max(value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
         )
         batcher = Batcher(predictor.lanes(), policy)
         room = server.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
 
         def fronts() -> list[server.Front]:
             """In the loop of the batcher: one for its own thread, the others for one each."""
-            count = parts.value_or(serving.front_ends, FRONT_ENDS if classifier.device.type == "cuda" else 1)
+            count = value_or(serving.front_ends, FRONT_ENDS if classifier.device.type == "cuda" else 1)
             ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (count - 1)]
             return [
                 server.Front(served, way, counts=batcher.counts, room=room, max_delay=policy.max_delay) for way in ways

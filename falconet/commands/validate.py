@@ -7,6 +7,7 @@ from pathlib import Path
 
 from falconet.checkpoint import files
 from falconet.config.load import parse
+from falconet.config.ranges import value_or
 from falconet.config.schema import ValidateOptions
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
@@ -15,7 +16,7 @@ from falconet.report.originals import style_of
 from falconet.report.screen import Say, Screen
 from falconet.report.styles import Origin, RunLog, Validated
 from falconet.train.evaluate import Evaluation
-from falconet.wiring import accuracies, opening, parts
+from falconet.wiring import accuracies, opening
 from falconet.wiring.accuracies import Accuracy
 from falconet.wiring.reading import idle_lines, input_path
 
@@ -55,7 +56,7 @@ def _told(measured: Measured) -> Validated:
         loss=found.loss,
         images=found.images,
         seconds=seconds,
-        batch=parts.value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch_size),
+        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch_size),
         origin=Origin(
             model=opened.options.model.model,
             data=opened.options.data.data,

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from falconet.config import rules, schema
+from falconet.config import schema
+from falconet.config.effective import EFFECTIVE_WHEN
 from falconet.config.model import Model
 from falconet.config.options import options_of, value_of
 from falconet.config.sections import Augmentation, Data, Machine
@@ -32,7 +33,7 @@ def idle(options: object) -> dict[str, str]:
     for name, option in options_of(type(options)).items():
         if name not in training or training[name].path != option.path or (type(options), name) in OTHERWISE:
             continue
-        for other, condition, holds in rules.EFFECTIVE_WHEN:
+        for other, condition, holds in EFFECTIVE_WHEN:
             if other == name and not holds(trained):
                 found.setdefault(name, f"without {condition}")
     return found

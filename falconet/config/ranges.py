@@ -38,3 +38,8 @@ def MoreThan(low: float) -> Range:  # noqa: N802
 
 def Between(low: float, high: float) -> Range:  # noqa: N802
     return Range(low, high)
+
+
+def value_or(value: int | Auto, automatic: int) -> int:
+    """What an option says, or what `auto` comes to."""
+    return automatic if value == "auto" else value

@@ -14,6 +14,7 @@ from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import rules, schema, sections
 from falconet.config.load import Loaded
 from falconet.config.phases import Phase
+from falconet.config.ranges import value_or
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, WorldError
 from falconet.parallel import environment
@@ -22,7 +23,7 @@ from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.screen import Screen
 from falconet.report.words import are, counted
-from falconet.wiring import ending, parts, run_folder
+from falconet.wiring import ending, resources, run_folder
 from falconet.wiring.reading import typed
 
 Restored = Checkpoint | None
@@ -97,7 +98,7 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
     options = loaded.options
     asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
-    replicas = parts.value_or(options.parallel.replicas, automatic)
+    replicas = value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
         accumulation = _same_batch(restored.manifest, accumulation, replicas)
@@ -144,7 +145,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
         return over_devices(asked, devices=max(1, count), what=f"{are(count, 'CUDA device')} here")
-    cores = parts.cores()
+    cores = resources.cores()
     return over_devices(
         asked, devices=PROCESSES_PER_CORE * cores, what=f"{are(cores, 'core')} here, for 2 processes each"
     )

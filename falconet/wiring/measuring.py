@@ -10,13 +10,14 @@ from falconet.errors import CheckpointError
 from falconet.parallel.world import World
 from falconet.report.screen import Say
 from falconet.train.record import Record
-from falconet.wiring import accuracies, opening, parts
+from falconet.wiring import accuracies, opening
 from falconet.wiring.accuracies import Accuracy
+from falconet.wiring.images import Images, check_classes
 
 OPTION = "--validate-checkpoints"
 
 
-def after_training(record: Record, path: Path, *, images: parts.Images, world: World, say: Say) -> list[Accuracy]:
+def after_training(record: Record, path: Path, *, images: Images, world: World, say: Say) -> list[Accuracy]:
     """Measure what is in `path` with the run's model, on the run's validation images; the model keeps the last ones.
 
     Every process reads the folder, as it does when averages are measured.
@@ -42,7 +43,7 @@ def report(measured: list[Accuracy], folder: Path, say: Say) -> None:
     say(f"written to {folder / accuracies.FILE}")
 
 
-def _fitting(record: Record, path: Path, *, images: parts.Images, say: Say) -> Iterator[Path]:
+def _fitting(record: Record, path: Path, *, images: Images, say: Say) -> Iterator[Path]:
     """The checkpoints that can be measured; a torn one, or one of another model, is said and passed over."""
     there, trained = 0, record.saving.identity
     for folder in files.checkpoints_in(path):
@@ -60,7 +61,7 @@ def _fitting(record: Record, path: Path, *, images: parts.Images, say: Say) -> I
         )
 
 
-def _require_fitting(manifest: Manifest, folder: Path, *, model: str, images: parts.Images) -> None:
+def _require_fitting(manifest: Manifest, folder: Path, *, model: str, images: Images) -> None:
     if manifest.model != model:
         raise CheckpointError(f"{folder}: holds {manifest.model}; wanted {model}, which was trained")
-    parts.check_classes(images, manifest.class_names, where=str(folder))
+    check_classes(images, manifest.class_names, where=str(folder))

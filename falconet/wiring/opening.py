@@ -16,7 +16,9 @@ from falconet.models import published
 from falconet.numerics.precision import REGIMES
 from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation, never
-from falconet.wiring import parts
+from falconet.wiring import loading, resources
+from falconet.wiring.building import build_model
+from falconet.wiring.images import Images, check_classes, global_batch, open_images
 from falconet.wiring.reading import load_options
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
@@ -30,7 +32,7 @@ class Opened:
     epoch: str
     model: nn.Module
     options: ValidateOptions
-    images: parts.Images
+    images: Images
     class_names: tuple[str, ...]
     update: int = 0  # updates behind its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, when it was saved
@@ -42,8 +44,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     options = load_options(ValidateOptions, line, manifest.config).options
     # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    images = parts.open_images(
-        options.data, model=options.model.model, global_batch=parts.global_batch(trained), seed=trained.run.seed
+    images = open_images(
+        options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
     )
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
@@ -73,9 +75,7 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     if not {"model", "data"} <= given:
         raise ConfigError(f"{path}: holds weights alone; wanted --model and --data beside it")
     options = load_options(ValidateOptions, line).options
-    images = parts.open_images(
-        options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0
-    )
+    images = open_images(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     model = _built(options, classes=images.classes)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.splits.class_names)
@@ -108,18 +108,20 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
 
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     """The model on its device, its weights in the format that they were trained in."""
-    model = parts.build_model(options.model, classes=classes, seed=0)
-    return REGIMES[options.machine.precision].prepare(model, parts.open_machine(options.machine).device)
+    model = build_model(options.model, classes=classes, seed=0)
+    return REGIMES[options.machine.precision].prepare(model, resources.open_machine(options.machine).device)
 
 
 def measure(opened: Opened, note: Say) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
     options, images = opened.options, opened.images
-    world = parts.open_machine(options.machine)
+    world = resources.open_machine(options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
-    parts.check_classes(images, opened.class_names, where=opened.name)
-    evaluator = parts.evaluator(images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note)
+    check_classes(images, opened.class_names, where=opened.name)
+    evaluator = loading.evaluator(
+        images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
+    )
     found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")
     if warning:

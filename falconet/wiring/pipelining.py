@@ -30,7 +30,7 @@ from falconet.train.pipelined import (
     evaluate_stages,
     non_finite_of_stages,
 )
-from falconet.wiring import numbers, parts, sharding
+from falconet.wiring import loading, numbers, sharding
 from falconet.wiring.placing import Setup, moving
 
 MEASURED = 8  # images on which the cost of layers is measured, at the most
@@ -148,7 +148,7 @@ class StagedModel:
         setup = self._setup
         if not setup.grid.is_first_stage:
             return IdleLoader(len(setup.images.splits.train), shape=setup.shape)
-        return parts.training_loader(
+        return loading.training_loader(
             setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
         )
 
@@ -158,7 +158,7 @@ class StagedModel:
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
         device = setup.grid.world.device
-        loader = parts.evaluation_loader(
+        loader = loading.evaluation_loader(
             setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
         )
 
@@ -203,7 +203,7 @@ class StagedModel:
             micro_batch=setup.shape.micro_batch,
             accumulation=setup.shape.accumulation,
             image_size=setup.images.preprocessing.image_size,
-            mixes=parts.mixing_of(setup.options.augmentation) is not None and setup.images.kind != "synthetic",
+            mixes=loading.mixing_of(setup.options.augmentation) is not None and setup.images.kind != "synthetic",
         )
         device = setup.grid.world.device
         return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=device)

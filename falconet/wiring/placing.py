@@ -27,7 +27,9 @@ from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
 from falconet.train.moving import Elsewhere, Move, Moving, PlainMove, ScaledMove
 from falconet.train.step import LocalStep, Step
-from falconet.wiring import numbers, opening, parts, sharding
+from falconet.wiring import loading, numbers, opening, sharding
+from falconet.wiring.building import build_model
+from falconet.wiring.images import Images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Setup:
     """What both ways are made from."""
 
     options: schema.TrainOptions
-    images: parts.Images
+    images: Images
     shape: BatchShape
     grid: Grid
     regime: Regime
@@ -45,7 +47,7 @@ class Setup:
 
     def built(self) -> nn.Module:
         """The whole model in fp32, on the host, with the weights that are not to be trained frozen."""
-        model = parts.build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+        model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             opening.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
         train_only(model, self.options.training.trainable)
@@ -204,13 +206,13 @@ class WholeModel:
 
     def loader(self) -> Loader | SyntheticLoader:
         setup = self._setup
-        return parts.training_loader(
+        return loading.training_loader(
             setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
         )
 
     def evaluator(self) -> Measure:
         setup = self._setup
-        return parts.evaluator(
+        return loading.evaluator(
             setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
         )
 

@@ -8,6 +8,7 @@ from torch import nn
 from falconet.checkpoint import files
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
+from falconet.config.ranges import value_or
 from falconet.config.schema import ServeOptions
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
@@ -17,7 +18,8 @@ from falconet.models import zoo
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
 from falconet.report.screen import Say
-from falconet.wiring import parts
+from falconet.wiring import resources
+from falconet.wiring.building import build_model
 from falconet.wiring.reading import load_options
 
 
@@ -40,11 +42,11 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
         where = f"{path}: holds weights alone; wanted --model beside it" if path else None
         raise ConfigError(where or "--checkpoint-input-path: is needed, or --model NAME to measure with random weights")
     name = options.model.model
-    size = parts.value_or(options.fresh.image_size, zoo.image_size(name))
+    size = value_or(options.fresh.image_size, zoo.image_size(name))
     zoo.check_image_size(name, size)
-    classes = parts.value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
+    classes = value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
     preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    model = parts.build_model(options.model, classes=classes, seed=0)
+    model = build_model(options.model, classes=classes, seed=0)
     if path is not None:
         load_weights(model, read_weights(path), where=str(path), name=name)
     else:
@@ -53,7 +55,7 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
 
 
 def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say) -> Classifier:
-    model = parts.build_model(options.model, classes=manifest.classes, seed=0)
+    model = build_model(options.model, classes=manifest.classes, seed=0)
     weights = files.read_tensors(folder, "model", verified=manifest)
     load_weights(model, weights, where=str(folder), name=options.model.model)
     preprocessing = Preprocessing.from_json(manifest.preprocessing)
@@ -67,7 +69,7 @@ def _classifier(
     class_names: tuple[str, ...],
     note: Say,
 ) -> Classifier:
-    device, regime = parts.open_machine(options.machine).device, REGIMES[options.machine.precision]
+    device, regime = resources.open_machine(options.machine).device, REGIMES[options.machine.precision]
     regime.require(device)
     if options.serving.half_partial:
         note(half_partials(True, device))

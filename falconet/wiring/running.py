@@ -9,6 +9,7 @@ from torch import nn
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.config.data_rules import boxes_used
 from falconet.config.phases import Phase, phases_of
+from falconet.config.ranges import value_or
 from falconet.data.loader import BatchShape
 from falconet.models.patterns import matching
 from falconet.models.statistics import move_once
@@ -25,16 +26,8 @@ from falconet.parallel.world import World, open_world
 from falconet.train.plan import Plan
 from falconet.train.record import Best
 from falconet.train.step import Step
-from falconet.wiring import (
-    describing,
-    launching,
-    numbers,
-    parts,
-    planning,
-    restoring,
-    sharding,
-    speaking,
-)
+from falconet.wiring import describing, launching, numbers, planning, resources, restoring, sharding, speaking
+from falconet.wiring.images import Images, check_classes, open_images, published_images
 from falconet.wiring.launching import Launch
 from falconet.wiring.placing import Placement, Setup, WholeModel
 
@@ -74,7 +67,7 @@ class Run:
         """The restored run's, because the number changes bits; of another number of processes they say nothing."""
         runtime = self.launch.restored.manifest.runtime if self.launch.restored else {}
         stored = runtime.get("threads") if runtime.get("processes", 1) == self.division.processes else None
-        return parts.value_or(self.options.machine.threads, stored or parts.cores(self.division.processes))
+        return value_or(self.options.machine.threads, stored or resources.cores(self.division.processes))
 
     def _open_world(self) -> World:
         machine = self.options.machine
@@ -96,18 +89,18 @@ class Run:
         )
 
     @cached_property
-    def images(self) -> parts.Images:
+    def images(self) -> Images:
         return self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
 
     @cached_property
-    def full_size(self) -> parts.Images:
+    def full_size(self) -> Images:
         """The data, opened once for all phases; for a plan alone it need not be there."""
         percentage = self.options.training.dataset_percentage
         if self.options.run.plan:
-            published = parts.published_images(self.options.data, model=self.options.model.model, percentage=percentage)
+            published = published_images(self.options.data, model=self.options.model.model, percentage=percentage)
             if published is not None:
                 return published
-        return parts.open_images(
+        return open_images(
             self.options.data,
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
@@ -232,7 +225,7 @@ class Run:
             self.screen.line(f"phase {self.phase.number} of {self.phase.count} begins with {handed.averaged}")
         elif self.restored:
             folder, manifest = self.restored
-            parts.check_classes(self.images, manifest.class_names, where=str(folder))
+            check_classes(self.images, manifest.class_names, where=str(folder))
             restoring.require_same_state(self.loaded.options, manifest, folder=folder)
             state.load(folder, name=self.options.model.model)
             state.progress = restoring.progress_in(self.plan, manifest)

@@ -12,7 +12,7 @@ from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.models import splits
 from falconet.numerics.recompute import matching
-from falconet.wiring import parts
+from falconet.wiring.building import build_model
 
 OPTIONS = {
     name: parse(TrainOptions, from_config(name, options_of(TrainOptions))).options for name in all_configs("train")
@@ -63,7 +63,7 @@ def test_a_config_does_one_update_on_generated_data(falconet, name):
 def test_the_layers_that_a_config_names_are_there(names):
     options = OPTIONS[names[0]]
     with torch.device("meta"):
-        model = parts.build_model(options.model, classes=1000, seed=0)
+        model = build_model(options.model, classes=1000, seed=0)
     cuts, kept = options.parallel.pipeline_splits, options.numerics.recompute_checkpoints
     if cuts:
         assert len(splits.split(model, cuts)) == len(cuts) + 1

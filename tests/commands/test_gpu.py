@@ -10,6 +10,7 @@ from falconet.config.load import load
 from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
+from falconet.wiring import loading
 from runs import assert_bitwise
 
 pytestmark = pytest.mark.gpu
@@ -63,14 +64,13 @@ RUNS = {
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
     from falconet.data.feed import Feed
-    from falconet.wiring import parts
     from falconet.wiring.launching import prepare
     from falconet.wiring.running import Run
 
     run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
     state = run.new_state()
     step = run.step(state)
-    loader = parts.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    loader = loading.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
     updates = list(Feed(loader.updates(0), device=run.world.device))
     for number, micro_batches in enumerate(updates[:2]):
         step(micro_batches, update=number, lr=0.01)

@@ -9,7 +9,7 @@ import torch
 
 from falconet.checkpoint import files
 from falconet.models import zoo
-from falconet.wiring import parts
+from falconet.wiring import resources
 from tiny import TINY
 
 
@@ -131,7 +131,7 @@ def test_what_is_to_stay_is_not_temporary(falconet, line, message):
 
 @pytest.mark.dist
 def test_a_temporary_run_of_two_processes_leaves_nothing_either(falconet, temporary, monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
     answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")
     assert answer.code == 0, answer.err
     assert answer.out.count("the run folder is temporary") == 1

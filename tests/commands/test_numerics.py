@@ -14,7 +14,7 @@ from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 from falconet.data.feed import Feed
 from falconet.numerics.precision import REGIMES
-from falconet.wiring import parts
+from falconet.wiring import loading
 from falconet.wiring.launching import prepare
 from falconet.wiring.running import Run
 from runs import state
@@ -50,7 +50,7 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = parts.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    loader = loading.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
     micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
     step(micro_batches, update=0, lr=0.001)
     loader.close()

@@ -13,7 +13,7 @@ import pytest
 import gloo
 from falconet.checkpoint import files
 from falconet.parallel import environment
-from falconet.wiring import parts
+from falconet.wiring import resources
 from tiny import TINY
 
 pytestmark = pytest.mark.dist
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
 
 
 def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
@@ -146,7 +146,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path):
 
 
 def test_the_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 8 // processes)
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 8 // processes)
     line = TINY.replace("--threads 1", "").replace("--dataloader-workers 1", "")
     assert "device cpu, 8 CPU threads, 8 loader threads\n" in falconet(f"train {line} --plan").out
     found = falconet(f"train {line} --replicas 4 --plan")

@@ -15,7 +15,7 @@ from falconet.checkpoint import files
 from falconet.cli import main
 from falconet.config.schema import ValidateOptions
 from falconet.train.evaluate import Evaluation
-from falconet.wiring import opening, parts
+from falconet.wiring import loading, opening
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -95,13 +95,13 @@ def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(f
 @pytest.fixture
 def batches(monkeypatch):
     """The sizes of the batches that validations ask for."""
-    asked, loader = [], parts.evaluation_loader
+    asked, loader = [], loading.evaluation_loader
 
     def spy(*given, shape, **more):
         asked.append(shape.micro_batch)
         return loader(*given, shape=shape, **more)
 
-    monkeypatch.setattr(parts, "evaluation_loader", spy)
+    monkeypatch.setattr(loading, "evaluation_loader", spy)
     return asked
 
 
@@ -273,9 +273,9 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 
 def test_a_loss_that_is_no_number_is_said(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
-    monkeypatch.setattr(opening.parts, "evaluator", lambda *given, **named: lambda model, stopping: found)
-    monkeypatch.setattr(opening.parts, "check_classes", lambda *given, **named: None)
-    monkeypatch.setattr(opening.parts, "open_machine", lambda machine: None)
+    monkeypatch.setattr(opening.loading, "evaluator", lambda *given, **named: lambda model, stopping: found)
+    monkeypatch.setattr(opening, "check_classes", lambda *given, **named: None)
+    monkeypatch.setattr(opening.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()
     opened = opening.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
     said = []

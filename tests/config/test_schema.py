@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from falconet import cli
 from falconet.config import model, schema
+from falconet.config.effective import EFFECTIVE_WHEN
 from falconet.config.options import options_of
-from falconet.config.rules import EFFECTIVE_WHEN
 from falconet.config.settings import from_line
 from falconet.models import zoo
 

@@ -13,7 +13,9 @@ from falconet.data.sources import published
 from falconet.dialects.table import Place
 from falconet.dialects.translate import translate
 from falconet.models.padding import SameConv2d
-from falconet.wiring import parts
+from falconet.wiring import loading
+from falconet.wiring.building import build_model
+from falconet.wiring.images import images_of
 
 TF, PT, POPART = "tf1:train.py", "pytorch:train.py", "popart:resnet_main.py"
 IMAGENET = "--dataset imagenet --data-dir imagenet"
@@ -85,7 +87,7 @@ def test_weights_of_their_own_mobilenet_were_not_published():
 
 
 def built(program, line):
-    return parts.build_model(options_of(program, line)[0].model, classes=10, seed=0)
+    return build_model(options_of(program, line)[0].model, classes=10, seed=0)
 
 
 def test_a_line_of_tensorflows_builds_its_network():
@@ -118,7 +120,7 @@ CROPS = {
 
 @pytest.mark.parametrize(("line", "expected"), CROPS.items(), ids=[" ".join(line) for line in CROPS])
 def test_photos_are_cropped_as_each_program_did(line, expected):
-    assert parts.crop_rule(options_of(*line)[0].augmentation) == expected
+    assert loading.crop_rule(options_of(*line)[0].augmentation) == expected
 
 
 @pytest.mark.parametrize("line", CROPS, ids=[" ".join(line) for line in CROPS])
@@ -133,8 +135,8 @@ def test_validation_sees_the_centre_of_what_was_resized_to_256(line, resize):
     options, _ = options_of(*line)
     splits = published.instead_of(options.data.data, None)
     assert splits is not None
-    assert parts.images_of(splits, options.data, size=224).preprocessing.resize == resize
-    assert parts.images_of(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
+    assert images_of(splits, options.data, size=224).preprocessing.resize == resize
+    assert images_of(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
 
 
 IMAGENETS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -154,5 +156,5 @@ def test_pixels_are_normalised_by_each_programs_numbers(line, expected):
     options, _ = options_of(*line)
     splits = published.instead_of(options.data.data, None)
     assert splits is not None
-    found = parts.images_of(splits, options.data, size=32).preprocessing
+    found = images_of(splits, options.data, size=32).preprocessing
     assert (*found.mean, *found.std) == pytest.approx((*expected[0], *expected[1]))

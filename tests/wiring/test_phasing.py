@@ -8,6 +8,7 @@ import torch
 
 from falconet.checkpoint import files
 from falconet.errors import CheckpointError
+from falconet.wiring import resources
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
 from tiny import TINY
 
@@ -145,7 +146,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
     monkeypatch.setattr(LocalStep, "_backward", seen)
     monkeypatch.setattr(
-        "falconet.wiring.parts.evaluate",
+        "falconet.wiring.loading.evaluate",
         lambda model, batches, **more: count(
             model, (validated.append(batch.images.shape[-1]) or batch for batch in batches), **more
         ),
@@ -160,9 +161,8 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
 
 def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
-    from falconet.wiring import parts
 
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 1)  # 2 processes
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # 2 processes
     answer = falconet(f"train {HALF} --replicas 4 --gradient-accumulation 3 --plan")
     assert "global batch 96 = micro-batch 8 x accumulation 6 x replicas 2" in answer.out
     assert "global batch 32 = micro-batch 4 x accumulation 4 x replicas 2" in answer.out

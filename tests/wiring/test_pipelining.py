@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from falconet.checkpoint import files
-from falconet.wiring import parts
+from falconet.wiring import resources
 from tiny import TINY
 
 SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"
@@ -16,7 +16,7 @@ SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 2)
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
 
 
 def test_a_plan_is_printed_without_starting_the_stages(falconet):
@@ -76,7 +76,7 @@ def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(fa
 
 
 def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 1)
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)
     line = f"train {TINY} --gradient-accumulation 2 --epoch 1"
     assert falconet(f"{line} --run-dir whole").code == 0
     answer = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0 --run-dir stages")
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_line(falconet, extra, message):
 
 def test_more_replicas_than_micro_batches_for_interleaving_are_refused_in_one_line(falconet, monkeypatch):
     line = f"train {TINY} --pipeline-splits layer2/0 layer3/0 --pipeline-schedule interleaved --gradient-accumulation 4"
-    monkeypatch.setattr(parts, "cores", lambda processes=1: 1)  # all in one process
+    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # all in one process
     assert falconet(f"{line} --epoch 1 --run-dir r").code == 0
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "12")
