@@ -11,7 +11,7 @@ from falconet import __version__, leaving
 from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.commands import early
 from falconet.config import schema
-from falconet.config.help import print_help
+from falconet.config.help import print_help, wrapped
 from falconet.config.load import parse
 from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.parallel.environment import said_here
@@ -24,24 +24,29 @@ class Command(NamedTuple):
     about: str
     example: str
     words: tuple[str, ...] = ()  # options that words before the first option give, in this order
+    first: tuple[str, ...] = ()  # options that a newcomer needs
 
 
 COMMANDS = {  # as in the schema, which has their options
     "train": Command(
         "train from scratch; with no option at all, the built-in digits",
         "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128",
+        first=("config", "model", "data", "data-dir", "epoch", "micro-batch-size", "lr", "run-dir", "plan"),
     ),
     "restore": Command(
         "continue a run exactly where a checkpoint left it",
         "falconet restore --checkpoint-input-path runs/my-run",
+        first=("checkpoint-input-path", "epoch", "run-dir", "plan"),
     ),
     "validate": Command(
         "accuracy of a checkpoint, or of each one in a folder",
         "falconet validate --checkpoint-input-path runs/my-run",
+        first=("checkpoint-input-path", "data-dir", "micro-batch-size"),
     ),
     "average": Command(
         "average the checkpoints of a run into one",
         "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate",
+        first=("checkpoint-input-path", "weight-avg-strategy", "weight-avg-N", "validate"),
     ),
     "bench": Command(
         "run benchmark specs, and compare with an earlier run",
@@ -50,25 +55,29 @@ COMMANDS = {  # as in the schema, which has their options
     "bench infer": Command(
         "throughput and latency of a model that predicts",
         "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200",
+        first=("model", "checkpoint-input-path", "data", "micro-batch-size", "precision", "iterations"),
     ),
     "serve": Command(
-        "answer over HTTP with a checkpoint's model, as a Triton server does",
+        "answer over HTTP with a checkpoint's model, as Triton does",
         "falconet serve --checkpoint-input-path runs/my-run --port 8000",
+        first=("checkpoint-input-path", "port", "host", "max-batch", "precision"),
     ),
     "bench serve": Command(
-        "throughput and latency of a server, this one or any of the same protocol",
+        "throughput and latency of a server, ours or Triton's",
         "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50",
+        first=("model", "url", "clients", "request-type", "micro-batch-size", "iterations"),
     ),
     "doctor": Command(
         "what this machine has, and whether it works",
         "falconet doctor --distributed --replicas 2",
     ),
     "data bench": Command(
-        "images a second of each stage of the input pipeline, and which one limits it",
+        "images a second of each stage of the input, and which one limits",
         "falconet data bench --data folder --data-dir photos --model resnet50",
+        first=("data", "data-dir", "model", "dataloader-workers"),
     ),
     "data pack": Command(
-        "class folders into checksummed shards that decode faster, pixel for pixel the same",
+        "class folders into checksummed shards that decode faster",
         "falconet data pack photos photos-packed",
         words=("source", "target"),
     ),
@@ -87,6 +96,7 @@ COMMANDS = {  # as in the schema, which has their options
 }
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 HELP = ("-h", "--help", "help")
+BEGIN = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +163,15 @@ def _run(name: str, rest: list[str]) -> int:
     if {"-h", "--help"} & set(rest) or rest == ["help"]:
         usage = " ".join([f"falconet {name}", *(word.upper() for word in command.words)])
         examples = [command.example, *(f"falconet {other} --help" for other in longer)]
-        print_help(options, usage=usage, examples=examples)
+        listed = options is schema.ListOptions
+        about = f"{command.about[0].upper()}{command.about[1:]}. " if listed else ""
+        print_help(
+            options,
+            usage=usage,
+            about=about + (options.__doc__ or ""),
+            examples=examples,
+            first=[f"--{option}" for option in command.first],
+        )
         return DONE
     if longer and rest and not rest[0].startswith("-"):
         meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
@@ -179,7 +197,11 @@ def _overview(group: str) -> str:
     """Every command, or those of one group."""
     shown = {name: command for name, command in COMMANDS.items() if not group or name.startswith(f"{group} ")}
     width = max(map(len, shown))
-    rows = (f"  {name.ljust(width)}  {command.about}" for name, command in shown.items())
+    rows = [
+        line
+        for name, command in shown.items()
+        for line in wrapped(f"  {name.ljust(width)}  {command.about}", indent=" " * (width + 4))
+    ]
     usage = f"{group} COMMAND" if group else "COMMAND"
     return "\n".join(
         [
@@ -190,5 +212,6 @@ def _overview(group: str) -> str:
             *rows,
             "",
             f"`falconet {usage} --help` lists its options.",
+            *([] if group else [BEGIN]),
         ]
     )

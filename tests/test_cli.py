@@ -1,12 +1,15 @@
 """Commands of two words: found, listed, and a typo answered with the nearest."""
 
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from falconet.cli import COMMANDS, GROUPS
+from falconet.config import schema
+from falconet.config.options import options_of
 
 ANSWERS = {
     "data": (0, "usage: falconet data COMMAND [options]"),
@@ -70,6 +73,35 @@ def test_a_list_shows_the_values_that_it_has_by_default(falconet):
     assert "--lr-decay FLOAT ..." in shown
     assert "--config STR A named config" in shown
     assert "(default: none)" in shown
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "data"])
+def test_help_fits_the_terminal(falconet, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    wide = [line for line in falconet(f"{command} --help").out.splitlines() if len(line) > columns]
+    assert not [line for line in wide if not line.startswith("usage: ")]
+
+
+def test_an_example_that_is_broken_is_still_a_command_line(falconet, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = falconet("train --help").out.partition("Example:\n")[2].partition("\n\n")[0]
+    assert shlex.split(shown.replace("\\\n", "")) == COMMANDS["train"].example.split()
+    assert "\n" in shown
+
+
+def test_a_switch_is_shown_by_the_name_that_changes_something(falconet):
+    shown = falconet("serve --help").out
+    assert "--half-partial " in shown
+    assert "--no-half-partial" not in shown.partition("serving options")[2]
+    assert "--capture, --no-capture" in shown
+    assert "(default: on)" in " ".join(shown.replace("\u2502", " ").split())
+    assert "True)" not in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_to_begin_with_exist(command):
+    assert set(COMMANDS[command].first) <= options_of(schema.COMMANDS[command]).keys()
 
 
 STARTS = {

@@ -71,7 +71,7 @@ def sections_of(command: type[object]) -> dict[str, type[object]]:
 def _options(command: type[object]) -> Iterator[Option]:
     for section, cls in sections_of(command).items():
         hints = get_type_hints(cls, include_extras=True)
-        helps = _docstrings(cls)
+        helps = docstrings(cls)
         for field in fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
             yield Option(
                 name=field.name.replace("_", "-"),
@@ -82,7 +82,7 @@ def _options(command: type[object]) -> Iterator[Option]:
             )
 
 
-def _docstrings(cls: type) -> dict[str, str]:
+def docstrings(cls: type) -> dict[str, str]:
     """The string under each field, which Python itself throws away."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)

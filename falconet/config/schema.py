@@ -83,14 +83,14 @@ class AverageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Run the benchmarks of spec files, each in its own process, and compare with an earlier run."""
+    """Run the benchmarks of spec files, and compare with an earlier run."""
 
     bench: Bench = field(default_factory=Bench)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferOptions:
-    """Measure how fast a model predicts: images per second, and the latency of a batch."""
+    """Measure how fast a model predicts: images per second, latency of a batch."""
 
     inference: Inference = field(default_factory=Inference)
     style: LogStyle = field(default_factory=LogStyle)
@@ -103,7 +103,7 @@ class InferOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Answer requests over HTTP with a model: the Open Inference Protocol, which NVIDIA's Triton clients speak."""
+    """Answer requests over HTTP in the Open Inference Protocol, as Triton does."""
 
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
@@ -114,7 +114,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchServeOptions:
-    """Measure a server: images per second over all clients, and the latency of a request."""
+    """Measure a server: images per second of all clients, latency of a request."""
 
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
@@ -146,7 +146,7 @@ class DataBenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Put the images of class folders into checksummed shards; docs/data.md describes them."""
+    """Put the images of class folders into checksummed shards (docs/data.md)."""
 
     pack: Pack = field(default_factory=Pack)
 
