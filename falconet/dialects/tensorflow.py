@@ -99,6 +99,12 @@ _VALIDATING: tuple[Old, ...] = (
 _LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" else option for option in LENGTH)
 _SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
 _TRAINING = "is for training"
+_BESIDE = "validation.csv and log.txt are in the run folder that --restore-path names; without it nothing is written"
+_NOT_HERE = {  # what predictions have no use for, where that is not because they train nothing
+    **dict.fromkeys(("--log-dir", "--logs-path", "--name-suffix", "--no-logs"), _BESIDE),
+    **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
+    "--log-all-instances": "the first process alone measures",
+}
 _MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
 _OTHERWISE = {  # what has another effect than in training
     "--valid-batch-size": becomes(
@@ -127,7 +133,7 @@ _PREDICTING: tuple[Old, ...] = (
         else idle(option, _TRAINING)
         for option in LENGTH
     ),
-    *(idle(option, _TRAINING) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
+    *(idle(option, _NOT_HERE.get(option.name, _TRAINING)) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
     *(_OTHERWISE.get(option.name, option) for option in (*MACHINE, *MODEL, *DATA)),
 )
 

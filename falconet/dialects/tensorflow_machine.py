@@ -26,6 +26,8 @@ def replicas(old: Values) -> Iterable[Effect]:
 def pipeline(old: Values) -> Iterable[Effect]:
     """A pipeline over several devices; on one device its splits are where activations are kept."""
     shards, names = old.whole("--shards"), old.texts("--pipeline-splits")
+    if shards == 1 and old.given("--shards") and old.has("--restore-path"):
+        yield To("pipeline-splits")  # none, whatever the restored run had
     if not old.flag("--pipeline"):
         if shards > 1:
             yield To("pipeline-splits", (f"auto:{shards}",))

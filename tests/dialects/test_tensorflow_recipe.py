@@ -2,6 +2,9 @@
 
 import pytest
 
+from falconet.config.load import parse
+from falconet.config.schema import RestoreOptions
+from falconet.config.settings import Setting
 from falconet.dialects.translate import translate
 from falconet.errors import ConfigError
 
@@ -102,3 +105,14 @@ def test_the_benchmark_of_the_input_alone(program, split):
     assert translation.command == "data bench"
     assert found["passes"] == ("1",)
     assert found.get("split", (None,))[0] == split
+
+
+@pytest.mark.parametrize("line", ["", "--pipeline --pipeline-splits b1/0/relu --enable-recomputation"])
+def test_one_shard_undoes_the_pipeline_of_a_restored_run(line):
+    """As in the README, which trains on four and goes on with one; a config's own stages lie below it."""
+    translation = translate("tf1:train.py", f"--dataset imagenet --restore-path r --shards 1 {line}".split())
+    assert ["--pipeline-splits"] in [setting.argv() for setting in translation.settings]
+    loaded = parse(RestoreOptions, [Setting("pipeline-splits", ("layer3",), "checkpoint"), *translation.settings])
+    assert loaded.options.parallel.pipeline_splits == ()
+    kept = translate("tf1:train.py", ["--dataset", "imagenet", "--restore-path", "r"])
+    assert "pipeline-splits" not in {setting.option for setting in kept.settings}
