@@ -121,6 +121,10 @@ class Front:
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self.is_ready = True
 
+    def close(self) -> None:
+        """Let its thread end; nothing is asked any more."""
+        self._parsing.shutdown(wait=False)
+
     def application(self) -> web.Application:
         """Every address of the protocol."""
         app = web.Application(middlewares=[_in_one_line])
@@ -276,6 +280,7 @@ async def _desk(front: Front) -> AsyncIterator[Take]:
         yield take
     finally:
         await runner.cleanup()
+        front.close()
 
 
 @contextlib.asynccontextmanager

@@ -61,6 +61,24 @@ def test_json_and_binary_have_the_same_answer(small):
     assert np.array_equal(data.reshape(2, -1), small.scores(images))
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_server_that_ends_leaves_no_thread_that_parses(fronts):
+    def parsing():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("json")}
+
+    before = parsing()  # those of servers of other tests
+    with running(fronts=fronts) as found:
+        tensor = {"name": "input_0", "shape": [8, 3, SIDE, SIDE], "datatype": "UINT8"}
+        tensor["data"] = pixels(8).ravel().tolist()
+        body = json.dumps({"inputs": [tensor], "padding": " " * server.AT_ONCE})  # too long for the server's own thread
+        assert found.request(body)[0] == 200
+        assert parsing() > before
+    deadline = time.monotonic() + LIMIT
+    while parsing() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not parsing() - before
+
+
 READ = {
     "/v2": {"name": "falconet"},
     "/v2/health/live": {"live": True},
