@@ -207,6 +207,11 @@ def test_a_mistake_is_one_line_under_the_scripts_name(original):
     assert err == "train.py: --optimiser is the TensorFlow program's; here it is --optimizer\n"
 
 
+def test_a_mistake_of_the_benchmark_runner_is_under_its_name(original):
+    code, _, err = original("tool:examples_utils benchmark", "--benchmarks x")
+    assert (code, err) == (2, "examples_utils: unknown option --benchmarks; did you mean '--benchmark'?\n")
+
+
 def test_a_note_is_said_once_by_the_first_of_several_processes(original, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from falconet.dialects.pytorch import COMMON, IMAGENET, TRAINING
@@ -147,6 +148,11 @@ def digest(old: Values) -> Iterable[Effect]:
     yield To("md5")
 
 
+def device_batches(old: Values) -> Iterable[Effect]:
+    if old.whole("--device-iterations") > 1:
+        yield Say("--device-iterations: the host starts every batch itself; the number of batches is scaled")
+
+
 def bench_workers(old: Values) -> Iterable[Effect]:
     idle = old.flag("--disable-async-loading")
     yield To("dataloader-workers", ("0" if idle else old.text("--dataloader-worker"),))
@@ -154,6 +160,15 @@ def bench_workers(old: Values) -> Iterable[Effect]:
         yield Say("--dataloader-worker: has no effect with --disable-async-loading")
 
 
+_SHARED = {option.name: option for option in COMMON}
+_PREDICTED = {  # what means something else without training
+    "--pipeline-splits": idle(_SHARED["--pipeline-splits"], WHOLE),
+    "--iterations": replace(_SHARED["--iterations"], effect="times --device-iterations: batches, at most 2,000"),
+    "--device-iterations": replace(
+        _SHARED["--device-iterations"], rule=device_batches, effect="scales --iterations; the host starts every batch"
+    ),
+    "--batchnorm-momentum": idle(_SHARED["--batchnorm-momentum"], "is for training"),
+}
 _CHECKPOINT = same("--checkpoint-input-path", "text", required=True, aliases=("--checkpoint-path",))
 
 PROGRAMS = (
@@ -205,7 +220,7 @@ PROGRAMS = (
     Program(
         name="pytorch:inference/run_benchmark.py",
         options=(
-            *(idle(option, WHOLE) if option.name == "--pipeline-splits" else option for option in COMMON),
+            *(_PREDICTED.get(option.name, option) for option in COMMON),
             becomes(
                 "--data",
                 "text",
@@ -308,7 +323,7 @@ PROGRAMS = (
         name="pytorch:datasets/validate_dataset.py",
         options=(same("--imagenet-data-path", "text", new="data-dir", required=True),),
         command="data bench",
-        about="whether the images are those of ILSVRC 2012, by md5",
+        about="whether the images are those of ILSVRC 2012, by md5 (--md5)",
         rule=digest,
     ),
 )

@@ -236,6 +236,8 @@ POPART = [
         {"micro-batch-size": "8", "replicas": "4", "gradient-accumulation": "8", "lr": "0.5"},
     ),
     ("--size x50 --dataset IMAGENET", {"model": "resnext50", "bottleneck-stride": "1x1", "data": "imagenet"}),
+    ("--dataset CIFAR-100", {"data": "cifar100", "model": "resnet20-cifar", "pixel-deviation": ""}),  # as documented
+    ("--size 50 --dataset CIFAR-100", {"data": "cifar100", "stem": "cifar", "image-size": "32"}),
     ("--size 18 --dataset IMAGENET", {"model": "resnet18", "bottleneck-stride": "3x3"}),
     ("--num-ipus 4 --replication-factor 2 --pipeline", {"pipeline-splits": "auto:2", "pipeline-schedule": "grouped"}),
     ("--num-ipus 4", {"pipeline-splits": "auto:4", "pipeline-schedule": "sequential"}),

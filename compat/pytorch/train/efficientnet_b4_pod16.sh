@@ -3,5 +3,5 @@
 # Any option of train.py may follow.
 set -e
 here=$(dirname "$0")
-exec poprun -vv --num-instances=2 --num-replicas=8 --ipus-per-replica=2 python3 "$here/train.py" \
+exec poprun --num-instances=2 --num-replicas=8 --ipus-per-replica=2 python3 "$here/train.py" \
     --config efficientnet-b4-g16-gn-pod16 --dataloader-worker 16 --dataloader-rebatch-size 256 "$@"

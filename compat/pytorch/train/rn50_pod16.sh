@@ -3,5 +3,5 @@
 # Any option of train.py may follow.
 set -e
 here=$(dirname "$0")
-exec poprun -vv --num-instances=8 --num-replicas=16 python3 "$here/train.py" --config resnet50 \
+exec poprun --num-instances=8 --num-replicas=16 python3 "$here/train.py" --config resnet50 \
     --dataloader-worker 14 --dataloader-rebatch-size 256 "$@"
