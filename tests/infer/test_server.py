@@ -232,7 +232,7 @@ def test_clients_that_announce_much_and_send_little_do_not_make_others_wait():
 
 
 def test_a_body_that_comes_and_has_no_room_is_refused_before_its_end():
-    with running(room=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=20) as large:
+    with running(room=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as large:
         large.sendall(ANNOUNCED)
         with contextlib.suppress(OSError):  # it may be closed already
             large.sendall(b" " * (8 << 20))
