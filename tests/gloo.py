@@ -26,12 +26,15 @@ MODULES = [
 ]
 LIMIT = 300  # seconds for one scenario
 PORTS = range(20_000, 32_000)  # the system gives those above to whoever asks for any, at any time
+WORKERS = 16  # at most, that do not share ports
 
 
 def _ports() -> Iterator[int]:
-    """In turn, from anywhere: another run of the tests may be under way."""
-    begin = random.SystemRandom().randrange(len(PORTS))
-    return (PORTS[(begin + number) % len(PORTS)] for number in itertools.count())
+    """In turn, from anywhere: another run of the tests may be under way. Those of two workers have none in common."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    own = PORTS[worker::WORKERS]
+    begin = random.SystemRandom().randrange(len(own))
+    return (own[(begin + number) % len(own)] for number in itertools.count())
 
 
 _NEXT = _ports()
