@@ -16,7 +16,7 @@ train: .venv/installed
 	$(BIN)/falconet train
 
 test: .venv/installed-for-tests lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from falconet import __version__, leaving
 from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
@@ -14,7 +14,7 @@ from falconet.config import schema
 from falconet.config.help import print_help, wrapped
 from falconet.config.load import parse
 from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
-from falconet.parallel.environment import said_here
+from falconet.parallel.environment import is_one_of_several, said_here
 from falconet.wiring.reading import read_line
 
 
@@ -184,6 +184,13 @@ def _run(name: str, rest: list[str]) -> int:
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     code: int = module.run(line)
     return code
+
+
+def end(code: int) -> NoReturn:
+    """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
+    if code == INTERRUPTED or is_one_of_several(os.environ):
+        leaving.now(code)
+    sys.exit(code)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from falconet import cli
 from falconet.codes import DONE, MISTAKE
@@ -37,6 +38,11 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
         return DONE
     return _run(translation, ours, name)
+
+
+def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """The same as the whole of a process."""
+    cli.end(main(program, script, argv))
 
 
 def gc_info() -> int:

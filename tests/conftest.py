@@ -40,16 +40,10 @@ class Answer(NamedTuple):
     err: str
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With workers (`-n 2 --dist loadgroup`), a file's tests stay together, and so do all that start processes.
-
-    Two worlds side by side would wait for each other on a small machine. They come first, because they take longest.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
-    for item in items:
-        group = "processes" if item.get_closest_marker("dist") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Files with tests that start processes come first: they take longest, and with workers a file stays together."""
+    slow = {item.path for item in items if item.get_closest_marker("dist")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,6 @@
 """Who interrupts a command does not wait for it."""
 
+import os
 import subprocess
 import sys
 
@@ -8,17 +9,25 @@ import atexit, sys
 from falconet import __main__, cli
 atexit.register(print, "cleared up")
 cli.main = lambda: (sys.stdout.write("said"), {code})[1]
-sys.exit(__main__.main())
+__main__.main()
 """
 
 
-def ended(code):
-    result = subprocess.run([sys.executable, "-c", SCRIPT.format(code=code)], capture_output=True, text=True)
+def ended(code, **variables):
+    line = [sys.executable, "-c", SCRIPT.format(code=code)]
+    result = subprocess.run(line, capture_output=True, text=True, env=os.environ | variables)
     return result.returncode, result.stdout, result.stderr
 
 
 def test_an_interrupted_command_has_said_all_and_leaves_without_clearing_up():
     assert ended(130) == (130, "said", "")
+
+
+def test_so_does_one_of_several_whatever_its_end():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert ended(0, **place) == (0, "said", "")
+    assert ended(1, **place) == (1, "said", "")
+    assert ended(2, **place, MASTER_PORT="x") == (2, "saidcleared up\n", "")  # who has met nobody
 
 
 def test_any_other_end_is_pythons_own():

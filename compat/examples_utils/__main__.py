@@ -2,11 +2,11 @@
 
 import sys
 
-from falconet.originals import main
+from falconet.originals import run
 
 if sys.argv[1:2] != ["benchmark"]:
     asked = {"-h", "--help"} & {*sys.argv}
     usage = "usage: python3 -m examples_utils benchmark [--spec FILE ...] [--benchmark NAME ...]"
     print(usage, file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else 2)
-sys.exit(main("tool:examples_utils benchmark", __file__, sys.argv[2:]))
+run("tool:examples_utils benchmark", __file__, sys.argv[2:])

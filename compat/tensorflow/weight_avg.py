@@ -1,7 +1,5 @@
 """The TensorFlow program's weight_avg.py: its command line, handed over to Falconet."""
 
-import sys
+from falconet.originals import run
 
-from falconet.originals import main
-
-sys.exit(main("tf1:weight_avg.py", __file__))
+run("tf1:weight_avg.py", __file__)

@@ -44,6 +44,14 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def is_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process together with others."""
+    try:
+        return find_place(environment) is not None
+    except ConfigError:
+        return False  # and it has met nobody
+
+
 def said_here(environment: Mapping[str, str], message: str) -> str | None:
     """What this process prints of a mistake: the first one all of it, any other what concerns itself alone."""
     try:

@@ -1,7 +1,5 @@
 """The PyTorch program's run_benchmark.py: its command line, handed over to Falconet."""
 
-import sys
+from falconet.originals import run
 
-from falconet.originals import main
-
-sys.exit(main("pytorch:inference/run_benchmark.py", __file__))
+run("pytorch:inference/run_benchmark.py", __file__)

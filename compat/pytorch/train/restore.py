@@ -1,7 +1,5 @@
 """The PyTorch program's restore.py: its command line, handed over to Falconet."""
 
-import sys
+from falconet.originals import run
 
-from falconet.originals import main
-
-sys.exit(main("pytorch:restore.py", __file__))
+run("pytorch:restore.py", __file__)

@@ -1,7 +1,5 @@
 """The PyTorch program's train.py: its command line, handed over to Falconet."""
 
-import sys
+from falconet.originals import run
 
-from falconet.originals import main
-
-sys.exit(main("pytorch:train.py", __file__))
+run("pytorch:train.py", __file__)
