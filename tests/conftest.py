@@ -69,6 +69,12 @@ def nobody_stays() -> Iterator[None]:
 
 
 @pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of that size, whatever this one is: it decides how many processes run."""
+    monkeypatch.setattr("falconet.wiring.resources.cores", lambda processes=1: 2)
+
+
+@pytest.fixture
 def falconet(capfd, tmp_path, monkeypatch) -> Callable[[str], Answer]:
     """Runs a command line in an empty folder."""
     monkeypatch.chdir(tmp_path)

@@ -16,12 +16,7 @@ from falconet.parallel import environment
 from falconet.wiring import resources
 from tiny import TINY
 
-pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]
 
 
 def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):

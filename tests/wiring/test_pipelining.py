@@ -11,12 +11,9 @@ from falconet.checkpoint import files
 from falconet.wiring import resources
 from tiny import TINY
 
+pytestmark = pytest.mark.usefixtures("two_cores")
+
 SPLIT = "--pipeline-splits layer2/0 --gradient-accumulation 2"
-
-
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
 
 
 def test_a_plan_is_printed_without_starting_the_stages(falconet):

@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import files
-from falconet.wiring import resources
 from tiny import TINY
 
+pytestmark = pytest.mark.usefixtures("two_cores")
+
 HALF = "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --enable-optimizer-rts"
-
-
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
 
 
 def test_a_half_precision_run_with_divided_state_is_saved_per_rank_and_read_by_every_command(falconet):
