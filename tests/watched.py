@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic  # the clock itself: a test may put another one into `time`
 
 import pytest
 
@@ -28,20 +28,20 @@ class Watch:
 
     def limit(self, seconds: float) -> None:
         with self._changed:
-            self._end = time.monotonic() + seconds
+            self._end = monotonic() + seconds
             self._changed.notify()
 
     def _watch(self) -> None:
         with self._changed:
             while True:
-                left = self._end - time.monotonic()
+                left = self._end - monotonic()
                 if left <= 0:
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
                     left = AGAIN
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def _tell(self, number: int, frame: object) -> None:
-        if self._end <= time.monotonic():  # and not a moment too late
+        if self._end <= monotonic():  # and not a moment too late
             faulthandler.dump_traceback(file=2)  # of every thread, into what pytest captures
             pytest.fail("the test hangs")
 

@@ -1,5 +1,7 @@
 """Measuring predictions: how often, what is timed, and on which device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def batches(count, device="cpu"):
 @pytest.mark.parametrize("measure", [measure_resident, measure_with_copy])
 def test_every_batch_is_timed_and_batches_take_turns(measure, monkeypatch):
     seen, now = [], [0.0]
-    monkeypatch.setattr(inference.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def predict(images):
         seen.append(int(images[0, 0, 0, 0]))

@@ -1,5 +1,7 @@
 """How far the work has come: lines now and then without a terminal, nothing where it is quiet."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from falconet.report import counting
@@ -10,7 +12,7 @@ from falconet.report.counting import Counting
 def clock(monkeypatch):
     """A clock that the test moves."""
     now = [0.0]
-    monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(counting, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
