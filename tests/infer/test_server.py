@@ -322,6 +322,11 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
             assert answer.result(LIMIT).shape == (8, 5)
 
 
+async def let_go(turns):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_a_connection_that_comes_as_the_server_stops_is_closed_and_not_told(turns):
     """`turns` of the loop before the end: it is seen, accepted, on its way to be answered."""
@@ -333,9 +338,9 @@ def test_a_connection_that_comes_as_the_server_stops_is_closed_and_not_told(turn
         address = listening.getsockname()
         front = server.Front(about(), pytest.fail, counts=Counts(), room=server.Room(1), max_delay=0.0)
         async with server.answering([front], listening):
+            await let_go(10)  # until it waits for connections
             connection = socket.create_connection(address, timeout=LIMIT)
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await let_go(turns)
         return connection
 
     with asyncio.run(stopped()) as connection, contextlib.suppress(ConnectionResetError):
