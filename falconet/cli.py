@@ -1,5 +1,6 @@
 """The commands and their help; a user's mistake becomes one line and exit code 2."""
 
+import io
 import itertools
 import os
 import sys
@@ -102,6 +103,7 @@ BEGIN = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two c
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    show_any_name()
     # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
     name, rest = command_name(words)
@@ -132,6 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"{found.why}{where}; {found.helps}; what was saved before is whole"
         print(f"falconet {name}: {said}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+
+
+def show_any_name() -> None:
+    """Let standard output escape what it cannot show, as standard error does: a file's name may be any bytes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def command_name(words: list[str]) -> tuple[str, list[str]]:

@@ -23,6 +23,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
     words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
     name = Path(script).name if Path(script).stem != "__main__" else Path(script).resolve().parent.name
+    cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
             _say(help_of(program_named(program)))

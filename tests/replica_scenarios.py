@@ -325,6 +325,7 @@ def collectives(world):
         "own": values.tolist(),
         "once": world.once(lambda: f"said by {world.rank}"),
         "empty": world.once(lambda: ""),
+        "no UTF-8": world.once(lambda: os.fsdecode(b"caf\xe9")),
         "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],
     }
 
@@ -362,7 +363,7 @@ def bad_images(world, allowed):
     """Each process finds one image of its own and one that all find; the notes of each."""
     notes = []
     bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
-    for name in (f"own-{world.rank}.png", "shared.png"):
+    for name in (os.fsdecode(b"own-%d-caf\xe9.png" % world.rank), "shared.png"):
         bad.add(name, "truncated")
         world.barrier("the next image")
     return notes

@@ -1,5 +1,6 @@
 """Commands of two words: found, listed, and a typo answered with the nearest."""
 
+import io
 import os
 import shlex
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from falconet.cli import COMMANDS, GROUPS
+from falconet.cli import COMMANDS, GROUPS, main
 from falconet.config import schema
 from falconet.config.options import options_of
 
@@ -102,6 +103,15 @@ def test_a_switch_is_shown_by_the_name_that_changes_something(falconet):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_options_to_begin_with_exist(command):
     assert set(COMMANDS[command].first) <= options_of(schema.COMMANDS[command]).keys()
+
+
+def test_a_name_that_is_no_utf8_is_shown_escaped(monkeypatch):
+    """A photo's, in a note: standard output would refuse it, and end the run."""
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["--version"]) == 0
+    print(os.fsdecode(b"caf\xe9.jpg"), flush=True)
+    assert shown.buffer.getvalue().splitlines()[-1] == b"caf\\udce9.jpg"
 
 
 STARTS = {

@@ -152,9 +152,7 @@ def _run_clients(job: Job, clients: int) -> list[Outcome]:
             if said != "ready":
                 raise WorldError(f"client {number}: {json.loads(said)['error'] if said else 'ended before it began'}")
         for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
+            _say(process, "go")
         return [_outcome(number, _line(process)) for number, process in enumerate(processes)]
     finally:
         for process in processes:
@@ -166,10 +164,16 @@ def _run_clients(job: Job, clients: int) -> list[Outcome]:
 def _start(job: Job) -> "subprocess.Popen[str]":
     argv = [sys.executable, "-m", "falconet.bench.client"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(job)) + "\n")
-    process.stdin.flush()
+    _say(process, json.dumps(asdict(job)))
     return process
+
+
+def _say(process: "subprocess.Popen[str]", line: str) -> None:
+    """Tell a client; of one that has ended already, its next line that does not come tells."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
 
 
 def _line(process: "subprocess.Popen[str]") -> str:

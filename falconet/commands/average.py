@@ -9,6 +9,7 @@ from pathlib import Path
 from falconet.checkpoint import files
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
+from falconet.config.data_rules import boxes_used
 from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.settings import Setting
 from falconet.data.feed import Feed
@@ -95,6 +96,8 @@ def _measure_batchnorm(
         model=training.model.model,
         global_batch=global_batch(training),
         seed=training.run.seed,
+        use_objects=boxes_used(training),
+        percentage=training.training.dataset_percentage,
     )
     loader = loading.training_loader(data, training, shape=shape, world=world, note=note)
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)

@@ -147,7 +147,8 @@ class _Reading:
         if len(set(names)) != len(names):
             raise ValueError("files named twice")
         paths = [self.root / name for name in names] if self.watched is None else self.watched
-        if any(time_ns > began - RACY for _, _, time_ns in stamps) or not _are(paths, self.root, stamps):
+        recent = any(time_ns > began - RACY for _, _, time_ns in stamps)
+        if not stamps or recent or not _are(paths, self.root, stamps):  # none: one of them vanished during the search
             return None
         arrays = load(data)
         if _checksum(arrays, header["facts"]) != int(header["checksum"]):

@@ -137,7 +137,7 @@ def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], None], rows: int
 
     def repeat() -> int:
         done = 0
-        while time.perf_counter() - begin < seconds:
+        while done == 0 or time.perf_counter() - begin < seconds:  # one at the least, however late a thread begins
             work(parts[next(numbers) % len(parts)])
             done += rows
         return done
@@ -154,7 +154,7 @@ def _passing(pipeline: Pipeline, reader: Reader, seconds: float) -> float:
     next(batches)
     _settle(pipeline.device)
     begin, images = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
+    while images == 0 or time.perf_counter() - begin < seconds:
         images += len(next(batches).labels)
     _settle(pipeline.device)
     return images / (time.perf_counter() - begin)
@@ -166,7 +166,7 @@ def _copy_rate(pipeline: Pipeline, seconds: float) -> float | None:
     if room.images.device.type == pipeline.device.type:
         return None
     begin, images = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
+    while images == 0 or time.perf_counter() - begin < seconds:
         for _ in range(8):
             room.images.to(pipeline.device, non_blocking=True)
             images += pipeline.micro_batch

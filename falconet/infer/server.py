@@ -29,6 +29,7 @@ from falconet.infer.protocol import RequestError, Served
 BODY_SECONDS = 60.0  # for a client to send what it announced
 IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers; an hour, if nobody says so
 DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
+AGAIN = 0.1  # seconds from a connection that could not be taken to the next
 READ_AHEAD = 1 << 20  # bytes of a connection
 PAGE = 2 << 20  # bytes that the system may give to the first one that is written: a large page
 AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
@@ -227,28 +228,41 @@ async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncI
         takers = [await stack.enter_async_context(_desk(fronts[0]))]
         for front in fronts[1:]:
             takers.append(await stack.enter_async_context(_desk_of_its_own(front)))
-        accepting = asyncio.create_task(_accept(listening, takers))
         try:
-            yield
+            with _accepting(listening, takers):
+                yield
         finally:
-            accepting.cancel()
-            await asyncio.wait([accepting])
             listening.close()
             for front in fronts:
                 front.is_ready = False
 
 
-async def _accept(listening: socket.socket, takers: Sequence[Take]) -> None:
-    """Hand new connections out by turns."""
-    loop = asyncio.get_running_loop()
-    listening.setblocking(False)
-    for take in itertools.cycle(takers):
+@contextlib.contextmanager
+def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[None]:
+    """Within it, new connections are handed out by turns.
+
+    Not by the loop's `sock_accept`: cancelled while a connection comes, it loses it, and prints a traceback.
+    """
+    loop, turns = asyncio.get_running_loop(), itertools.cycle(takers)
+    later: list[asyncio.TimerHandle] = []
+
+    def accept() -> None:
         try:
-            connection, _ = await loop.sock_accept(listening)
+            connection, _ = listening.accept()
         except OSError:  # it is gone already, or this process has no file handles left: those there go on
-            await asyncio.sleep(0.1)
-            continue
-        take(connection)
+            loop.remove_reader(listening)
+            later[:] = [loop.call_later(AGAIN, loop.add_reader, listening, accept)]
+        else:
+            next(turns)(connection)
+
+    listening.setblocking(False)
+    loop.add_reader(listening, accept)
+    try:
+        yield
+    finally:
+        loop.remove_reader(listening)
+        for handle in later:
+            handle.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -279,6 +293,9 @@ async def _desk(front: Front) -> AsyncIterator[Take]:
     try:
         yield take
     finally:
+        await asyncio.sleep(0)  # what was taken last begins
+        if connecting:
+            await asyncio.wait(connecting)  # or nobody would close it
         await runner.cleanup()
         front.close()
 

@@ -24,6 +24,7 @@ from falconet.parallel.world import World
 
 SAYING = 2.0  # seconds in which the first process may say what went wrong on all of them
 STAYING = 1.0  # seconds that it waits for them to ask
+NAMES = "surrogateescape"  # how Python holds names of files that are no UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Processes(World):
         """From any thread, and without waiting for the others: the first process's store counts."""
 
         def count(thing: str) -> int:
-            key = f"{what}/{sha256(thing.encode()).hexdigest()}"
+            key = f"{what}/{_digest(thing)}"
             return self.store.add(what, int(self.store.add(key, 1) == 1))
 
         return count
@@ -108,7 +109,7 @@ class Processes(World):
 
     def _said(self, error: UserError) -> UserError:
         """The same error, said by one process: the first if it has it too, else by this one with its rank."""
-        key = f"said/{sha256(str(error).encode()).hexdigest()}"
+        key = f"said/{_digest(str(error))}"
         heard = f"{key}/heard"
         if self.is_first:
             self.store.set(key, "")
@@ -143,14 +144,14 @@ class Processes(World):
 
     def texts(self, mine: str, operation: str) -> list[str]:
         """The texts of all processes, in order; as bytes, because torch's own way is to pickle them."""
-        data = mine.encode()
+        data = mine.encode(errors=NAMES)
         longest = int(self.max(torch.tensor(len(data))))
         padded = torch.zeros(longest + 1, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
         received = [torch.empty_like(padded) for _ in range(self.size)]
         with self.waiting(operation):
             dist.all_gather(received, padded, group=self.host)
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in received]
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors=NAMES) for each in received]
 
 
 class _Vote:
@@ -227,6 +228,10 @@ def _taken(place: Place) -> ConfigError | WorldError:
     return ConfigError(
         f"MASTER_PORT: {place.port} is in use on {place.address}; wanted a free one, such as {place.port + 1}"
     )
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors=NAMES)).hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

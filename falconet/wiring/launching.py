@@ -1,5 +1,6 @@
 """Which processes a run needs, and whether they are to be started or are there already."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
 
     options = launch.loaded.options
     argv = [command, *typed(line)]
-    home = run_folder.choose(options, restored=launch.restored)
+    home = run_folder.claim(options, restored=launch.restored)
     if options.run.run_dir == "auto" and launch.restored is None:
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it again
     say, saved = Screen().line, run_folder.checkpoints(home, options)
@@ -81,6 +82,10 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
         raise WorldError(f"{error}; {ending.how_to_go_on(home, saved)}") from None
+    finally:
+        if run_folder.is_named_anew(options, restored=launch.restored):
+            with contextlib.suppress(OSError):
+                home.rmdir()  # only if it is empty: stopped before it began
     if options.run.temporary and (code == 0 or not any(home.iterdir())):  # stopped before it began
         run_folder.throw_away(home, say)
     return code

@@ -44,9 +44,32 @@ def choose(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path
     return asked
 
 
+def is_named_anew(options: schema.TrainOptions, *, restored: Checkpoint | None) -> bool:
+    """Whether `choose` makes up a name."""
+    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options)
+    return not asked and restored is None
+
+
+def claim(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path:
+    """The same folder; one with a new name is made at once, so that a run of the same second takes another name."""
+    folder = choose(options, restored=restored)
+    while is_named_anew(options, restored=restored):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            taken, folder = folder, choose(options, restored=restored)
+            if folder == taken:  # by a link to nowhere
+                break
+        except OSError:
+            break  # who writes into it will say so
+        else:
+            break
+    return folder
+
+
 def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
     """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
-    folder = choose(options, restored=restored)
+    folder = claim(options, restored=restored)
     known = again or options.run.run_dir == "auto" or (restored and folder == _home(restored))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
@@ -178,10 +201,15 @@ def _home(restored: Checkpoint) -> Path:
     return around if (around / CONFIG).exists() or not stored else Path(stored)
 
 
+def _logs_where_it_saves(options: schema.TrainOptions) -> bool:
+    """As the PyTorch program did."""
+    return options.style.log_style == "pytorch" and options.checkpoints.checkpoint_output_path is not None
+
+
 def _fresh(options: schema.TrainOptions) -> Path:
     style, saved = options.style.log_style, options.checkpoints.checkpoint_output_path
-    if style == "pytorch" and saved:
-        return saved  # the original logged where it saved
+    if saved and _logs_where_it_saves(options):
+        return saved
     size, replicas = options.data.image_size, options.parallel.replicas
     shape = RunShape(
         model=options.model.model,

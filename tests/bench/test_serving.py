@@ -1,7 +1,9 @@
 """What the times of several clients mean together, worked out by hand, and a client against a real server."""
 
+import contextlib
 import json
 import math
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -101,6 +103,16 @@ def test_a_client_that_fails_says_why_and_none_is_left(job):
         serving.run_clients(job, 2)
     with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*no model is named"):
         serving.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
+
+
+def test_a_client_that_ended_before_it_was_told_is_noticed_by_its_silence():
+    """Its broken pipe would be taken for that of our own output, whose reader went away."""
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.wait()
+        serving._say(process, "go")
+        assert serving._line(process) == ""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 URLS = {

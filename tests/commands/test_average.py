@@ -173,6 +173,13 @@ def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averag
     torch.testing.assert_close(found["bn1.running_mean"], hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 
+def test_batch_norm_is_measured_on_the_images_that_were_trained_on(falconet):
+    line = "train --data digits --dataset-percentage 10 --micro-batch-size 16 --epoch 1 --warmup-epoch 0 --device cpu"
+    assert falconet(f"{line} --validation-mode none --run-dir tenth").code == 0
+    answer = falconet("average --checkpoint-input-path tenth --batchnorm-images 1000")
+    assert "batch norm measured anew on 128 training images" in answer.out, answer.err  # of 143, whole micro-batches
+
+
 def test_nothing_is_written_when_batch_norm_cannot_be_measured(falconet, run):
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 8 --data folder --data-dir nowhere")
     assert answer.code == 2

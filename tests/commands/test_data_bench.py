@@ -34,6 +34,16 @@ def test_the_stages_of_photos_are_measured_and_the_slowest_is_named(falconet, sp
     assert all(rate > 0 for name, rate in written["stages"].items() if name != COPY)
 
 
+def test_every_stage_is_measured_once_however_late_its_threads_begin(falconet):
+    """On a busy machine they begin when the seconds are over: here they always do."""
+    answer = falconet(
+        "data bench --data digits --seconds 1e-9 --micro-batch-size 8 --device cpu --dataloader-workers 2"
+    )
+    assert answer.code == 0, answer.err
+    assert all(int(rate.replace(",", "")) > 0 for rate in re.findall(r"^[a-z ]+? +([\d,]+)  ", answer.out, re.M))
+    assert re.search(rf"^{TOGETHER} +[\d,]+  ", answer.out, re.M)
+
+
 @pytest.mark.parametrize("data", ["--data digits", "--data generated --image-size 8 --iterations 4 --classes 3"])
 def test_data_in_memory_has_nothing_to_read(falconet, data):
     answer = falconet(f"data bench {data} {FAST}")

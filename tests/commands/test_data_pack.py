@@ -60,9 +60,9 @@ def test_killed_at_any_moment_and_started_again_it_makes_the_same_bytes(falconet
     root = layouts.class_folders(tmp_path / "many", train=40, validation=3)
     falconet(f"data pack {root} straight --shard-size 8")
     slowed = (
-        "import time, falconet.data.packing as p; plain = p.prepared\n"
-        "def slow(*a, **k): time.sleep(0.02); return plain(*a, **k)\n"
-        "p.prepared = slow\n"
+        "import itertools, time, falconet.data.packing as p; plain, numbers = p.prepared, itertools.count()\n"
+        "def slow(*a, **k): time.sleep(0.02 if next(numbers) < 40 else 600); return plain(*a, **k)\n"
+        "p.prepared = slow\n"  # the sixth shard never comes, however late the kill does
         f"from falconet.cli import main; main(['data', 'pack', '{root}', 'killed', '--shard-size', '8'])"
     )
     process = subprocess.Popen([sys.executable, "-c", slowed], cwd=tmp_path)

@@ -128,6 +128,13 @@ def test_a_change_just_before_the_search_is_not_believed(root):
     assert search.times == 2
 
 
+def test_a_search_in_which_a_folder_vanished_is_not_believed(root):
+    search, gone = Search(root), root / "train/gone"
+    for _ in range(2):
+        indexed(root, kind="test", search=lambda: search()._replace(watched=[root / "train", gone]))
+    assert search.times == 2
+
+
 def test_files_that_are_listed_anyway_are_compared(root):
     search, one, two = Search(root), root / "train/a.png", root / "train/b.png"
     settle(one)

@@ -1,5 +1,6 @@
 """The server over real connections: every answer is the model's, strangers get 4xx, and nothing is lost at the end."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from falconet.errors import ConfigError
 from falconet.infer import server
+from falconet.infer.batching import Counts
 from falconet.infer.predictor import Predictor
 from falconet.infer.protocol import HEADER, MOST_JSON
-from served import LIMIT, NAME, PATH, SIDE, binary, pixels, running, small_classifier
+from served import LIMIT, NAME, PATH, SIDE, about, binary, pixels, running, small_classifier
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
@@ -318,6 +320,32 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
         held.go.set()
         for answer in answers:
             assert answer.result(LIMIT).shape == (8, 5)
+
+
+async def let_go(turns):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_connection_that_comes_as_the_server_stops_is_closed_and_not_told(turns):
+    """`turns` of the loop before the end: it is seen, accepted, on its way to be answered."""
+    told = []
+
+    async def stopped():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        listening = server.Address(host="127.0.0.1", port=0).open()
+        address = listening.getsockname()
+        front = server.Front(about(), pytest.fail, counts=Counts(), room=server.Room(1), max_delay=0.0)
+        async with server.answering([front], listening):
+            await let_go(10)  # until it waits for connections
+            connection = socket.create_connection(address, timeout=LIMIT)
+            await let_go(turns)
+        return connection
+
+    with asyncio.run(stopped()) as connection, contextlib.suppress(ConnectionResetError):
+        assert not told
+        assert connection.recv(1) == b""
 
 
 def test_mistakes_of_the_address_are_one_line():

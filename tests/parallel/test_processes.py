@@ -1,5 +1,7 @@
 """Processes that sum, agree and vote."""
 
+import os
+
 import pytest
 
 import gloo
@@ -16,6 +18,7 @@ def test_every_process_has_the_same_answer(size):
         assert found["broadcast"] == [1, 0]
         assert found["once"] == "said by 0"
         assert found["empty"] == ""
+        assert os.fsencode(found["no UTF-8"]) == b"caf\xe9"
         assert found["votes"] == [False, False, False, True, False]  # one call late
 
 

@@ -41,17 +41,18 @@ def fetch(archive: Archive, *, into: Path, folder: str, wanted: str) -> None:
             error.close()  # it is an open answer as well
         raise DataError(f"{wanted} and {archive.address} cannot be reached ({_reason(error)}); {place}") from None
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own, renamed when whole: a kill leaves a stray folder, never half a data set.
-        with response, tempfile.TemporaryDirectory(prefix=f".{folder}-", dir=into) as temporary:
-            packed = Path(temporary) / archive.name
-            found = _save(response, packed)
-            if found != archive.md5:
-                raise DataError(f"{wanted}; {archive.address} came with md5 {found}, wanted {archive.md5}; {place}")
-            with tarfile.open(packed) as tar:
-                tar.extractall(temporary, filter="data")
-            if not (into / folder).exists():  # another process may have been faster
-                (Path(temporary) / folder).rename(into / folder)
+        with response:
+            into.mkdir(parents=True, exist_ok=True)
+            # In a folder of its own, renamed when whole: a kill leaves a stray folder, never half a data set.
+            with tempfile.TemporaryDirectory(prefix=f".{folder}-", dir=into) as temporary:
+                packed = Path(temporary) / archive.name
+                found = _save(response, packed)
+                if found != archive.md5:
+                    raise DataError(f"{wanted}; {archive.address} came with md5 {found}, wanted {archive.md5}; {place}")
+                with tarfile.open(packed) as tar:
+                    tar.extractall(temporary, filter="data")
+                if not (into / folder).exists():  # another process may have been faster
+                    (Path(temporary) / folder).rename(into / folder)
     except (OSError, HTTPException, tarfile.TarError) as error:
         raise DataError(f"{wanted}; {archive.address}: download failed ({_reason(error)}); {place}") from None
 

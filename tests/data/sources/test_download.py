@@ -127,6 +127,15 @@ def test_a_connection_that_breaks_is_named(tmp_path, monkeypatch):
     assert "cannot be reached (garbled answer)" in refused(tmp_path, archive)
 
 
+def test_a_place_that_is_no_folder_is_named_and_the_answer_closed(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    answer = io.BytesIO(GOOD)
+    monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: answer)
+    with pytest.raises(DataError, match="download failed"):
+        fetch(archive_of("http://x", GOOD), into=tmp_path / "file", folder="set", wanted="set: not found")
+    assert answer.closed
+
+
 def test_a_folder_that_came_meanwhile_is_kept(tmp_path, serve):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/train.bin").write_bytes(b"of another process")

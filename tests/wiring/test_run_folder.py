@@ -1,0 +1,57 @@
+"""The folder of a run: its own, whoever else begins one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from falconet.config.load import load
+from falconet.config.options import options_of
+from falconet.config.schema import TrainOptions
+from falconet.config.settings import from_line
+from falconet.wiring import launching, run_folder
+
+
+@pytest.fixture(autouse=True)
+def one_second(monkeypatch, tmp_path):
+    """In which all of these runs begin."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("falconet.report.folders.time", SimpleNamespace(strftime=lambda _: "20261115-210000"))
+
+
+def loaded(line=""):
+    return load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own():
+    folders = [run_folder.claim(loaded().options, restored=None) for _ in range(3)]
+    name = "resnet8-cifar_digits_20261115-210000"
+    assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
+    assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize("line", ["--run-dir r", "--log-style pytorch --checkpoint-output-path r"])
+def test_a_folder_that_was_named_is_left_to_whoever_writes_into_it(tmp_path, line):
+    assert run_folder.claim(loaded(line).options, restored=None).name == "r"
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_link_to_nowhere_is_told_by_whoever_writes_into_it(tmp_path):
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "runs/resnet8-cifar_digits_20261115-210000"
+    link.symlink_to("nowhere")
+    assert run_folder.claim(loaded().options, restored=None).name == link.name
+
+
+def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
+    seen = []
+
+    def launched(workers, **_):
+        seen.append(workers.argv[workers.argv.index("--run-dir") + 1])
+        assert (tmp_path / seen[0]).is_dir(), "taken while they start, which takes seconds"
+        return 2
+
+    monkeypatch.setattr("falconet.parallel.launch.launch", launched)
+    monkeypatch.setattr("falconet.wiring.resources.cores", lambda processes=1: 2)
+    options = loaded("--replicas 2 --device cpu")
+    assert launching.start("train", [], launching.prepare(options)) == 2
+    assert not list((tmp_path / "runs").iterdir())
