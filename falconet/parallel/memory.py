@@ -1,7 +1,7 @@
 """How much of the machine's memory a process has had at the most.
 
-Not the system's account of a process that ended alone (`ru_maxrss`): a program begins it with the peak of the process that
-started it, so that of a small program started by a large one it tells the large one's.
+Not the system's account of a process that ended alone (`ru_maxrss`): a program begins it with the peak of the process
+that started it, so that of a small program started by a large one it tells the large one's.
 """
 
 import os
@@ -34,6 +34,6 @@ def accounted() -> int:
 
 
 def peak_of_ended(usage: resource.struct_rusage, *, seen: int, ours: int) -> int:
-    """Bytes of a program that ended or of its largest child, if more than `ours` by far; else what it was `seen` with."""
+    """Bytes of a program that ended, or of its largest child, where these cannot be `ours`; else what was `seen`."""
     account = usage.ru_maxrss * 1024
     return max(seen, account) if account > ours + DOUBT else seen
