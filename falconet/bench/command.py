@@ -29,7 +29,7 @@ class Command:
     def shown(self) -> str:
         """As one would type it."""
         own = ["falconet", *self.argv[3:]] if self.argv[1:3] == ("-m", "falconet") else self.argv
-        return shlex.join(own)
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *own])
 
 
 def build(

@@ -21,7 +21,7 @@ def test_parameters_and_variables_are_filled_in(monkeypatch):
     monkeypatch.setenv("DATASETS_DIR", "/a b")
     found = built("falconet train --data-dir $DATASETS_DIR/x --n {n} ${OWN}", {"n": "4"}, environment={"OWN": "o"})
     assert found.argv == (sys.executable, "-m", "falconet", "train", "--data-dir", "/a b/x", "--n", "4", "o")
-    assert found.shown() == "falconet train --data-dir '/a b/x' --n 4 o"
+    assert found.shown() == "OWN=o falconet train --data-dir '/a b/x' --n 4 o"
     assert found.environment == {"OWN": "o"}
 
 
