@@ -45,7 +45,9 @@ def test_an_unknown_parameter_is_answered_with_the_nearest():
 
 
 def test_json_in_a_command_is_left_alone():
-    assert built("""X='{"a.b": "c"}' prog""").environment == {"X": '{"a.b": "c"}'}
+    line = """X='{"a.b": "c"}' prog"""
+    assert built(line).environment == {"X": '{"a.b": "c"}'}
+    assert built(line).shown() == line
 
 
 @pytest.mark.parametrize(("command", "message"), [("a 'b", "no closing quotation"), ("X=1", "has no program")])
