@@ -29,7 +29,8 @@ class Command:
     def shown(self) -> str:
         """As one would type it."""
         own = ["falconet", *self.argv[3:]] if self.argv[1:3] == ("-m", "falconet") else self.argv
-        return shlex.join(own)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(own)])
 
 
 def build(

@@ -44,6 +44,8 @@ def change_between(old: Estimate, new: Estimate) -> tuple[float, float, float]:
         return change, math.nan, math.nan
     parts = [old.std**2 / old.count, new.std**2 / new.count]
     total = sum(parts)
+    if math.isnan(total):
+        return change, math.nan, math.nan
     if total == 0:
         return change, change, change
     # Welch and Satterthwaite; rounded down, which widens the interval.

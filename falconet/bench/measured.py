@@ -1,6 +1,7 @@
 """What one run measured: from the files it left, or else from its lines; without the warm-up."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -93,17 +94,20 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
     """Everything that a run left behind."""
     found = {name: _found(metric, ended.lines) for name, metric in benchmark.metrics.items()}
     samples, latencies = _from_files(runs)
-    latencies = latencies or found.get("latency", [])
+    latencies = latencies or [value for value in found.get("latency", []) if math.isfinite(value)]
     if not samples:
-        samples = [Sample(1.0, 1.0 / value) for value in found.get("throughput", []) if value > 0]
-    skip = max(1, benchmark.metrics["throughput"].skip if "throughput" in benchmark.metrics else 1)
-    steady = find_steady([sample.seconds / sample.images for sample in samples], at_least=skip)
-    settled = find_steady(latencies, at_least=skip)
+        samples = [Sample(1.0, 1.0 / value) for value in found.get("throughput", []) if 0 < value < math.inf]
+    steady = find_steady(
+        [sample.seconds / sample.images for sample in samples], at_least=_warm_up(benchmark, "throughput")
+    )
+    settled = find_steady(latencies, at_least=_warm_up(benchmark, "latency", "throughput"))
     metrics = {name: _reduced(benchmark.metrics[name], values) for name, values in found.items() if values}
     rest = Measured(samples=samples[steady.first :], latencies=latencies[settled.first :])
     if rest.throughput is not None:
         metrics["throughput"] = rest.throughput
     metrics |= {f"latency_{name}": value for name, value in rest.latency().items()}
+    if "latency" in benchmark.metrics and rest.latencies:
+        metrics.setdefault("latency", metrics["latency_mean"])  # measured, but not printed as the spec's regexp has it
     return Measured(
         samples=rest.samples,
         latencies=rest.latencies,
@@ -113,6 +117,11 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
         folded="; ".join(match[1] for line in ended.lines if (match := _FOLDED.search(line))) or None,
         seconds=ended.seconds,
     )
+
+
+def _warm_up(benchmark: Benchmark, *names: str) -> int:
+    """Measurements that the first of these metrics which the spec has leaves out in any case; one at least."""
+    return max(1, next((benchmark.metrics[name].skip for name in names if name in benchmark.metrics), 1))
 
 
 def leave(content: Mapping[str, object], *, output: Path | None) -> None:

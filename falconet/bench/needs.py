@@ -12,7 +12,7 @@ def devices_needed(argv: Sequence[str]) -> int:
     """Replicas times stages (or shards), as the line, its launcher or its named config says; 1 if nobody does."""
     options = _options(argv)
     predicts = {"infer", "serve"} & set(argv) or any(word.endswith("run_benchmark.py") for word in argv)
-    config = values_of(options.get("config", [""])[0], use="bench infer" if predicts else "train")
+    config = values_of((options.get("config") or [""])[0], use="bench infer" if predicts else "train")
     if "num-replicas" in options:  # poprun
         return _number(options, "num-replicas") * _number(options, "ipus-per-replica")
     for processes in ("nproc-per-node", "np", "n"):  # torchrun, mpirun
@@ -41,15 +41,18 @@ def _stages(options: Mapping[str, list[str]], config: Mapping[str, object]) -> i
     splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline-splits", [])))
     names = splits if isinstance(splits, list) else [splits]
     if names and str(names[0]).startswith("auto:"):
-        return max(1, int(str(names[0]).removeprefix("auto:") or 1))
+        return max(1, _whole(str(names[0]).removeprefix("auto:")))
     return len(names) + 1
 
 
 def _number(options: Mapping[str, list[str]], name: str) -> int:
-    text = (options.get(name) or ["1"])[0]
-    return int(text) if text.isdigit() else 1
+    return _whole((options.get(name) or ["1"])[0])
 
 
 def _stored(config: Mapping[str, object], name: str) -> int:
-    text = str(config.get(name, "1"))
-    return int(text) if text.isdigit() else 1
+    return _whole(str(config.get(name, "1")))
+
+
+def _whole(text: str) -> int:
+    """1 for what is no number: the command itself says what is wrong with it."""
+    return int(text) if text.isascii() and text.isdecimal() else 1

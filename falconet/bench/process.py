@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from falconet.bench.command import Command, child_environment
+from falconet.parallel import memory
 from falconet.parallel.leftovers import none_left
 
 GRACE = 30.0  # seconds to save and leave after a polite signal
@@ -25,7 +26,9 @@ class Ended:
     code: int
     seconds: float
     lines: Sequence[str]
-    peak_memory: int  # bytes of the largest process, of the machine's memory
+    peak_memory: (
+        int  # bytes of the machine's memory: of the largest process, or of the first if that was smaller than us
+    )
     stopped: Literal["timeout", "interrupted"] | None = None
     unlogged: str = ""  # why the log is cut short, if it is
 
@@ -61,22 +64,24 @@ def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo
         log.write_text(line + "\n", encoding="utf-8")
         return Ended(code=127, seconds=0.0, lines=[line], peak_memory=0)
     lines: list[str] = []
+    child = _Child(process)
     written = _Log(log)
     reader = threading.Thread(target=_read, args=(process, written, lines, echo), daemon=True)
     stopped: Literal["timeout", "interrupted"] | None = None
     try:
         reader.start()
-        peak = _wait(process, timeout)
-        if peak is None:
-            stopped, peak = "timeout", _stop(process, signal.SIGTERM)
+        if not child.wait(timeout):
+            stopped = "timeout"
+            child.stop(signal.SIGTERM)
     except KeyboardInterrupt:
-        stopped, peak = "interrupted", _stop(process, signal.SIGINT)
+        stopped = "interrupted"
+        child.stop(signal.SIGINT)
     reader.join(timeout=GRACE)
     return Ended(
         code=process.returncode,
         seconds=time.monotonic() - begun,
         lines=lines,
-        peak_memory=peak,
+        peak_memory=child.peak,
         stopped=stopped,
         unlogged=written.why,
     )
@@ -113,30 +118,38 @@ def _read(process: "subprocess.Popen[str]", log: _Log, lines: list[str], echo: C
             echo(lines[-1])
 
 
-def _wait(process: "subprocess.Popen[str]", timeout: float | None) -> int | None:
-    """The peak memory of a process that ended, in bytes; None when the time is over before."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while deadline is None or time.monotonic() < deadline:
-        # Not Popen.wait, which throws away how much memory the process had.
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return usage.ru_maxrss * 1024
-        time.sleep(POLL)
-    return None
+class _Child:
+    """A process, and the most memory that it was seen with."""
 
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._ours = memory.accounted()  # at least what it began with
+        self.peak = 0  # bytes
 
-def _stop(process: "subprocess.Popen[str]", politely: signal.Signals) -> int:
-    """Ask all processes to leave, then make them; the peak memory of the first, in bytes."""
-    for number in (politely, signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        peak = _wait(process, GRACE)
-        if peak is not None:
+    def wait(self, timeout: float | None) -> bool:
+        """Whether it ended before the time was over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while deadline is None or time.monotonic() < deadline:
+            self.peak = max(self.peak, memory.peak_of(self._process.pid))
+            # Not Popen.wait, which throws away how much memory the process had.
+            pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if pid:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.peak = memory.peak_of_ended(usage, seen=self.peak, ours=self._ours)
+                return True
+            time.sleep(POLL)
+        return False
+
+    def stop(self, politely: signal.Signals) -> None:
+        """Ask all processes to leave, then make them."""
+        for number in (politely, signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # what the first one left behind
-            return peak
-    raise AssertionError("nothing outlives SIGKILL")
+                os.killpg(self._process.pid, number)
+            if self.wait(GRACE):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # what the first one left behind
+                return
+        raise AssertionError("nothing outlives SIGKILL")
 
 
 @contextlib.contextmanager

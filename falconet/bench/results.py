@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Literal
 
 from falconet.bench.measured import Measured
@@ -38,8 +39,16 @@ class Result:
     runs: Sequence[Mapping[str, object]] = ()
 
 
-def summarise(runs: Sequence[Measured], output: Sequence[tuple[str, str]] = (), **facts: Any) -> Result:
-    """The result of several runs; with one alone, the spread is that within it. `output`: pairs (title, metric)."""
+def summarise(
+    runs: Sequence[Measured],
+    output: Sequence[tuple[str, str]] = (),
+    parameters: Mapping[str, str] = MappingProxyType({}),
+    **facts: Any,
+) -> Result:
+    """The result of several runs; with one alone, the spread is that within it.
+
+    `output`: pairs of a title and a metric, or one of the `parameters`.
+    """
     rates = [run.throughput for run in runs if run.throughput is not None]
     throughput = estimate(rates) if rates else None
     if len(rates) == 1 and (within := runs[0].within()):
@@ -49,6 +58,7 @@ def summarise(runs: Sequence[Measured], output: Sequence[tuple[str, str]] = (), 
     if latency:
         latency["max"] = max(run.latency()["max"] for run in runs if run.latencies)
     metrics = _mean([run.metrics for run in runs])
+    shown = {**parameters, **{name: f"{value:g}" for name, value in metrics.items()}}
     return Result(
         **facts,
         folded=next((run.folded for run in runs if run.folded), None),
@@ -58,7 +68,7 @@ def summarise(runs: Sequence[Measured], output: Sequence[tuple[str, str]] = (), 
         peak_memory=max((run.peak_memory for run in runs), default=0),
         metrics=metrics,
         estimates=_over_runs(runs),
-        output={title: f"{metrics[name]:g}" for title, name in output if name in metrics},
+        output={title: shown[name] for title, name in output if name in shown},
         runs=[_stored(run) for run in runs],
     )
 
@@ -115,6 +125,7 @@ def _read_estimate(entry: Mapping[str, Any]) -> Estimate:
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in entry.items()}
     for name in ("mean", "std", "low", "high"):
         known[name] = float(known[name])
+    known["count"] = int(known["count"])
     return Estimate(**known)
 
 

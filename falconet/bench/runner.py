@@ -1,5 +1,6 @@
 """Benchmarks one after the other, each run in a process of its own."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,7 @@ def _run(job: Job, routine: Routine, say: Say) -> Result:
         "devices": job.devices,
         "profiled": routine.profiled and "--profile" in job.command.argv,
         "output": job.benchmark.output,
+        "parameters": job.parameters,
     }
     for number in range(1, routine.repeat + 1):
         home = routine.folder / f"run{number}"
@@ -116,14 +118,16 @@ def _why_failed(job: Job, ended: process.Ended, found: Measured, timeout: float 
         return f"stopped after {timeout:g} second{'' if timeout == 1 else 's'}; its last line: {ended.last_line}"
     if ended.code:
         return f"exit code {ended.code}: {ended.last_line}"
-    missing = [name for name in job.benchmark.metrics if name not in found.metrics and not _has(found, name)]
+    missing = [name for name in job.benchmark.metrics if name not in found.metrics]
     if missing:
         return f"no line matches the regexp of {', '.join(missing)}"
+    for name, value in found.metrics.items():
+        if not math.isfinite(value) or (name == "throughput" and value <= 0):
+            return f"{name} is {value:g}"
+    missing = [name for name in job.benchmark.derived if name not in found.metrics]
+    if missing:
+        return f"cannot be computed: {', '.join(missing)}"
     return "" if found.metrics else "ran to its end, and measured nothing"
-
-
-def _has(found: Measured, name: str) -> bool:
-    return name == "latency" and bool(found.latencies)
 
 
 def _words(found: Measured) -> str:

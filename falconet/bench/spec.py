@@ -18,6 +18,8 @@ from falconet.report.words import counted
 Reduction = Literal["mean", "final", "min", "value"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "final", "min", "value")
 CONVERGENCE = "_conv"  # ends the name of a benchmark that trains to an accuracy
+# What a run of ours has beside the metrics of its spec, by the names that `derived` and `output` may use.
+MEASURED = ("throughput", *(f"latency_{name}" for name in ("p50", "p90", "p99", "mean", "max")))
 TEMPLATE = "options"  # in the name of an entry that others merge, and that is no benchmark
 
 USED = ("description", "cmd", "data", "derived", "output", "env", "parameters", "location", "timeout", "allow_wandb")
@@ -107,8 +109,8 @@ def read_spec(path: Path) -> list[Benchmark]:
     content = read_yaml(path, loader=_Spelled)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: wanted a mapping of benchmark names to entries with a cmd")
-    # A built-in spec lies in the package; its commands run where the user is.
-    folder = Path.cwd() if path in builtin_specs().values() else path.resolve().parent
+    # A built-in spec lies in the package; its commands run where the user is. A link to one lies where it is itself.
+    folder = Path.cwd() if path in builtin_specs().values() else path.parent.resolve()
     twice = _repeated(yaml.compose(path.read_text(encoding="utf-8"), Loader=_Spelled))
     found = [
         _Entry(str(name), entry, where=str(path), is_repeated=name in twice).benchmark(folder)
@@ -156,20 +158,22 @@ class _Entry:
         if "cmd" not in self.content:
             raise self._mistake(f"has no cmd; wanted one, or '{TEMPLATE}' in the name of an entry to merge")
         place = folder / self._scalar(self.content.get("location", ""), "location")
+        variants = tuple(self._variants())
+        known = [*MEASURED, *self._mapping("data"), *self._mapping("derived"), *(variants[0] if variants else ())]
         return Benchmark(
             name=self.name,
             where=self.where,
             folder=place if place.is_dir() else folder,
             command=" ".join(self._text("cmd").split()),
-            variants=tuple(self._variants()),
+            variants=variants,
             metrics={name: self._metric(name, entry) for name, entry in self._mapping("data").items()},
-            derived={name: self._expression(name, entry) for name, entry in self._mapping("derived").items()},
+            derived={name: self._expression(name, entry, known) for name, entry in self._mapping("derived").items()},
             output=tuple(self._output()),
             environment=dict(self._environment()),
             timeout=self._number("timeout"),
             allow_wandb=str(self.content.get("allow_wandb", "false")).lower() in ("true", "yes", "on"),
             ignored=tuple(key for key in self.content if key in UNUSED),
-            notes=tuple(self._notes(place, folder)),
+            notes=(*self._notes(place, folder), *self._unmeasured(known)),
         )
 
     def _notes(self, place: Path, folder: Path) -> Iterator[str]:
@@ -177,6 +181,11 @@ class _Entry:
             yield f"{self.name} is in {self.where} more than once; the last one counts"
         if not place.is_dir():  # the originals' files name folders of their makers' own machines
             yield f"location {self.content['location']} is not a folder here; commands run in {folder}"
+
+    def _unmeasured(self, known: Sequence[str]) -> Iterator[str]:
+        for title, metric in self._output():
+            if metric not in known:
+                yield f"{self.name}: output: {title}: nothing measures {metric}{did_you_mean(metric, known)}"
 
     def _variants(self) -> Iterator[dict[str, str]]:
         """A list is a table with its names first; a mapping is every combination of its comma-separated values."""
@@ -222,11 +231,11 @@ class _Entry:
         if pattern.groups != 1:
             raise self._mistake(f"data: {name}: regexp: has {pattern.groups} groups, wanted one around the number")
         skip = str(entry.get("skip", "0"))
-        if not skip.isdigit():
+        if not (skip.isascii() and skip.isdecimal()):
             raise self._mistake(f"data: {name}: skip: got '{skip}', wanted a whole number, at least 0")
         return Metric(pattern=pattern, skip=int(skip), reduction=reduction)
 
-    def _expression(self, name: str, entry: Any) -> str:
+    def _expression(self, name: str, entry: Any, known: Sequence[str]) -> str:
         if not isinstance(entry, Mapping) or "expr" not in entry:
             raise self._mistake(f"derived: {name}: wanted an expr such as '{{throughput}} / 4'")
         self._check_keys(entry, ("expr", "reduction_type", "skip"), f"derived: {name}: ")
@@ -234,6 +243,10 @@ class _Entry:
             arithmetic.check(str(entry["expr"]))
         except ConfigError as error:
             raise self._mistake(f"derived: {name}: {error}") from error
+        for used in arithmetic.names_in(str(entry["expr"])):
+            if used not in known:
+                meant = did_you_mean(used, known) or "; wanted a metric or a parameter"
+                raise self._mistake(f"derived: {name}: nothing is known of {{{used}}}{meant}")
         return str(entry["expr"])
 
     def _output(self) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ def markdown(results: Sequence[Result], machine: dict[str, object]) -> str:
         "memory",
     )
     lines = [_row(head), _row(["---"] * len(head)), *(_row(_cells(result)) for result in results), ""]
-    lines += [f"- {note}" for result in results for note in _notes(result)]
+    lines += [f"- {_in_one_line(note)}" for result in results for note in _notes(result)]
     lines += ["", "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items() if value)]
     return "\n".join(lines) + "\n"
 
@@ -115,13 +115,20 @@ def _notes(result: Result) -> list[str]:
     drifting = sum(run["state"] == "drifting" for run in result.runs)
     if drifting:
         notes.append(f"{result.name}: {drifting} of {counted(len(result.runs), 'run')} not steady: measure longer")
-    if any(run["state"] == "few" for run in result.runs):
-        notes.append(f"{result.name}: too few measurements in a run to tell warm-up from noise; the first was dropped")
+    few = sorted({str(run["warm_up"]) for run in result.runs if run["state"] == "few" and run["measurements"]})
+    if few:
+        dropped = "the first was dropped" if few == ["1"] else f"{' or '.join(few)} dropped"
+        notes.append(f"{result.name}: too few measurements in a run to tell warm-up from noise; {dropped}")
     return notes
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+    return "| " + " | ".join(_in_one_line(cell).replace("|", "/") for cell in cells) + " |"
+
+
+def _in_one_line(text: str) -> str:
+    """A name or a reason as a table or a list can have it."""
+    return " ".join(text.split())
 
 
 def _number(value: float | None) -> str:

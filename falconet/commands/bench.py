@@ -36,7 +36,7 @@ def run(line: Sequence[Setting]) -> int:
         return DONE
     folder = _open_folder(options)
     measured = _measure(jobs, options, folder, screen)
-    _show(measured, options, folder, screen)
+    _show(measured, len(jobs) - len(measured), options, folder, screen)
     slower = _compare(old, measured, options, folder, screen) if old else False
     if any(result.status == "interrupted" for result in measured):
         return INTERRUPTED
@@ -124,7 +124,8 @@ def _write(measured: Sequence[results.Result], about: dict[str, object], options
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _show(measured: Sequence[results.Result], options: Bench, folder: Path, screen: Screen) -> None:
+def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:
+    """The tables; `left`: benchmarks that were not run."""
     screen.line("")
     unknown = [name for name in options.csv_metrics if name not in tables.metric_names(measured)]
     if unknown:
@@ -136,7 +137,8 @@ def _show(measured: Sequence[results.Result], options: Bench, folder: Path, scre
         if line.startswith("- "):
             screen.line(line)
     passed = sum(result.status == "passed" for result in measured)
-    screen.line(f"{passed} of {len(measured)} passed; written to {folder}: results.json, results.csv, results.md")
+    told = f"{passed} of {len(measured) + left} passed" + f", {left} not run" * bool(left)
+    screen.line(f"{told}; written to {folder}: results.json, results.csv, results.md")
 
 
 def _compare(

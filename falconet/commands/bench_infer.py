@@ -26,7 +26,7 @@ from falconet.report import inference as lines
 from falconet.report.folders import RUNS
 from falconet.report.screen import Say
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
-from falconet.report.words import are
+from falconet.report.words import are, counted
 from falconet.wiring import loading, numbers, opening, resources, speaking
 from falconet.wiring.building import build_model
 from falconet.wiring.images import Images, open_images
@@ -56,9 +56,7 @@ def run(line: Sequence[Setting]) -> int:
         return launch(workers, progress=lambda: None, say=speaking.spoken())
     with resources.open_machine(options.machine, place=place) as world:
         if asked > world.size:
-            running = f"{world.size} {'runs' if world.size == 1 else 'run'}, with a batch each"
-            note = f"note: {asked} replicas asked for, {are(here, 'device')} here: {running}"
-            speaking.screen_of(world).line(note)
+            speaking.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):
             speaking.screen_of(world).line(note)
@@ -91,6 +89,13 @@ def _trace(subject: Subject, world: World) -> None:
     if world.is_first:
         write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
         speaking.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
+
+
+def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
+    """What runs of more replicas than there are processes, in the trainer's words."""
+    what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} here"
+    runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
+    return f"{asked} replicas asked for, {what}: {runs}, with a batch each"
 
 
 def _devices(options: InferOptions) -> int:

@@ -1,6 +1,5 @@
 """World: which process this is, on which device, and how the processes agree. A world of one is a real World."""
 
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from falconet.errors import DeviceError
 from falconet.parallel.environment import Place
+from falconet.parallel.memory import own_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class World:
         """Bytes that this process had at the most: of the device's memory on CUDA, else of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return own_peak()
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, on each of them."""

@@ -21,7 +21,7 @@ def test_parameters_and_variables_are_filled_in(monkeypatch):
     monkeypatch.setenv("DATASETS_DIR", "/a b")
     found = built("falconet train --data-dir $DATASETS_DIR/x --n {n} ${OWN}", {"n": "4"}, environment={"OWN": "o"})
     assert found.argv == (sys.executable, "-m", "falconet", "train", "--data-dir", "/a b/x", "--n", "4", "o")
-    assert found.shown() == "falconet train --data-dir '/a b/x' --n 4 o"
+    assert found.shown() == "OWN=o falconet train --data-dir '/a b/x' --n 4 o"
     assert found.environment == {"OWN": "o"}
 
 
@@ -45,7 +45,9 @@ def test_an_unknown_parameter_is_answered_with_the_nearest():
 
 
 def test_json_in_a_command_is_left_alone():
-    assert built("""X='{"a.b": "c"}' prog""").environment == {"X": '{"a.b": "c"}'}
+    line = """X='{"a.b": "c"}' prog"""
+    assert built(line).environment == {"X": '{"a.b": "c"}'}
+    assert built(line).shown() == line
 
 
 @pytest.mark.parametrize(("command", "message"), [("a 'b", "no closing quotation"), ("X=1", "has no program")])

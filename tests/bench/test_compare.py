@@ -104,6 +104,22 @@ DAMAGED = {
 }
 
 
+def test_a_count_that_is_no_number_is_told_before_anything_runs(tmp_path):
+    path = tmp_path / "old.json"
+    results.write(path, [result([90, 100])], {})
+    path.write_text(path.read_text().replace('"count": 2', '"count": "x"'))
+    with pytest.raises(ConfigError, match="is damaged"):
+        results.read(path)
+
+
+def test_a_spread_that_is_not_known_is_no_noise():
+    unknown = results.Estimate(100.0, math.nan, math.nan, math.nan, 3, "runs")
+    change, low, high = change_between(unknown, estimate([90, 91, 89]))
+    assert change == pytest.approx(-10)
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
 @pytest.mark.parametrize(("text", "message"), DAMAGED.items())
 def test_a_file_that_holds_no_results_is_named(tmp_path, text, message):
     path = tmp_path / "old.json"

@@ -99,6 +99,15 @@ def test_other_programs_are_read_by_their_lines(tmp_path):
     }
 
 
+def test_a_latency_has_a_warm_up_of_its_own_and_is_a_metric_where_no_line_has_it(tmp_path):
+    latency = Metric(pattern=re.compile(r"latency: (\S+)"), skip=3)
+    spec = benchmark(tmp_path, metrics={"throughput": THROUGHPUT, "latency": latency})
+    lines = [f"latency: {value}" for value in (90, 80, 70, 5, 5)]
+    assert measure(spec, {}, ended(*lines), tmp_path).latency()["max"] == 5.0
+    (tmp_path / "inference.json").write_text(json.dumps({"latency_seconds": [0.02] * 20}))
+    assert measure(spec, {}, ended(), tmp_path).metrics["latency"] == pytest.approx(20.0)
+
+
 def test_the_rate_of_several_lines_is_all_images_over_all_seconds(tmp_path):
     spec = benchmark(tmp_path, metrics={"throughput": THROUGHPUT})
     lines = [f"throughput: {rate} samples/sec" for rate in (5, 100, 50)]

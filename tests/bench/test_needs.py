@@ -24,6 +24,9 @@ LINES = {
     "torchrun --nproc-per-node 8 -m falconet train": 8,
     "mpirun -np 3 falconet train": 3,
     "falconet train --replicas auto": 1,
+    "falconet train --pipeline-splits auto:x": 1,
+    "falconet train --replicas \u00b2": 1,
+    "falconet train --config": 1,
 }
 
 

@@ -77,6 +77,28 @@ def test_a_metric_that_no_line_has_is_a_failure(jobs, tmp_path):
     assert (found.status, found.reason) == ("failed", "no line matches the regexp of loss")
 
 
+@pytest.mark.parametrize(
+    ("rates", "reason"),
+    [("nan nan", "throughput is nan"), ("inf inf", "throughput is inf"), ("0 0", "throughput is 0")],
+)
+def test_a_throughput_that_is_none_is_a_failure(jobs, tmp_path, rates, reason):
+    text = f"a:\n  cmd: printf '%s/s\\n' {rates}\n  data: {{throughput: {{regexp: '(.*)/s'}}}}\n"
+    (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
+    assert (found.status, found.reason) == ("failed", reason)
+
+
+def test_what_cannot_be_computed_is_a_failure(jobs, tmp_path):
+    text = "a:\n  cmd: python program.py 100\n  derived: {x: {expr: '{throughput} / 0'}}\n"
+    (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
+    assert (found.status, found.reason) == ("failed", "cannot be computed: x")
+
+
+def test_the_output_of_a_spec_may_be_a_parameter(jobs, tmp_path):
+    text = "a:\n  cmd: python program.py {rate}\n  parameters: {rate: 50}\n  output: [[asked, rate]]\n"
+    (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
+    assert found.output == {"asked": "50"}
+
+
 def test_a_command_that_measures_nothing_is_a_failure(jobs, tmp_path):
     (found,) = run_all(jobs("a:\n  cmd: python -c pass\n"), routine(tmp_path), lambda _: None)
     assert (found.status, found.reason) == ("failed", "ran to its end, and measured nothing")

@@ -104,6 +104,19 @@ def test_a_command_runs_in_its_location_or_beside_the_spec_where_there_is_no_suc
     assert read_spec(path)[0].notes == ()
 
 
+def test_a_link_to_a_spec_runs_where_the_link_is(spec, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/benchmarks.yml").symlink_to(spec(ENTRY))
+    assert read_spec(tmp_path / "here/benchmarks.yml")[0].folder == tmp_path / "here"
+
+
+def test_an_output_that_nothing_measures_is_said(spec):
+    shown = "  output: [[a, throughput], [b, n], [c, los], [d, loss]]\n"
+    rest = "  data: {loss: {regexp: '(x)'}}\n  parameters: {n: '1,2'}\n"
+    (found,) = read_spec(spec(ENTRY + shown + rest))
+    assert found.notes == ("a: output: c: nothing measures los; did you mean 'loss'?",)
+
+
 def test_all_are_chosen_but_those_that_train_to_an_accuracy(spec):
     every = read_spec(spec(MERGED))
     assert [one.name for one in select(every, [], convergence=False)] == ["first_train_gen"]
@@ -137,6 +150,10 @@ MISTAKES = {
     ENTRY + "  parameters: 3\n": "a: parameters: wanted a mapping",
     ENTRY + "  parameters: [[a, b], [1]]\n": "a row has 1 value, wanted 2",
     ENTRY + "  derived: {x: {expr: 'import os'}}\n": "derived: x: expr: 'import os' is not arithmetic",
+    ENTRY + "  derived: {x: {expr: '{los} / 2'}}\n  data: {loss: {regexp: '(x)'}}\n": (
+        "derived: x: nothing is known of {los}; did you mean 'loss'"
+    ),
+    ENTRY + "  data: {loss: {regexp: '(x)', skip: \u00b2}}\n": "skip: got '\u00b2'",
     ENTRY + "  output: [a]\n": "a: output: wanted a list of pairs",
     ENTRY + "  timeout: soon\n": "a: timeout: got 'soon', wanted a number of seconds",
 }

@@ -47,6 +47,23 @@ def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
     assert "Machine: cores 2\n" in text
 
 
+def test_a_name_with_lines_in_it_stays_in_its_row():
+    text = tables.markdown([result([2000], name="two\nlines", status="failed", reason="a\nb")], {})
+    assert text.splitlines()[2].startswith("| two lines | FAILED |")
+    assert "- two lines: a b\n" in text
+    assert [line.split("  ")[0] for line in tables.plain(text)] == ["benchmark", "two lines"]
+
+
+def test_how_many_of_too_few_measurements_were_dropped():
+    samples = [Sample(1.0, 1.0)]
+    for dropped, said in ((0, "0 dropped"), (1, "the first was dropped"), (3, "3 dropped")):
+        run = Measured(samples=samples, steady=Steady(dropped, "few"))
+        text = tables.markdown([summarise([run], name="b", command="c", status="passed")], {})
+        assert f"- b: too few measurements in a run to tell warm-up from noise; {said}\n" in text
+    nothing = tables.markdown([summarise([Measured()], name="b", command="c", status="passed")], {})
+    assert "dropped" not in nothing
+
+
 def test_the_screen_shows_aligned_columns_of_the_same():
     lines = tables.plain("| a | bb |\n| --- | --- |\n| ccc | d |\n\nother")
     assert lines == ["a    bb", "ccc  d"]

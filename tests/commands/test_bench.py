@@ -92,6 +92,8 @@ def test_a_failing_entry_shows_its_last_line_and_the_others_go_on(falconet, tmp_
     assert answer.code == 1
     assert "FAILED: exit code 2: falconet train: unknown option --eopch; did you mean '--epoch'?" in answer.out
     assert "1 of 3 passed" in answer.out
+    stopped = falconet(f"bench --spec {path} --benchmark broken_gen steady_gen --stop-on-error --log-dir stopped")
+    assert "0 of 2 passed, 1 not run; written" in stopped.out
     only = falconet(f"bench --spec {path} --benchmark steady_gen --repeat 1 --log-dir only")
     assert only.code == 0
 

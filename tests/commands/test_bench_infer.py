@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from falconet.bench.inference import Series
+from falconet.parallel.environment import Place
 from tiny import TINY
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
@@ -118,6 +119,15 @@ def test_more_replicas_than_devices_are_said_and_fewer_run(falconet, monkeypatch
     answer = falconet(f"{SMALL} --replicas 4")
     assert answer.code == 0
     assert "note: 4 replicas asked for, 1 device is here: 1 runs, with a batch each" in answer.out
+
+
+def test_of_processes_that_were_started_nobody_says_devices():
+    from falconet.commands.bench_infer import folding
+
+    started = Place(rank=0, size=4, local_rank=0, local_size=4, launcher="torchrun")
+    assert folding(16, place=started, here=2) == (
+        "16 replicas asked for, 4 processes of torchrun: 4 run, with a batch each"
+    )
 
 
 MISTAKES = {
