@@ -123,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away (`falconet models | head`): not an error, and nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output went away (`falconet train --help | head`): not an error, and nobody to tell.
         return DONE
     except OSError as error:
         found = NO_ROOM.get(error.errno or 0)
@@ -198,6 +197,7 @@ def end(code: int) -> NoReturn:
     """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
     if code == INTERRUPTED or is_one_of_several(os.environ):
         leaving.now(code)
+    leaving.drop_unread()
     sys.exit(code)
 
 

@@ -23,6 +23,15 @@ def at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def drop_unread() -> None:
+    """Forget what cannot be written any more (`| head`, a full disk): Python would complain about it when it ends."""
+    try:
+        if sys.stdout:  # it may have been closed from the beginning
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def now(code: int) -> NoReturn:
     """End the process, of which everything is written and closed, without Python's own clearing up.
 

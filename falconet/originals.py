@@ -1,20 +1,23 @@
 """The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
 
+import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from falconet import cli
-from falconet.codes import DONE, MISTAKE
-from falconet.dialects.explain import help_of
-from falconet.dialects.table import Place
-from falconet.dialects.translate import Translation, program_named, translate
-from falconet.errors import UserError
-from falconet.parallel.environment import REPLICAS, find_place
-from falconet.report.folders import RUNS
+from falconet import leaving
+
+with leaving.at_once():  # the first 0.3 s of every program
+    from falconet import cli
+    from falconet.codes import DONE, INTERRUPTED, MISTAKE
+    from falconet.dialects.explain import help_of
+    from falconet.dialects.table import Place
+    from falconet.dialects.translate import Translation, program_named, translate
+    from falconet.errors import UserError
+    from falconet.parallel.environment import REPLICAS, find_place
+    from falconet.report.folders import RUNS
 
 SHOW = "--show-translation"
 
@@ -35,6 +38,8 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     if shown:
         _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
         return DONE
@@ -46,21 +51,22 @@ def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoRetur
     cli.end(main(program, script, argv))
 
 
-def gc_info() -> int:
+def gc_info() -> NoReturn:
     """`gc-info -l`, whatever its flags: what this machine has."""
-    return cli.main(["doctor"])
+    cli.end(cli.main(["doctor"]))
 
 
 def gc_profile(argv: Sequence[str] | None = None) -> int:
-    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder."""
+    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder.
+
+    The program takes this process over, and with it every signal: after a Ctrl-C it has the time that it needs to save.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 4 or words[0] != "-d" or words[2] != "--":
         print("usage: gc-profile -d FOLDER -- PROGRAM [arguments]", file=sys.stderr)  # noqa: T201
         return MISTAKE
     try:
-        return subprocess.run(
-            words[3:], env={**os.environ, RUNS: str(Path(words[1]).absolute())}, check=False
-        ).returncode
+        os.execvpe(words[3], words[3:], {**os.environ, RUNS: str(Path(words[1]).absolute())})
     except OSError as error:
         print(f"gc-profile: {words[3]}: {error.strerror}", file=sys.stderr)  # noqa: T201
         return MISTAKE
@@ -77,7 +83,8 @@ def _run(translation: Translation, ours: list[str], name: str) -> int:
 
 def _say(text: str) -> None:
     if _is_first(os.environ):
-        print(text)  # noqa: T201
+        with contextlib.suppress(BrokenPipeError):  # `--help | head`
+            print(text)  # noqa: T201
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:

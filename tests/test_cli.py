@@ -37,7 +37,7 @@ ANSWERS = {
     "train --precision FP16": (2, "; did you mean '16.16'?"),
     "train --precision bf16.61": (2, "; did you mean 'bf16.bf16'?"),
     "bench --spec 21": (2, "no spec is named '21'; wanted a YAML file or one of"),
-    "data verify nowhere": (2, "nowhere: no packed shards in it; `falconet data pack` makes them"),
+    "data verify nowhere": (2, "nowhere: no such folder, wanted one that `falconet data pack` has made"),
 }
 
 

@@ -1,5 +1,6 @@
 """The originals' scripts, run as people type them: inside their folders, for a few updates on generated images."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -226,10 +227,15 @@ def test_a_script_runs_from_its_own_folder_and_finds_its_configs():
     assert "--replicas 64" in run.stdout
 
 
-def test_the_profilers_wrapper_says_where_the_run_folder_goes(capfd, tmp_path):
-    program = [sys.executable, "-c", "import os; print(os.environ['FALCONET_RUNS'])"]
-    assert gc_profile(["-d", str(tmp_path / "profile_dir"), "--", *program]) == 0
-    assert capfd.readouterr().out == f"{tmp_path / 'profile_dir'}\n"
+def test_the_profilers_wrapper_says_where_the_run_folder_goes_and_leaves_its_process_to_the_program(capfd, tmp_path):
+    """Ctrl-C and SIGTERM then reach the program alone, which saves before it ends."""
+    wrapper = [sys.executable, "-c", "from falconet.originals import gc_profile; gc_profile()"]
+    program = [sys.executable, "-c", "import os; print(os.getpid(), os.environ['FALCONET_RUNS'])"]
+    with subprocess.Popen(
+        [*wrapper, "-d", str(tmp_path / "profile_dir"), "--", *program], stdout=subprocess.PIPE, text=True
+    ) as started:
+        said, _ = started.communicate()
+    assert (started.returncode, said) == (0, f"{started.pid} {tmp_path / 'profile_dir'}\n")
     assert gc_profile(["-d", "profile_dir"]) == 2
     assert capfd.readouterr().err == "usage: gc-profile -d FOLDER -- PROGRAM [arguments]\n"
     assert gc_profile(["-d", "profile_dir", "--", "no-such-program"]) == 2
@@ -242,3 +248,22 @@ def test_the_benchmark_runner_has_its_old_name():
     assert run.stdout.startswith("falconet bench --spec benchmarks.yml")
     wrong = subprocess.run(line[:3], cwd=COMPAT, capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stderr.splitlines()[0][:6]) == (2, "usage:")
+
+
+def test_ctrl_c_while_a_reference_script_begins_ends_it_without_a_word(tmp_path):
+    (tmp_path / "tyro.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    line = [sys.executable, COMPAT / "pytorch/train/train.py", "--help"]
+    ended = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("asked", ["--help", "--config resnet50 --show-translation"])
+def test_an_answer_that_nobody_reads_is_no_mistake(asked):
+    """As `train.py --help | head` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, COMPAT / "pytorch/train/train.py", *asked.split()]
+    ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")

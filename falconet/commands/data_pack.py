@@ -9,7 +9,7 @@ from falconet.config.settings import Setting
 from falconet.data import native, packing
 from falconet.data.source import FileSource
 from falconet.data.sources import folder
-from falconet.errors import ConfigError, DataError, Interrupted
+from falconet.errors import DataError, Interrupted
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
 from falconet.report.words import are, counted
@@ -21,8 +21,8 @@ MOST_TOLD = 20  # files that are named
 
 def run(line: Sequence[Setting]) -> int:
     options = load_options(PackOptions, line).options.pack
-    if options.source is None or options.target is None:
-        raise ConfigError("needs two folders: the one with train/ and val/, and the one for the shards")
+    assert options.source is not None
+    assert options.target is not None
     say = Screen().line
     sources = _sources(options.source)
     target = _made(options.target)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from falconet.config.schema import VerifyOptions
 from falconet.config.settings import Setting
 from falconet.data.sources import packed
-from falconet.errors import ConfigError, DataError
+from falconet.errors import DataError
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
 from falconet.report.words import counted
@@ -14,8 +14,7 @@ from falconet.wiring.reading import load_options
 
 def run(line: Sequence[Setting]) -> int:
     source = load_options(VerifyOptions, line).options.verify.source
-    if source is None:
-        raise ConfigError("needs the folder with the shards")
+    assert source is not None
     shards = packed.find(source)
     if not any(shards.values()):
         raise DataError(f"{source}: no packed shards in it; `falconet data pack` makes them")

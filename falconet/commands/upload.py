@@ -19,10 +19,7 @@ CONFIG = "config.yaml"
 def run(line: Sequence[Setting]) -> int:
     options = load_options(UploadOptions, line).options.upload
     folder = options.source
-    if folder is None:
-        raise ConfigError("--source: is needed: a run folder, which is also the first word of the command")
-    if not folder.is_dir():
-        raise ConfigError(f"--source: {folder} is not a folder; wanted a run folder")
+    assert folder is not None
     moments = finished.moments(folder)
     if not moments:
         raise ConfigError(f"--source: {folder} has no metrics yet")

@@ -1,7 +1,7 @@
 """A line beside the output, about the data: on standard error, as progress is."""
 
-from rich.console import Console
+from falconet.report.screen import Lines
 
 
 def say(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False, emoji=False)
+    Lines(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False, emoji=False)

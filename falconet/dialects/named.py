@@ -26,10 +26,8 @@ def entry(name: str, path: Path) -> Mapping[str, object]:
     configs = read(path)
     found = configs.get(name)
     if not isinstance(found, Mapping):
-        where = f"{path} has {len(configs)}, and `falconet configs` says what each of the originals' reaches"
-        raise ConfigError(
-            f"--config: no config is named '{name}'{_meant(name, [str(key) for key in configs])}; {where}"
-        )
+        meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
+        raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")
     return found
 
 

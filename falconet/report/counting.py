@@ -4,8 +4,9 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from falconet.report.screen import Lines
 
 GLANCE = 0.1  # seconds between two looks of the bar
 SILENCE = 10.0  # seconds between lines where there is no terminal
@@ -15,7 +16,7 @@ class Counting:
     """A count that goes up, to `total` where that is known; shown on standard error, which no output is mixed with."""
 
     def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),

@@ -13,11 +13,25 @@ Say = Callable[[str], None]  # takes a line
 PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal, whatever their lines are collected into
 
 
+class Lines(Console):
+    """A console whose reader may go away: `| head`, or a `tee` that the same Ctrl-C has ended. Then nothing is said."""
+
+    reader_is_gone = False
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process, in the middle of an update too."""
+        self.quiet = self.reader_is_gone = True
+
+
 class Screen:
-    """Lines, with a bar of the whole run below them where there is a terminal."""
+    """Lines, with a bar of the whole run below them where there is a terminal.
+
+    Where nobody reads the lines any more, those of a run that has begun go to standard error, once and for all.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Lines(highlight=False, soft_wrap=True)
+        self._aside: Lines | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -33,9 +47,14 @@ class Screen:
 
     def line(self, text: str) -> None:
         self.console.print(text, markup=False, emoji=False)  # paths are shown as they are
+        if self._aside and isinstance(self.console, Lines) and self.console.reader_is_gone:
+            self.console, self._aside = self._aside, None
+            self.line("nobody reads the output any more; the run goes on, and speaks here")
+            self.line(text)
 
     def begin(self, *, total: int, done: int) -> None:
         """Show the bar of a run of `total` updates; without a terminal, a line, because an epoch may take hours."""
+        self._aside = Lines(stderr=True, highlight=False, soft_wrap=True)
         if self._bar.disable and done < total:
             self.line(f"training begins: update {done + 1:,} of {total:,}")
         self._bar.update(self._task, total=total, completed=done, visible=True)

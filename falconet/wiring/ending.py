@@ -1,6 +1,7 @@
 """How a run goes on that ended before its end."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def how_to_go_on(folder: Path, checkpoints: Path) -> str:
 def restore_line(folder: Path, checkpoints: Path) -> str:
     """The command itself: the run folder is enough where its checkpoints lie in it; from elsewhere they lead to it."""
     found = folder if checkpoints in (folder, folder / "checkpoints") else checkpoints
-    return f"falconet restore --checkpoint-input-path {found}"
+    return shlex.join(["falconet", "restore", "--checkpoint-input-path", str(found)])
 
 
 @contextlib.contextmanager

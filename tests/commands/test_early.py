@@ -25,6 +25,12 @@ MISTAKES = {
     "train --data folder --data-dir nope --plan": "nope: no such folder, wanted one with train/ and val/\n",
     "data bench --data folder --data-dir nope": "nope: no such folder, wanted one with train/ and val/\n",
     "train --data imagenet": "--data imagenet: needs --data-dir",
+    "data pack": "needs two folders",
+    "data pack nope there": "nope: no such folder, wanted one with train/ and val/\n",
+    "data verify": "needs the folder with the shards\n",
+    "data verify nope": "nope: no such folder, wanted one that `falconet data pack` has made\n",
+    "upload": "needs a run folder, as in `falconet upload runs/my-run`\n",
+    "upload nope": "nope: no such folder, wanted a run folder\n",
     f"train {TINY} --replicas 2 --batchnorm-span 2 --disable-stable-batchnorm": "--batchnorm-span: got 2, which",
 }
 
@@ -39,6 +45,16 @@ def test_a_mistake_is_answered_before_the_commands_module_is_imported(falconet, 
     assert answer.code == 2
     assert answer.err.startswith(f"falconet {command}: {message}")
     assert answer.err.count("\n") == 1
+
+
+def test_a_server_without_its_library_is_answered_too(falconet, monkeypatch):
+    monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "aiohttp" else pytest.fail(name))
+    answer = falconet("serve")
+    assert (answer.code, answer.err) == (
+        2,
+        "falconet serve: needs aiohttp, which is not installed: pip install 'falconet[serve]'\n",
+    )
 
 
 def test_neither_the_answers_nor_the_reader_of_specs_import_torch():

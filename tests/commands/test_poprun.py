@@ -226,3 +226,9 @@ def test_a_port_that_is_empty_is_the_usual_one(capfd, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "")
     assert poprun.main(["--dry-run", "--num-replicas", "2", "--host", "a,b", "true"]) == 0
     assert "--master-port=29500" in capfd.readouterr().out
+
+
+def test_ctrl_c_while_it_begins_ends_it_without_a_word(tmp_path):
+    (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    assert run("--num-replicas 2", ["true"], tmp_path, PYTHONPATH=path) == (130, "", "")

@@ -136,7 +136,7 @@ def test_a_named_config_lies_below_the_line(tmp_path):
 CONFIG_MISTAKES = {
     "a: [": "is not YAML",
     "- a": "named configs were wanted",
-    "resnet5: {lr: 1}": "--config: no config is named 'resnet50'; did you mean 'resnet5'?",
+    "resnet5: {lr: 1}": "configs.yml; did you mean 'resnet5'?",
     "resnet50: {lrr: 1}": "config resnet50: unknown option lrr; did you mean '--lr'?",
 }
 

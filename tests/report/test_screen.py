@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from falconet.report.screen import Screen
+from falconet.report.screen import Lines, Screen
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
 
@@ -100,3 +100,40 @@ def test_there_is_no_bar_on_the_terminal_that_mpirun_pretends(monkeypatch):
     screen.begin(total=3, done=0)
     screen.end()
     assert text.getvalue() == "training begins: update 1 of 3\n"
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader has gone away."""
+
+    def flush(self):
+        raise BrokenPipeError
+
+
+def test_what_nobody_reads_ends_no_command(capsys):
+    """As `falconet models | head` leaves it."""
+    screen = Screen(Lines(file=Unread()))
+    for text in ("one", "two"):
+        screen.line(text)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_that_nobody_reads_goes_on_and_speaks_on_standard_error(capsys):
+    """As `falconet train | tee log` leaves it when Ctrl-C has ended `tee`: the run saves, and says how to continue."""
+    screen = Screen(Lines(file=Unread(), highlight=False, soft_wrap=True))
+    screen.line("the plan")
+    with screen:
+        screen.begin(total=4, done=0)
+        screen.line("saved [x]")
+    screen.line("the end")
+    *gone, begins, saved, end = capsys.readouterr().err.splitlines()
+    assert gone == ["nobody reads the output any more; the run goes on, and speaks here"]
+    assert (begins, saved, end) == ("training begins: update 1 of 4", "saved [x]", "the end")
+
+
+def test_a_run_that_nobody_hears_at_all_goes_on(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Unread())
+    screen = Screen(Lines(file=Unread()))
+    with screen:
+        screen.begin(total=4, done=0)
+        for _ in screen.counts(range(4), epoch="epoch 1/1"):
+            screen.line("unheard")

@@ -1,5 +1,6 @@
 """How a run goes on that ended before its end: the command that is printed works."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def test_the_command_that_is_printed_finds_the_checkpoints_and_the_run_folder(fa
     answer = falconet(f"{line} --epoch 2")
     assert answer.code == 0, answer.err
     assert "run folder           r\n" in answer.out
+
+
+def test_the_command_can_be_copied_whatever_the_folder_is_called():
+    folder = Path("mein Lauf; 'zwei'")
+    line = ending.restore_line(folder, folder / "checkpoints")
+    assert shlex.split(line) == ["falconet", "restore", "--checkpoint-input-path", str(folder)]
 
 
 def test_without_a_checkpoint_there_is_nothing_to_continue_from(tmp_path):
