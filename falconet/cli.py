@@ -122,17 +122,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`falconet train --help | head`): not an error, and nobody to tell.
-        return DONE
     except OSError as error:
-        found = NO_ROOM.get(error.errno or 0)
-        if found is None:
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        said = f"{found.why}{where}; {found.helps}; what was saved before is whole"
-        print(f"falconet {name}: {said}", file=sys.stderr)  # noqa: T201
-        return MISTAKE
+        return unwritten(error, f"falconet {name}")
+
+
+def unwritten(error: OSError, who: str) -> int:
+    """The exit code where no room was left, or the reader of our output went away (`--help | head`): that is no error."""
+    if isinstance(error, BrokenPipeError):
+        return DONE
+    found = NO_ROOM.get(error.errno or 0)
+    if found is None:
+        raise error
+    where = f" ({error.filename})" if error.filename else ""
+    print(f"{who}: {found.why}{where}; {found.helps}; what was saved before is whole", file=sys.stderr)  # noqa: T201
+    return MISTAKE
 
 
 def show_any_name() -> None:
@@ -197,8 +200,7 @@ def end(code: int) -> NoReturn:
     """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
     if code == INTERRUPTED or is_one_of_several(os.environ):
         leaving.now(code)
-    leaving.drop_unread()
-    sys.exit(code)
+    sys.exit(leaving.last_words(code))
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

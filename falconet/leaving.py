@@ -1,4 +1,4 @@
-"""Ctrl-C ends the process: while libraries are imported, and when all is said. Imports next to nothing itself."""
+"""How a process ends: by Ctrl-C while it imports libraries, with its last words, or at once. Imports next to nothing."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from falconet.codes import INTERRUPTED
+from falconet.codes import DONE, INTERRUPTED, MISTAKE
 
 
 @contextlib.contextmanager
@@ -23,13 +23,17 @@ def at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def drop_unread() -> None:
-    """Forget what cannot be written any more (`| head`, a full disk): Python would complain about it when it ends."""
+def last_words(code: int) -> int:
+    """The exit code when standard output is written; what nobody reads any more (`| head`) is forgotten, not missed."""
     try:
         if sys.stdout:  # it may have been closed from the beginning
             sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        if code == DONE and not isinstance(error, BrokenPipeError):
+            print(f"standard output: {error.strerror}", file=sys.stderr)  # noqa: T201
+            return MISTAKE
+    return code
 
 
 def now(code: int) -> NoReturn:

@@ -1,6 +1,5 @@
 """The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,18 +30,19 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(words):
             _say(help_of(program_named(program)))
             return DONE
-        shown = SHOW in words
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
+        if SHOW in words:
+            _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
+            return DONE
     except UserError as error:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+    except OSError as error:
+        return cli.unwritten(error, name)
     except KeyboardInterrupt:
         return INTERRUPTED
-    if shown:
-        _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
-        return DONE
     return _run(translation, ours, name)
 
 
@@ -83,8 +83,7 @@ def _run(translation: Translation, ours: list[str], name: str) -> int:
 
 def _say(text: str) -> None:
     if _is_first(os.environ):
-        with contextlib.suppress(BrokenPipeError):  # `--help | head`
-            print(text)  # noqa: T201
+        print(text)  # noqa: T201
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:

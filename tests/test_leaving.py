@@ -1,8 +1,11 @@
-"""Who interrupts a command does not wait for it."""
+"""Who interrupts a command does not wait for it, and nothing that was said gets lost unnoticed."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import atexit, sys
@@ -32,3 +35,12 @@ def test_so_does_one_of_several_whatever_its_end():
 
 def test_any_other_end_is_pythons_own():
     assert ended(2) == (2, "saidcleared up\n", "")
+
+
+@pytest.mark.parametrize(("code", "ends", "told"), [(0, 2, "standard output: No space left on device\n"), (2, 2, "")])
+def test_words_that_cannot_be_written_are_missed_once(code, ends, told):
+    line = [sys.executable, "-c", SCRIPT.format(code=code)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
+    assert (result.returncode, result.stderr) == (ends, told)
