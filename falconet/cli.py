@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unwritten(error: OSError, who: str) -> int:
-    """The exit code where no room was left, or the reader of our output went away (`--help | head`): that is no error."""
+    """The exit code where no room was left; that the reader of our output went away (`--help | head`) is no error."""
     if isinstance(error, BrokenPipeError):
         return DONE
     found = NO_ROOM.get(error.errno or 0)

@@ -1,4 +1,4 @@
-"""How a process ends: by Ctrl-C while it imports libraries, with its last words, or at once. Imports next to nothing."""
+"""How a process ends: by Ctrl-C while libraries are imported, with its last words, or at once. Imports hardly any."""
 
 import contextlib
 import os
