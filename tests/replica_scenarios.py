@@ -30,7 +30,7 @@ from falconet.numerics.rounding import Rounding
 from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
 from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.offload import HostedState
-from falconet.parallel import processes
+from falconet.parallel import liveness, processes
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import divide
 from falconet.parallel.replicas import digest
@@ -131,6 +131,7 @@ def layer_in(layer):
 def late(world, timeout):
     """The second process does not come to a barrier in time; the short time does not count before they have met."""
     world = replace(world, host=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), timeout=timeout)
+    liveness.SILENCE, liveness.PATIENCE = 6.0, 60.0  # seconds in which a sign of life comes, on a busy machine too
     world.at("update 7")
     if world.rank == 1:
         world.at("update 6, reading images")

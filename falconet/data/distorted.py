@@ -10,7 +10,6 @@ from falconet.data.objects import BoxArray
 from falconet.data.source import BoolArray
 
 RATIO = (0.75, 1.33)  # width over height, as TensorFlow's programs for ImageNet have it
-DRAWS = 4  # of one attempt: ratio, height, place down, place right
 COVERED = 0.1  # of an object's area, or of the photo's where it has none
 
 

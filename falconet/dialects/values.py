@@ -93,7 +93,9 @@ def truth(text: str) -> bool | None:
 
 def short(number: float) -> str:
     """A number as a person would type it: 0.5, 3e-05, 16384; every digit that matters is kept."""
-    return f"{number:.0f}" if number == int(number) and abs(number) < 1e15 else repr(round(number, 15))
+    if number == int(number) and abs(number) < 1e15:
+        return f"{number:.0f}"
+    return repr(round(number, 15) if abs(number) >= 1e-6 else float(f"{number:.9g}"))
 
 
 def power_of_two(name: str, exponent: float) -> float:
