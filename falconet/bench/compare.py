@@ -33,8 +33,8 @@ def compare(old: Mapping[str, Result], new: Sequence[Result]) -> Iterator[Compar
     """Each new result against the old one of the same name, then what is missing."""
     for result in new:
         yield _compared(old[result.name], result) if result.name in old else Comparison(name=result.name, verdict="new")
-    for name in old.keys() - {result.name for result in new}:
-        yield Comparison(name=name, verdict="missing")
+    measured = {result.name for result in new}
+    yield from (Comparison(name=name, verdict="missing") for name in old if name not in measured)
 
 
 def change_between(old: Estimate, new: Estimate) -> tuple[float, float, float]:

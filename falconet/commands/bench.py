@@ -115,7 +115,8 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 
 
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
-    names = tables.metric_names(measured) if options.additional_metrics else options.csv_metrics
+    every = tables.metric_names(measured) if options.additional_metrics else []
+    names = list(dict.fromkeys([*every, *options.csv_metrics]))
     try:
         results.write(folder / "results.json", measured, about)
         tables.write_csv(folder / "results.csv", measured, metrics=names)

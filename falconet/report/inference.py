@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev, quantiles
+from statistics import fmean, harmonic_mean, pstdev, quantiles
 
 _MODES = {"folder": "real"}  # in the PyTorch program's words
 
@@ -69,9 +69,11 @@ def summary(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) ->
 def tensorflow(facts: Facts, rates: Sequence[float], latencies: Sequence[float]) -> list[str]:
     """The two lines of the TensorFlow program's validation; the accuracy of random weights is nobody's concern."""
     points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
+    whole = harmonic_mean(rates)  # all images over all seconds, as there; the mean of the rates is more
+    seconds = len(rates) * facts.micro_batch * facts.devices / whole
     return [
         f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
         f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
-        f"Validation top-1 accuracy [{facts.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {fmean(rates):6.2f},"
-        f" time: {sum(latencies) / 1000:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+        f"Validation top-1 accuracy [{facts.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {whole:6.2f},"
+        f" time: {seconds:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
     ]

@@ -58,6 +58,8 @@ def test_what_is_new_missing_or_another_thing_is_said():
     assert found["added"].verdict == "new"
     assert found["gone"].verdict == "missing"
     assert (found["b"].verdict, found["b"].why) == ("not comparable", "another folding")
+    many = {name: result([1, 1], name=name) for name in "qwertyuiop"}
+    assert [one.name for one in compare(many, [])] == list("qwertyuiop")
     (other,) = compare({"b": result([1, 1], command="x")}, [result([1, 1])])
     assert other.why == "another command"
     (none,) = compare({"b": result([1, 1])}, [result([], status="failed")])

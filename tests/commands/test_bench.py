@@ -94,8 +94,12 @@ def test_a_failing_entry_shows_its_last_line_and_the_others_go_on(falconet, tmp_
     assert "1 of 3 passed" in answer.out
     stopped = falconet(f"bench --spec {path} --benchmark broken_gen steady_gen --stop-on-error --log-dir stopped")
     assert "0 of 2 passed, 1 not run; written" in stopped.out
-    only = falconet(f"bench --spec {path} --benchmark steady_gen --repeat 1 --log-dir only")
+    only = falconet(
+        f"bench --spec {path} --benchmark steady_gen --repeat 1 --log-dir only --additional-metrics --csv-metrics loss"
+    )
     assert only.code == 0
+    assert "nothing measured loss; the columns are empty" in only.out
+    assert Path("only/results.csv").read_text().splitlines()[0].endswith(",command,throughput,last,loss")
 
 
 MISTAKES = {
