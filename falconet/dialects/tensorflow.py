@@ -146,9 +146,12 @@ _OTHERWISE = {  # what has another effect than in training
         name: idle(_MACHINE[name], _TRAINING)
         for name in (
             *("--mixup-alpha", "--cutmix-lambda", "--cutmix-version", "--BN-decay", "--block-survival-prob"),
-            *("--max-cross-replica-buffer-size", "--enable-recomputation"),
+            *("--max-cross-replica-buffer-size", "--enable-recomputation", "--identical-replica-seeding", "--BN-span"),
+            *("--no-stochastic-rounding", "--stochastic-rounding", "--offload-fp32-weight-copy"),
+            *("--dataset-percentage-to-use", "--train-with-valid-preprocessing"),
         )
     },
+    "--seed": idle(_MACHINE["--seed"], "nothing that is drawn here counts in what is measured"),
     "--replicas": becomes(
         "--replicas",
         "whole",
@@ -249,7 +252,12 @@ PROGRAMS = (
     Program(
         name="tf1:inference_embedded.py",
         options=(
-            *_PREDICTING,
+            *(
+                idle(option, "`validation.py --dataset-benchmark` measures the input")
+                if option.name == "--dataset-benchmark"
+                else option
+                for option in _PREDICTING
+            ),
             *(
                 replace(option, rule=shared_passes, effect="passes over the validation images")
                 if option.name == "--repeat"
