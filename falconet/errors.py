@@ -9,6 +9,10 @@ from typing import NamedTuple
 class UserError(Exception):
     """Something the user can mend: `cli` prints it as one line and exits with code 2."""
 
+    def __str__(self) -> str:
+        """One line, also where a value that was typed has several."""
+        return super().__str__().replace("\n", "\\n")
+
 
 class ConfigError(UserError):
     """An option, a named config or a combination of them."""

@@ -26,6 +26,8 @@ def from_line(program: Program, argv: Iterable[str], *, others: Sequence[Program
             typed.append((token, program.word, [token]))
         elif typed and typed[-1][1].kind != "flag":
             typed[-1][2].append(token)
+        elif typed:
+            raise ConfigError(f"{typed[-1][0]}: is a switch and takes no value, got '{token}'")
         else:
             raise ConfigError(f"'{token}': an option was wanted, such as {program.options[0].name}")
     return {option.name: check(option, tuple(values), spelled=spelled) for spelled, option, values in typed}

@@ -68,6 +68,8 @@ def norm(old: Values) -> Iterable[Effect]:
     yield To("norm-type", (kind,))
     if kind == "group":
         yield To("norm-num-groups", (old.text("--norm-groups"),))
+    elif old.given("--norm-groups"):
+        yield Say("--norm-groups: no effect without --norm-type GROUP")
     if kind == "none":
         yield To("conv-bias")
 
@@ -107,10 +109,7 @@ def _multipliers(old: Values) -> list[float]:
 
 
 def _shares(old: Values, name: str) -> list[float]:
-    try:
-        return [float(share) for share in old.text(name).split(",") if share]
-    except ValueError:
-        raise ConfigError(f"{name}: got '{old.text(name)}', wanted numbers with commas between them") from None
+    return old.listed(name, wanted="numbers with commas between them")
 
 
 def stages(old: Values) -> Iterable[Effect]:
@@ -121,6 +120,8 @@ def stages(old: Values) -> Iterable[Effect]:
     if devices // factor > 1:
         yield To("pipeline-splits", (f"auto:{devices // factor}",))
         yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
+    elif old.flag("--pipeline"):
+        yield Say("--pipeline: no effect with one of --num-ipus a replica")
 
 
 def rounding(old: Values) -> Iterable[Effect]:
@@ -203,6 +204,8 @@ def shards(old: Values) -> Iterable[Effect]:
         yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
     elif count > 1:
         yield Say(f"--shards {count}: predictions are measured with the whole model on one device")
+    elif old.flag("--pipeline"):
+        yield Say("--pipeline: no effect without --shards")
 
 
 _MODEL_NORMS = ("BATCH", "GROUP", "NONE")

@@ -160,7 +160,7 @@ def recompute_mode(old: Values) -> Iterable[Effect]:
 
 def warmup(old: Values) -> Iterable[Effect]:
     """A warm-up longer than training is cut where training ends, at the rate it has; their benchmarks had such."""
-    warm, epochs = old.number("--warmup-epoch"), old.whole("--epoch")
+    warm, epochs = old.number("--warmup-epoch"), old.whole("--epoch", least=1)
     if warm > epochs:
         reached = short(old.number("--lr") * epochs / warm)
         yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")

@@ -5,15 +5,30 @@ from dataclasses import replace
 from math import ceil
 
 from falconet.dialects import tensorflow_facts as facts
+from falconet.dialects.pytorch import MEMORY
 from falconet.dialects.rows import becomes, idle, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Program, Say, To
+from falconet.dialects.tensorflow_idle import refuse_other_families, without_effect
 from falconet.dialects.tensorflow_keeping import KEEPING
 from falconet.dialects.tensorflow_machine import MACHINE
 from falconet.dialects.tensorflow_model import DATA, MODEL, own
 from falconet.dialects.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
-from falconet.dialects.values import Values
+from falconet.dialects.values import Values, short
 
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
+
+
+def training(old: Values) -> Iterable[Effect]:
+    """What a training is whatever is typed, and what of it is idle."""
+    refuse_other_families(old)
+    yield from own(old)
+    yield from without_effect(old)
+
+
+def predicting(old: Values) -> Iterable[Effect]:
+    """What predictions are whatever is typed."""
+    refuse_other_families(old)
+    yield from own(old)
 
 
 def train_command(old: Values) -> str:
@@ -52,9 +67,26 @@ def repeats(old: Values) -> Iterable[Effect]:
         yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
 
 
+def copies(old: Values) -> int:
+    """Devices that predict: each shard was one more replica, with the whole model. A launcher's word counts more."""
+    return facts.replicas(old) * (1 if old.place.replicas else old.whole("--shards"))
+
+
+def predictors(old: Values) -> Iterable[Effect]:
+    if copies(old) > 1:
+        yield To("replicas", (str(copies(old)),))
+
+
+def memory_share(old: Values) -> Iterable[Effect]:
+    """Of a model in one piece: the largest that convolutions had in a stage."""
+    if old.has("--available-memory-proportion"):
+        share = max(old.numbers("--available-memory-proportion")[::2])
+        yield To("available-memory-proportion", (short(share),))
+
+
 def passes(old: Values) -> Iterable[Effect]:
     """As many batches as that many passes over the validation images have."""
-    batches = ceil(VALIDATION_IMAGES[facts.dataset(old)] / (facts.micro_batch(old) * facts.replicas(old)))
+    batches = ceil(VALIDATION_IMAGES[facts.dataset(old)] / (facts.micro_batch(old) * copies(old)))
     yield To("iterations", (str(old.whole("--repeat") * batches),))
 
 
@@ -105,8 +137,36 @@ _NOT_HERE = {  # what predictions have no use for, where that is not because the
     **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
     "--log-all-instances": "the first process alone measures",
 }
+_WHOLE = "a model that predicts is whole; --shards are more replicas of it"
 _MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_MACHINE = {option.name: option for option in (*MACHINE, *MODEL, *DATA)}
 _OTHERWISE = {  # what has another effect than in training
+    **{name: idle(_MACHINE[name], _WHOLE) for name in ("--pipeline", "--pipeline-splits", "--pipeline-schedule")},
+    **{
+        name: idle(_MACHINE[name], _TRAINING)
+        for name in (
+            *("--mixup-alpha", "--cutmix-lambda", "--cutmix-version", "--BN-decay", "--block-survival-prob"),
+            *("--max-cross-replica-buffer-size", "--enable-recomputation", "--identical-replica-seeding", "--BN-span"),
+            *("--no-stochastic-rounding", "--stochastic-rounding", "--offload-fp32-weight-copy"),
+            *("--dataset-percentage-to-use", "--train-with-valid-preprocessing"),
+        )
+    },
+    "--seed": idle(_MACHINE["--seed"], "nothing that is drawn here counts in what is measured"),
+    "--replicas": becomes(
+        "--replicas",
+        "whole",
+        "1",
+        "replicas",
+        predictors,
+        "times the workers and --shards; a launcher's number counts more",
+        least=1,
+    ),
+    "--shards": part_of("--shards", "whole", "1", "replicas", "more replicas, as there: each has the model", least=1),
+    "--available-memory-proportion": replace(
+        _MACHINE["--available-memory-proportion"],
+        rule=memory_share,
+        effect=f"{MEMORY}; of several, the largest of the convolutions'",
+    ),
     "--valid-batch-size": becomes(
         "--valid-batch-size",
         "whole",
@@ -144,7 +204,7 @@ PROGRAMS = (
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
         style="tensorflow",
-        rule=own,
+        rule=training,
     ),
     Program(
         name="tf1:validation.py",
@@ -152,7 +212,7 @@ PROGRAMS = (
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         style="tensorflow",
-        rule=own,
+        rule=predicting,
     ),
     Program(
         name="tf1:restore.py",
@@ -192,7 +252,12 @@ PROGRAMS = (
     Program(
         name="tf1:inference_embedded.py",
         options=(
-            *_PREDICTING,
+            *(
+                idle(option, "`validation.py --dataset-benchmark` measures the input")
+                if option.name == "--dataset-benchmark"
+                else option
+                for option in _PREDICTING
+            ),
             *(
                 replace(option, rule=shared_passes, effect="passes over the validation images")
                 if option.name == "--repeat"
@@ -214,6 +279,6 @@ PROGRAMS = (
         command=embedded_command,
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         style="tensorflow",
-        rule=own,
+        rule=predicting,
     ),
 )

@@ -214,9 +214,11 @@ def rmsprop_decay(old: Values) -> float:
 
 
 def weight_decay(old: Values) -> float:
-    name = "--lars-weight-decay" if old.text("--optimiser") == "LARS" else "--weight-decay"
-    if old.has(name):
-        return old.number(name)
+    """That of LARS has an option of its own, whose documented default is the other one."""
+    names = ("--lars-weight-decay", "--weight-decay") if optimiser(old) == "LARS" else ("--weight-decay",)
+    for name in names:
+        if old.has(name):
+            return old.number(name)
     if not is_imagenet(old):
         return 1e-6
     return 1e-5 if family(old) == "efficientnet" else 1e-4

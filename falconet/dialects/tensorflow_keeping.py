@@ -6,12 +6,16 @@ from falconet.dialects import tensorflow_facts as facts
 from falconet.dialects.rows import becomes, nothing, part_of, same
 from falconet.dialects.table import Effect, Old, Say, To, Variable
 from falconet.dialects.values import Values, short
+from falconet.errors import ConfigError
 
 SYNC = "replicas hold the same bits after every update, which is checked at the start"
 LOGGED_ONCE = "the first process alone logs and saves"
 
 
 def checkpoints(old: Values) -> Iterable[Effect]:
+    """Epochs between checkpoints, or checkpoints of an epoch; the two together were refused there too."""
+    if old.whole("--epochs-per-ckpt") and old.whole("--ckpts-per-epoch") != 1:
+        raise ConfigError("--epochs-per-ckpt: cannot be combined with --ckpts-per-epoch; wanted one of the two")
     saves = old.whole("--epochs-per-ckpt") or old.whole("--ckpts-per-epoch")
     if saves:
         yield To("initial-checkpoint")

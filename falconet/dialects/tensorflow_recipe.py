@@ -73,11 +73,7 @@ def schedule(old: Values) -> Iterable[Effect]:
 def _drops(old: Values) -> list[float]:
     if not old.has("--learning-rate-schedule"):
         return [0.3, 0.6, 0.8, 0.9] if facts.is_imagenet(old) else [0.5, 0.75]
-    text = old.text("--learning-rate-schedule")
-    try:
-        return [float(share) for share in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--learning-rate-schedule: got '{text}', wanted shares of training as 0.5,0.75") from None
+    return old.listed("--learning-rate-schedule", wanted="shares of training as 0.5,0.75")
 
 
 def _exponential(old: Values) -> tuple[float, int]:

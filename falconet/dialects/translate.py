@@ -123,7 +123,10 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
                 wanted |= {name} if is_wanted else set()
     if schema and known and _is_whole(own, command):
         typed = [option for option in own.options if option.name in asked.all]
-        settings = _needed(settings, known, command=schema, wanted={name: _askers(name, typed) for name in wanted})
+        try:
+            settings = _needed(settings, known, command=schema, wanted={name: _askers(name, typed) for name in wanted})
+        except ConfigError as error:
+            raise ConfigError(_in_old_words(str(error), typed)) from None
     return Translation(
         command=command,
         settings=tuple(settings.values()),
@@ -156,6 +159,15 @@ def _idle_in_config(own: Program, asked: _Asked) -> Iterator[str]:
 def _is_whole(own: Program, command: str) -> bool:
     """Whether the line says everything; else a checkpoint's options lie below it."""
     return own.whole and command not in ("restore", "validate", "average")
+
+
+def _in_old_words(message: str, typed: Sequence[Old]) -> str:
+    """A mistake with the name before it that was typed, where the canonical option has another one."""
+    name = message.removeprefix("--").partition(":")[0]
+    meant = [option for option in typed if name in option.new]
+    if any(f"--{name}" in option.names for option in typed) or not meant:
+        return message
+    return f"{min(meant, key=lambda option: option.new.index(name)).name}: here {message}"
 
 
 def _askers(name: str, typed: Sequence[Old]) -> list[tuple[str, ...]]:

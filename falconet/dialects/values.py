@@ -53,6 +53,13 @@ class Values:
     def numbers(self, name: str) -> list[float]:
         return [_number(name, text) for text in self.texts(name)]
 
+    def listed(self, name: str, *, wanted: str) -> list[float]:
+        """The numbers of a text with commas between them; `wanted` says what they should be."""
+        try:
+            return [_number(name, text) for text in self.text(name).split(",") if text]
+        except ConfigError:
+            raise ConfigError(f"{name}: got '{self.text(name)}', wanted {wanted}") from None
+
 
 def check(option: "Old", values: tuple[str, ...], *, spelled: str) -> tuple[str, ...]:
     """The values of an option if they are of its kind; `spelled` is the name as the user wrote it."""

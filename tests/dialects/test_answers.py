@@ -157,4 +157,5 @@ def test_a_part_of_an_option_that_does_nothing_in_a_program_is_not_said_to():
     translation = translate("tf1:validation.py", line)
     assert "batchnorm-momentum" not in {setting.option for setting in translation.settings}
     asked = translate("tf1:validation.py", [*line, "--BN-decay", "0.9"])
-    assert "batchnorm-momentum" in {setting.option for setting in asked.settings}  # `falconet` says what becomes of it
+    assert "batchnorm-momentum" not in {setting.option for setting in asked.settings}
+    assert "--BN-decay: is for training" in asked.notes

@@ -72,6 +72,24 @@ def test_what_an_option_becomes_is_an_option_here():
             assert set(option.new) <= known, f"{program.name} {option.name}: {set(option.new) - known}"
 
 
+BECOMES = {  # commands of the programs whose line decides which one
+    "tf1:train.py": ("train", "restore", "data bench"),
+    "tf1:validation.py": ("bench infer", "validate", "data bench"),
+    "tf1:inference_embedded.py": ("bench infer", "bench serve"),
+    "popart:resnet_synthetic_benchmark.py": ("train", "bench infer"),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda program: program.name)
+def test_what_an_option_becomes_is_an_option_of_the_command_that_runs(program):
+    """Else its row promises what `falconet` then says to have no effect."""
+    commands = BECOMES.get(program.name) or (program.command,)
+    known = {name for command in commands for name in options_of(COMMANDS[command])}
+    known |= {"help", "config", "TRITON_CACHE_DIR", "FALCONET_RUNS", "CUDA_VISIBLE_DEVICES"}
+    promised = {option.name: set(option.new) - known for option in program.options}
+    assert not {name: missing for name, missing in promised.items() if missing}
+
+
 def test_every_option_says_in_one_line_what_becomes_of_it():
     for program in PROGRAMS.values():
         names = [name for option in program.options for name in option.names]

@@ -67,7 +67,7 @@ MISTAKES = [
     (TENSORFLOW, "--pipeline=yes", "--pipeline: is a switch and takes no value, got 'yes'"),
     (TENSORFLOW, "--optimiser Momentum", "--optimiser: got 'Momentum', wanted SGD or RMSprop"),
     (TENSORFLOW, "train --pipeline", "'train': an option was wanted, such as --restore-path"),
-    (TENSORFLOW, "--pipeline yes", "'yes': an option was wanted"),
+    (TENSORFLOW, "--pipeline yes", "--pipeline: is a switch and takes no value, got 'yes'"),
     (TENSORFLOW, "--lo x", "--lo: could be --log-all-instances or"),
 ]
 
