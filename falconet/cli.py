@@ -189,8 +189,7 @@ def end(code: int) -> NoReturn:
     """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
     if code == INTERRUPTED or is_one_of_several(os.environ):
         leaving.now(code)
-    leaving.drop_unread()
-    sys.exit(code)
+    leaving.soon(code)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

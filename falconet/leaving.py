@@ -23,13 +23,12 @@ def at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def drop_unread() -> None:
-    """Forget what cannot be written any more (`| head`, a full disk): Python would complain about it when it ends."""
-    try:
-        if sys.stdout:  # it may have been closed from the beginning
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def soon(code: int) -> NoReturn:
+    """End the process; a Ctrl-C while Python clears up, which takes a second behind torch, ends it at once."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    _drop_unwritable()
+    sys.exit(code)
 
 
 def now(code: int) -> NoReturn:
@@ -38,7 +37,16 @@ def now(code: int) -> NoReturn:
     That takes a second behind torch, and ends Python's threads while torch's C++ ones go on: a worker whose run was
     done was once seen to abort after its last word (docs/log.md).
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # either may have been closed from the beginning
         with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone, or it is closed
             stream.flush()
     os._exit(code)
+
+
+def _drop_unwritable() -> None:
+    """Forget what cannot be written any more (`| head`, a full disk): Python would complain about it when it ends."""
+    try:
+        if sys.stdout:  # it may have been closed from the beginning
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -156,9 +156,7 @@ def _show(each: Sequence[Start], line: Say) -> None:
 
 def command() -> NoReturn:
     """`poprun` as the whole of a process."""
-    code = main()
-    leaving.drop_unread()
-    sys.exit(code)
+    leaving.soon(main())
 
 
 if __name__ == "__main__":
