@@ -124,13 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`falconet train --help | head`): not an error, and nobody to tell.
         return DONE
     except OSError as error:
-        found = NO_ROOM.get(error.errno or 0)
-        if found is None:
+        said = _to_be_mended(error)
+        if said is None:
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        said = f"{found.why}{where}; {found.helps}; what was saved before is whole"
         print(f"falconet {name}: {said}", file=sys.stderr)  # noqa: T201
         return MISTAKE
+
+
+def _to_be_mended(error: OSError) -> str | None:
+    """What the user can do about a file, in one line; whoever had more to say has caught it before."""
+    if found := NO_ROOM.get(error.errno or 0):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{found.why}{where}; {found.helps}; what was saved before is whole"
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename}: {error.strerror}; wanted one that you may read and write"
+    return None
 
 
 def command_name(words: list[str]) -> tuple[str, list[str]]:
