@@ -127,15 +127,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unwritten(error: OSError, who: str) -> int:
-    """The exit code where no room was left, or the reader of our output went away (`--help | head`): no error."""
+    """The exit code where a file is in the way, or the reader of our output went away (`--help | head`): no error."""
     if isinstance(error, BrokenPipeError):
         return DONE
-    found = NO_ROOM.get(error.errno or 0)
-    if found is None:
+    said = _to_be_mended(error)
+    if said is None:
         raise error
-    where = f" ({error.filename})" if error.filename else ""
-    print(f"{who}: {found.why}{where}; {found.helps}; what was saved before is whole", file=sys.stderr)  # noqa: T201
+    print(f"{who}: {said}", file=sys.stderr)  # noqa: T201
     return MISTAKE
+
+
+def _to_be_mended(error: OSError) -> str | None:
+    """What the user can do about a file, in one line; whoever had more to say has caught it before."""
+    if found := NO_ROOM.get(error.errno or 0):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{found.why}{where}; {found.helps}; what was saved before is whole"
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename}: {error.strerror}; wanted one that you may read and write"
+    return None
 
 
 def show_any_name() -> None:
@@ -200,7 +209,7 @@ def end(code: int) -> NoReturn:
     """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
     if code == INTERRUPTED or is_one_of_several(os.environ):
         leaving.now(code)
-    sys.exit(leaving.last_words(code))
+    leaving.soon(code)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

@@ -23,7 +23,26 @@ def at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def last_words(code: int) -> int:
+def soon(code: int) -> NoReturn:
+    """End the process; a Ctrl-C while Python clears up, which takes a second behind torch, ends it at once."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    sys.exit(_last_words(code))
+
+
+def now(code: int) -> NoReturn:
+    """End the process, of which everything is written and closed, without Python's own clearing up.
+
+    That takes a second behind torch, and ends Python's threads while torch's C++ ones go on: a worker whose run was
+    done was once seen to abort after its last word (docs/log.md).
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # either may have been closed from the beginning
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone, or it is closed
+            stream.flush()
+    os._exit(code)
+
+
+def _last_words(code: int) -> int:
     """The exit code when standard output is written; what nobody reads any more (`| head`) is forgotten, not missed."""
     try:
         if sys.stdout:  # it may have been closed from the beginning
@@ -34,15 +53,3 @@ def last_words(code: int) -> int:
             print(f"standard output: {error.strerror}", file=sys.stderr)  # noqa: T201
             return MISTAKE
     return code
-
-
-def now(code: int) -> NoReturn:
-    """End the process, of which everything is written and closed, without Python's own clearing up.
-
-    That takes a second behind torch, and ends Python's threads while torch's C++ ones go on: a worker whose run was
-    done was once seen to abort after its last word (docs/log.md).
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone, or it is closed
-            stream.flush()
-    os._exit(code)

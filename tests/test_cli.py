@@ -1,10 +1,12 @@
 """Commands of two words: found, listed, and a typo answered with the nearest."""
 
+import errno
 import io
 import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +149,17 @@ def test_a_run_imports_no_library_that_it_does_not_need():
         "print(sorted({'timm', 'torchvision', 'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["restore --checkpoint-input-path theirs/r", "train --data folder --data-dir theirs/p"]
+)
+def test_somebody_elses_folder_is_named_in_one_line(falconet, monkeypatch, line):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    monkeypatch.setattr(Path, "is_file", refuse)
+    answer = falconet(line)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert f": {line.split()[-1]}: Permission denied; wanted one that you may read and write" in answer.err

@@ -11,13 +11,14 @@ SCRIPT = """
 import atexit, sys
 from falconet import __main__, cli
 atexit.register(print, "cleared up")
+{more}
 cli.main = lambda: (sys.stdout.write("said"), {code})[1]
 __main__.main()
 """
 
 
-def ended(code, **variables):
-    line = [sys.executable, "-c", SCRIPT.format(code=code)]
+def ended(code, *, more="", **variables):
+    line = [sys.executable, "-c", SCRIPT.format(code=code, more=more)]
     result = subprocess.run(line, capture_output=True, text=True, env=os.environ | variables)
     return result.returncode, result.stdout, result.stderr
 
@@ -39,8 +40,21 @@ def test_any_other_end_is_pythons_own():
 
 @pytest.mark.parametrize(("code", "ends", "told"), [(0, 2, "standard output: No space left on device\n"), (2, 2, "")])
 def test_words_that_cannot_be_written_are_missed_once(code, ends, told):
-    line = [sys.executable, "-c", SCRIPT.format(code=code)]
+    line = [sys.executable, "-c", SCRIPT.format(code=code, more="")]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (result.returncode, result.stderr) == (ends, told)
+
+
+def test_ctrl_c_while_python_clears_up_ends_it_with_its_own_code_and_no_further_word():
+    interrupted = "import os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    assert ended(0, more=interrupted) == (0, "said", "")
+    assert ended(2, more=interrupted) == (2, "said", "")
+
+
+def test_a_closed_standard_output_is_no_mistake():
+    for code in (0, 130):
+        line = [sys.executable, "-c", f"from falconet import cli; import sys; sys.stdout = None; cli.end({code})"]
+        result = subprocess.run(line, capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (code, "")

@@ -156,7 +156,7 @@ def _show(each: Sequence[Start], line: Say) -> None:
 
 def command() -> NoReturn:
     """`poprun` as the whole of a process."""
-    sys.exit(leaving.last_words(main()))
+    leaving.soon(main())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from falconet.commands import configs
 from falconet.config.load import parse
 from falconet.config.named import all_configs, families, from_config
 from falconet.config.options import options_of
@@ -90,3 +91,11 @@ def test_the_list_has_a_line_for_each_by_family(falconet):
     names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert names == [name for entries in families().values() for name in entries]
     assert [line.split(",")[0] for line in lines[:-1] if not line.startswith("  ")] == list(families())
+
+
+def test_on_a_terminal_no_line_is_wider_than_it_is(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = list(configs.for_people())
+    assert max(map(len, shown)) <= 80
+    words = " ".join(" ".join(shown).split())
+    assert all(text in words for text in (" ".join(line.split()) for line in configs.for_programs()))
