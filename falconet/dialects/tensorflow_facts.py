@@ -92,6 +92,8 @@ def micro_batch(old: Values) -> int:
 
 def workers(old: Values) -> int:
     """Processes that TF_CONFIG lists, each with replicas of its own."""
+    if old.flag("--distributed") and old.place.replicas:
+        raise ConfigError("--distributed: is for TF_CONFIG alone; poprun has started this and counts the replicas")
     text = old.place.environment.get("TF_CONFIG", "")
     if not old.flag("--distributed") or not text:
         return 1

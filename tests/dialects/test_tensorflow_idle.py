@@ -135,6 +135,12 @@ def test_a_mistake_begins_with_the_name_that_was_typed(program, line, message):
     assert str(caught.value).startswith(message)
 
 
+def test_poprun_and_tf_config_do_not_both_count_replicas():
+    place = Place(replicas=4, environment={"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'})
+    with pytest.raises(ConfigError, match="--distributed: is for TF_CONFIG alone; poprun has started this"):
+        translate(TRAIN, [*IMAGENET.split(), "--distributed"], place=place)
+
+
 def test_a_value_of_several_lines_is_answered_in_one():
     with pytest.raises(ConfigError) as caught:
         translate("pytorch:train.py", ["--lr", "a\nb"])
