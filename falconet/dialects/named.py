@@ -25,6 +25,8 @@ def entry(name: str, path: Path) -> Mapping[str, object]:
     """One config of a file."""
     configs = read(path)
     found = configs.get(name)
+    if name in configs and not isinstance(found, Mapping):
+        raise ConfigError(f"--config: {path}: {name}: options were wanted below it, such as `epochs: 10`")
     if not isinstance(found, Mapping):
         meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
         raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")

@@ -113,3 +113,11 @@ def test_an_unknown_config_is_answered_with_the_nearest_and_where_the_list_is(na
     message = str(refused.value)
     assert message.startswith(f"--config: no config is named '{name}' in {path}; {meant}")
     assert message.count(";") == 1
+
+
+def test_a_name_with_no_options_below_it_is_told_so(tmp_path):
+    path = tmp_path / "configs.yml"
+    path.write_text("mine: 5\n")
+    with pytest.raises(ConfigError) as refused:
+        named.entry("mine", path)
+    assert str(refused.value) == f"--config: {path}: mine: options were wanted below it, such as `epochs: 10`"
