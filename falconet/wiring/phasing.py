@@ -24,6 +24,7 @@ def go(launch: Launch) -> int:
     with (
         runs[0].world as world,
         ending.interruption_explained(runs[0].screen.line, lambda: "stopped before the first update: nothing was made"),
+        contextlib.ExitStack() as held,
     ):
         launching.check_alike(world, launch.loaded, launch.restored)
         runs[0].regime.require(world.device)
@@ -31,11 +32,14 @@ def go(launch: Launch) -> int:
         begins = launching.standing(phases, launch.loaded, launch.restored)
         for _ in phases[1:]:
             runs.append(Run(launch, before=runs[-1]))
-        return _carry_out(runs, launch, skip=begins - 1, began=began)
+        return _carry_out(runs, launch, skip=begins - 1, began=began, held=held)
 
 
-def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> int:
-    """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory."""
+def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float, held: contextlib.ExitStack) -> int:
+    """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory.
+
+    `held` keeps the run folder to this run as long as it is open.
+    """
     world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
     lines = [line for run in runs for line in run.plan_lines()]
     notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes]
@@ -55,7 +59,7 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float) -> 
         length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
         screen.line(f"nothing left to train: {length}; a larger {runs[0].phase.length} goes on")
         return 0
-    folder = Path(world.once(lambda: str(_open_folder(launch, lines))))
+    folder = Path(world.once(lambda: str(_open_folder(launch, lines, held))))
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
     saved = run_folder.checkpoints(folder, options)
@@ -98,9 +102,10 @@ def _open_sinks(runs: deque[Run], folder: Path, update: int, *, began: float) ->
     return run_folder.open_sinks(folder, first.loaded, MlperfLog(path, told, done=first.plan.place(update)[0]))
 
 
-def _open_folder(launch: Launch, plan: list[str]) -> Path:
+def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
     options = launch.loaded.options
     folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
+    held.enter_context(run_folder.alone(folder, again=launch.again))
     if launch.again:  # all of its workers are gone, and nobody else saves there
         disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))
     run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")

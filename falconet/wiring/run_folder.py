@@ -1,9 +1,12 @@
 """The run folder: runs/<name>/ with config.yaml, plan.txt, metrics.jsonl, updates.jsonl, checkpoints/, summary.json."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +94,23 @@ def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, ag
             f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"
         )
     return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path, *, again: bool = False) -> Iterator[None]:
+    """One run at a time in a folder: two would mix their metrics and checkpoints. The lock ends with its process."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not again:  # else the attempt before, which is about to end
+                raise ConfigError(f"{folder}: a run is going on in it; wanted its end, or another --run-dir") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def checkpoints(folder: Path, options: schema.TrainOptions) -> Path:

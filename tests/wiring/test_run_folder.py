@@ -1,5 +1,6 @@
 """The folder of a run: its own, whoever else begins one."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,9 @@ from falconet.config.options import options_of
 from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 from falconet.wiring import launching, run_folder
+from tiny import TINY
+
+REFUSED = "r: a run is going on in it; wanted its end, or another --run-dir\n"
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +59,38 @@ def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
     options = loaded("--replicas 2 --device cpu")
     assert launching.start("train", [], launching.prepare(options)) == 2
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet):
+    """Two would mix their metrics, and remove each other's checkpoints."""
+    Path("r").mkdir()
+    with run_folder.alone(Path("r")):
+        answer = falconet(f"train {TINY} --epoch 1 --run-dir r")
+        assert (answer.code, answer.err) == (2, f"falconet train: {REFUSED}")
+        assert not Path("r/config.yaml").exists()
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
+    with run_folder.alone(Path("r")):
+        answer = falconet("restore --checkpoint-input-path r --epoch 2")
+        assert (answer.code, answer.err) == (2, f"falconet restore: {REFUSED}")
+    assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
+
+
+def test_another_attempt_of_the_same_run_waits_for_nobody(tmp_path):
+    with run_folder.alone(tmp_path), run_folder.alone(tmp_path, again=True):
+        pass
+
+
+def test_a_disk_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with run_folder.alone(tmp_path), run_folder.alone(tmp_path):
+        pass
+
+
+def test_what_ended_badly_holds_nothing(tmp_path):
+    with pytest.raises(ValueError, match="badly"), run_folder.alone(tmp_path):
+        raise ValueError("badly")
+    with run_folder.alone(tmp_path):
+        pass
