@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from falconet.wiring.ending import restore_line
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
 TIMES = "updates.jsonl"
 KEPT = 3  # newest checkpoints, when nobody says otherwise
+ENDING = 5.0  # seconds that a run may take to leave its folder after it was killed
 
 
 def choose(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path:
@@ -101,16 +103,27 @@ def alone(folder: Path, *, again: bool = False) -> Iterator[None]:
     """One run at a time in a folder: two would mix their metrics and checkpoints. The lock ends with its process."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not again:  # else the attempt before, which is about to end
-                raise ConfigError(f"{folder}: a run is going on in it; wanted its end, or another --run-dir") from None
-        except OSError:  # a file system without locks
-            pass
+        if not _is_left(handle) and not again:  # another attempt does not fail by the one before it
+            raise ConfigError(f"{folder}: a run is going on in it; wanted its end, or another --run-dir")
         yield
     finally:
         os.close(handle)
+
+
+def _is_left(handle: int) -> bool:
+    """Whether nobody else holds an open folder; who was killed may take a moment to go."""
+    end = time.monotonic() + ENDING
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
 
 
 def checkpoints(folder: Path, options: schema.TrainOptions) -> Path:

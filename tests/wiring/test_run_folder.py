@@ -1,5 +1,7 @@
 """The folder of a run: its own, whoever else begins one."""
 
+import contextlib
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,8 +63,9 @@ def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet):
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet, monkeypatch):
     """Two would mix their metrics, and remove each other's checkpoints."""
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
     Path("r").mkdir()
     with run_folder.alone(Path("r")):
         answer = falconet(f"train {TINY} --epoch 1 --run-dir r")
@@ -75,7 +78,17 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet):
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
 
 
-def test_another_attempt_of_the_same_run_waits_for_nobody(tmp_path):
+def test_a_run_takes_the_folder_of_one_that_is_ending(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 300.0)
+    with contextlib.ExitStack() as other:
+        other.enter_context(run_folder.alone(tmp_path))
+        threading.Timer(0.1, other.close).start()
+        with run_folder.alone(tmp_path):
+            pass
+
+
+def test_another_attempt_of_the_same_run_is_never_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
     with run_folder.alone(tmp_path), run_folder.alone(tmp_path, again=True):
         pass
 
