@@ -38,6 +38,7 @@ def shell(tmp_path_factory):
         "StrictModes no",
         "PidFile none",
         "PermitRootLogin yes",
+        f"SetEnv HOME={home}",  # else the shell's own start-up files speak here
     ]
     (home / "config").write_text("\n".join(settings) + "\n")
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "config")], stderr=subprocess.PIPE)
