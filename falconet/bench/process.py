@@ -26,9 +26,7 @@ class Ended:
     code: int
     seconds: float
     lines: Sequence[str]
-    peak_memory: (
-        int  # bytes of the machine's memory: of the largest process, or of the first if that was smaller than us
-    )
+    peak_memory: int  # bytes of the machine's memory, of the largest process as far as the system tells
     stopped: Literal["timeout", "interrupted"] | None = None
     unlogged: str = ""  # why the log is cut short, if it is
 
