@@ -1,10 +1,12 @@
 """How a process ends: by Ctrl-C while it imports, with its last words, or at once. Imports next to nothing itself."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from falconet.codes import DONE, INTERRUPTED, MISTAKE
@@ -21,6 +23,16 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def forget_lost_terminal(streams: Sequence[int] = (1, 2)) -> None:
+    """Let what is written to a terminal that is gone (an ssh connection broke) go nowhere: it would be an error."""
+    for stream in streams:
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:  # a file or a pipe is another error
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def soon(code: int) -> NoReturn:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from falconet import leaving
+
 SCRIPT = """
 import atexit, sys
 from falconet import __main__, cli
@@ -58,3 +60,19 @@ def test_a_closed_standard_output_is_no_mistake():
         line = [sys.executable, "-c", f"from falconet import cli; import sys; sys.stdout = None; cli.end({code})"]
         result = subprocess.run(line, capture_output=True, text=True)
         assert (result.returncode, result.stderr) == (code, "")
+
+
+def test_what_is_said_to_a_terminal_goes_nowhere_only_when_that_is_lost(tmp_path):
+    there, stream = os.openpty()
+    file = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+    leaving.forget_lost_terminal([stream, file])
+    os.write(stream, b"one")
+    assert os.read(there, 3) == b"one"
+    os.close(there)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(stream, b"two")
+    leaving.forget_lost_terminal([stream, file])
+    assert os.write(stream, b"three") == os.write(file, b"three")
+    assert (tmp_path / "log").read_text() == "three"
+    os.close(stream)
+    os.close(file)

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from falconet import leaving
 from falconet.codes import DONE, INTERRUPTED, MISTAKE
 from falconet.errors import Interrupted, WorldError
 from falconet.parallel import environment
@@ -75,6 +76,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
             rdzv_endpoint="localhost:0",
             max_restarts=0,  # restarts are ours: the agent would also start again after a user's mistake
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle=heeded(),
         )
         agent = elastic_launch(config, sys.executable)
         return failures_of(lambda: agent("-m", "falconet", *workers.argv))
@@ -88,8 +90,14 @@ def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
         except ChildFailedError as error:
             return {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
+            leaving.forget_lost_terminal()
             raise Interrupted from None
         return {}
+
+
+def heeded() -> str:
+    """The signals that the agent ends its workers by; else it would also take what `nohup` has turned off."""
+    return ",".join(number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def described(failures: Mapping[int, int]) -> str:

@@ -96,7 +96,8 @@ def _told_to_stop() -> Iterator[list[int]]:
     def note(number: int, _: FrameType | None) -> None:
         told.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # else `nohup`
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hang_up)}
     try:
         yield told
     finally:

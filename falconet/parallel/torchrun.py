@@ -14,14 +14,15 @@ from torch.distributed.run import parse_args, run
 from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.errors import Interrupted
 from falconet.parallel import environment
-from falconet.parallel.launch import FINAL, described, failures_of
+from falconet.parallel.launch import FINAL, described, failures_of, heeded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the workers of this host to their end; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory(prefix="falconet-") as logs:
-        args = parse_args([f"--log-dir={logs}", *words])  # type: ignore[no-untyped-call]  # else torchrun leaves a folder in /tmp
+        own = [f"--log-dir={logs}", f"--signals-to-handle={heeded()}"]  # else torchrun leaves a folder in /tmp
+        args = parse_args([*own, *words])  # type: ignore[no-untyped-call]
         if not args.standalone and args.node_rank == 0 and _is_taken(int(args.master_port)):
             _say(f"MASTER_PORT: {args.master_port} is in use on {args.master_addr}; wanted a free one")
             return MISTAKE

@@ -1,12 +1,15 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from falconet import leaving
 
 T = TypeVar("T")
 Say = Callable[[str], None]  # takes a line
@@ -14,9 +17,21 @@ PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal, whatever
 
 
 class Lines(Console):
-    """A console whose reader may go away: `| head`, or a `tee` that the same Ctrl-C has ended. Then nothing is said."""
+    """A console whose reader may go away: `| head`, or a `tee` that the same Ctrl-C has ended. Then nothing is said.
+
+    Nor is it to a terminal that was closed, under a run that was `disown`ed or is about to hear of it.
+    """
 
     reader_is_gone = False
+
+    def __exit__(self, kind: Any, error: Any, at: Any) -> None:
+        """Where all is written, by the bar's own thread too."""
+        try:
+            super().__exit__(kind, error, at)
+        except OSError as lost:
+            if lost.errno != errno.EIO:
+                raise
+            leaving.forget_lost_terminal([self.file.fileno()])
 
     def on_broken_pipe(self) -> None:
         """Rich would end the process, in the middle of an update too."""

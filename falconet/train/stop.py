@@ -1,4 +1,4 @@
-"""Stopping cleanly: Ctrl-C and SIGTERM ask for it, a second Ctrl-C insists."""
+"""Stopping cleanly: Ctrl-C, SIGTERM and a lost terminal ask for it, a second Ctrl-C insists."""
 
 import contextlib
 import signal
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from falconet import leaving
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN = 0.2  # seconds after which a KeyboardInterrupt that nobody heard is raised again
@@ -22,6 +24,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (*SIGNALS, signal.SIGALRM)}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else `nohup`
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
@@ -48,8 +52,17 @@ class StopRequest:
         if self.requested:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
             raise KeyboardInterrupt
+        self._request(f"{signal.Signals(number).name}: finishing this update, then saving; again to stop at once")
+
+    def _hang_up(self, _number: int, _frame: FrameType | None) -> None:
+        """The system says it, and then the shell: the second one insists on nothing."""
+        if not self.requested:
+            self._request("SIGHUP: finishing this update, then saving")
+
+    def _request(self, note: str) -> None:
         self.requested = True
-        self._note(f"{signal.Signals(number).name}: finishing this update, then saving; again to stop at once")
+        leaving.forget_lost_terminal()  # a launcher that lost it may have said SIGTERM
+        self._note(note)
 
     def _unraisable(self, lost: Any) -> None:
         if lost.exc_type is not KeyboardInterrupt:  # which comes again

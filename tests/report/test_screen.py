@@ -1,6 +1,7 @@
 """The screen: plain lines into a file, a bar of the whole run on a terminal."""
 
 import io
+import os
 
 import pytest
 from rich.console import Console
@@ -137,3 +138,21 @@ def test_a_run_that_nobody_hears_at_all_goes_on(monkeypatch):
         screen.begin(total=4, done=0)
         for _ in screen.counts(range(4), epoch="epoch 1/1"):
             screen.line("unheard")
+
+
+def test_a_terminal_that_was_closed_ends_no_run():
+    there, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as file, Screen(Lines(file=file)) as screen:
+        screen.begin(total=2, done=0)
+        os.close(there)
+        screen.line("said")
+        screen.line("again")
+
+
+def test_another_error_of_the_output_is_told():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        Lines(file=Full()).print("said")

@@ -47,6 +47,34 @@ def test_the_second_signal_stops_at_once(first, second):
     assert len(notes) == 1
 
 
+@pytest.fixture
+def hang_up():
+    """What SIGHUP does before and after: nothing is expected of it here either."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGHUP) in (signal.SIG_DFL, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_lost_terminal_asks_and_never_insists(hang_up):
+    notes = []
+    with StopRequest(notes.append) as stop:
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert notes == ["SIGHUP: finishing this update, then saving"]
+
+
+def test_behind_nohup_it_asks_for_nothing(hang_up):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest(print) as stop:
+        send(signal.SIGHUP)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_the_handlers_from_before_come_back_however_it_ends(handlers_from_before):
     with StopRequest(print):
         pass
