@@ -138,7 +138,7 @@ def _show(measured: Sequence[results.Result], left: int, options: Bench, folder:
         if line.startswith("- "):
             screen.line(line)
     passed = sum(result.status == "passed" for result in measured)
-    told = f"{passed} of {len(measured) + left} passed" + f", {left} not run" * bool(left)
+    told = f"{passed} of {len(measured) + left} passed" + (f", {left} not run" if left else "")
     screen.line(f"{told}; written to {folder}: results.json, results.csv, results.md")
 
 

@@ -58,18 +58,18 @@ def is_named_anew(options: schema.TrainOptions, *, restored: Checkpoint | None) 
 def claim(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path:
     """The same folder; one with a new name is made at once, so that a run of the same second takes another name."""
     folder = choose(options, restored=restored)
-    while is_named_anew(options, restored=restored):
+    if not is_named_anew(options, restored=restored):
+        return folder
+    while True:
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
             taken, folder = folder, choose(options, restored=restored)
             if folder == taken:  # by a link to nowhere
-                break
+                return folder
         except OSError:
-            break  # who writes into it will say so
-        else:
-            break
-    return folder
+            return folder  # who writes into it will say so
 
 
 def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:

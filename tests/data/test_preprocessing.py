@@ -142,7 +142,6 @@ def test_standardising_is_stored_and_an_older_checkpoint_has_none():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_images_standardised_on_cuda_are_tensorflows():
     images = images_to_standardise()
     wanted = torch.stack([standardised(image) for image in images])
