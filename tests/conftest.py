@@ -71,7 +71,7 @@ def nobody_stays() -> Iterator[None]:
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of that size, whatever this one is: it decides how many processes run."""
-    monkeypatch.setattr("falconet.wiring.resources.cores", lambda processes=1: 2)
+    monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ from falconet.data.feed import Feed
 from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import resources
 from falconet.parallel.environment import is_first
 from falconet.report.screen import Say, Screen
 from falconet.report.words import counted
 from falconet.train.batchnorm import reestimate
-from falconet.wiring import averaging, loading, opening, resources
+from falconet.wiring import averaging, loading, opening
 from falconet.wiring.images import global_batch, open_images
 from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
 

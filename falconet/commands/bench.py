@@ -47,7 +47,7 @@ def machine() -> dict[str, object]:
     """What the numbers depend on."""
     import torch
 
-    from falconet.wiring import resources
+    from falconet.parallel import resources
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
@@ -66,8 +66,8 @@ def devices_here() -> int:
     """Processes that can work at the same time: one a CUDA device, or as the trainer counts on a CPU."""
     import torch
 
+    from falconet.parallel import resources
     from falconet.parallel.division import PROCESSES_PER_CORE
-    from falconet.wiring import resources
 
     return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * resources.cores()
 

@@ -19,7 +19,7 @@ from falconet.data.loader import Batch, BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
-from falconet.parallel import environment
+from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
 from falconet.report import inference as lines
@@ -27,7 +27,7 @@ from falconet.report.folders import RUNS
 from falconet.report.screen import Say
 from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
 from falconet.report.words import are, counted
-from falconet.wiring import loading, numbers, opening, resources, speaking
+from falconet.wiring import loading, numbers, opening, speaking
 from falconet.wiring.building import build_model
 from falconet.wiring.images import Images, open_images
 from falconet.wiring.reading import idle_lines, load_options, of_command, typed

@@ -22,10 +22,11 @@ from falconet.data.readers import reader_for
 from falconet.data.source import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import resources
 from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
 from falconet.report.screen import Say
-from falconet.wiring import feeding, loading, resources, speaking
+from falconet.wiring import decoding, feeding, loading, speaking
 from falconet.wiring.feeding import Reading
 from falconet.wiring.images import Images, open_images
 from falconet.wiring.reading import idle_lines, load_options
@@ -92,7 +93,7 @@ def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say)
         landing=feeding.landing(options.data, reading, regime=REGIMES[options.machine.precision], device=world.device),
         device=world.device,
         micro_batch=options.data.micro_batch_size,
-        workers=resources.workers(options.data),
+        workers=decoding.workers(options.data),
         training=training,
     )
 
@@ -100,7 +101,7 @@ def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say)
 def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
     if feeding.decode_device(options.data, source, world.device) == "cuda":
         return "photos are decoded by nvJPEG on the device"
-    return f"photos are decoded by {resources.decoder()}"
+    return f"photos are decoded by {decoding.decoder()}"
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:
@@ -121,7 +122,7 @@ def _write(
         "split": options.bench.split,
         "data": options.data.data,
         "micro_batch_size": options.data.micro_batch_size,
-        "workers": resources.workers(options.data),
+        "workers": decoding.workers(options.data),
         "device": str(world.device),
         "cores": resources.cores(),
         "versions": {
@@ -142,7 +143,7 @@ def _compare_md5(images: Images, options: DataBenchOptions, say: Say) -> int:
     for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
         if not isinstance(source, FileSource):
             raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
-        found = digest.folder_md5(source.root, workers=resources.workers(options.data))
+        found = digest.folder_md5(source.root, workers=decoding.workers(options.data))
         same = digest.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same

@@ -10,10 +10,10 @@ from falconet.data import native, packing
 from falconet.data.source import FileSource
 from falconet.data.sources import folder
 from falconet.errors import DataError, Interrupted
+from falconet.parallel import resources
 from falconet.report.counting import Counting
 from falconet.report.screen import Screen
 from falconet.report.words import are, counted
-from falconet.wiring import resources
 from falconet.wiring.reading import load_options
 
 MOST_TOLD = 20  # files that are named

@@ -19,7 +19,7 @@ from falconet.data.readers import FileReader, Reader, reader_for
 from falconet.data.source import FileSource
 from falconet.numerics.precision import REGIMES
 from falconet.report.words import counted
-from falconet.wiring import feeding, resources
+from falconet.wiring import decoding, feeding
 from falconet.wiring.feeding import Reading
 
 PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
@@ -31,7 +31,7 @@ def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
     """Images a second of each decoder, and which one to use, in words."""
     with tempfile.TemporaryDirectory() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
-    threads = counted(resources.workers(Data()), "thread")
+    threads = counted(decoding.workers(Data()), "thread")
     yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images a second:"
     yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
     yield f"recommended: {recommended(rates)}"
@@ -83,6 +83,6 @@ def _pipeline(source: FileSource, reader: Reader, landing: Landing) -> Pipeline:
         landing=landing,
         device=torch.device("cpu"),
         micro_batch=PHOTOS,
-        workers=resources.workers(Data(decode_device="cuda" if on_device else "cpu")),
+        workers=decoding.workers(Data(decode_device="cuda" if on_device else "cpu")),
         training=True,
     )

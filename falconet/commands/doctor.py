@@ -12,11 +12,11 @@ from falconet.config.ranges import value_or
 from falconet.config.schema import DoctorOptions
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel import environment
+from falconet.parallel import environment, resources
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
 from falconet.report.words import counted
-from falconet.wiring import resources, speaking
+from falconet.wiring import decoding, speaking
 from falconet.wiring.reading import load_options, typed
 
 MEASURED = 1.0  # seconds for each decoder
@@ -59,7 +59,7 @@ def machine() -> list[str]:
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
-        f"photos are decoded by {resources.decoder()}",
+        f"photos are decoded by {decoding.decoder()}",
     ]
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from falconet.config.data_rules import PHOTOS
 from falconet.report.words import counted
-from falconet.wiring import feeding, loading, numbers, resources, sharding
+from falconet.wiring import decoding, feeding, loading, numbers, sharding
 from falconet.wiring.placing import freezing_lines
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _lines(run: "Run") -> list[str]:
     augment = run.images.augment(options.augmentation.augment)
     placed = sharding.describe(options.parallel, world, replicas=run.division.replicas)
     others = options.validation.validate_checkpoints
-    loaders = resources.workers(options.data, run.division.processes)
+    loaders = decoding.workers(options.data, run.division.processes)
     each = " in each process" if run.division.processes > 1 else ""
     lines = [
         f"model {options.model.model}, {run.placement.parameters:,} parameters",
@@ -72,4 +72,4 @@ def _decoding_lines(run: "Run") -> list[str]:
     if data.data not in PHOTOS:
         return []
     on_device = feeding.decode_device(data, run.images.splits.train, run.world.device) == "cuda"
-    return [f"photos are decoded by {'nvJPEG on the device' if on_device else resources.decoder()}"]
+    return [f"photos are decoded by {'nvJPEG on the device' if on_device else decoding.decoder()}"]

@@ -18,13 +18,13 @@ from falconet.config.phases import Phase
 from falconet.config.ranges import value_or
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, WorldError
-from falconet.parallel import environment
+from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.screen import Screen
 from falconet.report.words import are, counted
-from falconet.wiring import ending, resources, run_folder
+from falconet.wiring import ending, run_folder
 from falconet.wiring.reading import typed
 
 Restored = Checkpoint | None

@@ -1,23 +1,18 @@
 """The batches of a run: those to train on, those to evaluate with, and what evaluates."""
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
 from falconet.config import schema, sections
 from falconet.config.ranges import value_or
 from falconet.data.augment import CropRule
 from falconet.data.decode import BadImages
-from falconet.data.feed import singly
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
 from falconet.data.mixing import Mixing
 from falconet.data.readers import Reader, reader_for
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel.world import World
 from falconet.report.screen import Say
-from falconet.train.evaluate import Evaluation, Measure, evaluate
-from falconet.wiring import feeding, resources
+from falconet.wiring import decoding, feeding
 from falconet.wiring.feeding import Reading
 from falconet.wiring.images import Images
 
@@ -47,7 +42,7 @@ def _intake(reading: Reading, data: sections.Data, bad: BadImages, *, regime: Re
     return Intake(
         reader=feeding.cached(_reader(reading, bad), data, reading),
         labels=reading.source.labels,
-        workers=resources.workers(data),
+        workers=decoding.workers(data),
         landing=feeding.landing(data, reading, regime=regime, device=device),
     )
 
@@ -96,26 +91,6 @@ def mixing_of(augmentation: sections.Augmentation) -> Mixing | None:
         cutmix_draw=augmentation.cutmix_draw,
     )
     return mixing if mixing.mixes or mixing.cuts else None
-
-
-def validation_batch(options: schema.TrainOptions) -> int:
-    """Images of one batch of a validation on one replica; stages hand on batches of one size alone."""
-    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
-    return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
-
-
-def evaluator(images: Images, data: sections.Data, *, regime: Regime, world: World, note: Say) -> Measure:
-    """Measures a model on the validation images."""
-    batch = value_or(data.validation_batch_size, data.micro_batch_size)
-    shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    loader = evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
-    normalise = images.normalise(world.device)
-
-    def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches = singly(loader.batches(), device=world.device, ring=loader.ring)
-        return evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
-
-    return measure
 
 
 def evaluation_loader(

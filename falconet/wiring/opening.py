@@ -14,9 +14,10 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.models import published
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import resources
 from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation, never
-from falconet.wiring import loading, resources
+from falconet.wiring import evaluating
 from falconet.wiring.building import build_model
 from falconet.wiring.images import Images, check_classes, global_batch, open_images
 from falconet.wiring.reading import load_options
@@ -119,7 +120,7 @@ def measure(opened: Opened, note: Say) -> Evaluation:
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
     check_classes(images, opened.class_names, where=opened.name)
-    evaluator = loading.evaluator(
+    evaluator = evaluating.evaluator(
         images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
     )
     found = evaluator(opened.model, never)

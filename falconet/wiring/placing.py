@@ -27,7 +27,7 @@ from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss
 from falconet.train.moving import Elsewhere, Move, Moving, PlainMove, ScaledMove
 from falconet.train.step import LocalStep, Step
-from falconet.wiring import loading, numbers, opening, sharding
+from falconet.wiring import evaluating, loading, numbers, opening, sharding
 from falconet.wiring.building import build_model
 from falconet.wiring.images import Images
 
@@ -212,7 +212,7 @@ class WholeModel:
 
     def evaluator(self) -> Measure:
         setup = self._setup
-        return loading.evaluator(
+        return evaluating.evaluator(
             setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
         )
 

@@ -17,8 +17,8 @@ from falconet.infer.predictor import Classifier
 from falconet.models import zoo
 from falconet.numerics.partials import half_partials
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import resources
 from falconet.report.screen import Say
-from falconet.wiring import resources
 from falconet.wiring.building import build_model
 from falconet.wiring.reading import load_options
 

@@ -18,6 +18,7 @@ from falconet.numerics.scaling import Offender
 from falconet.optim import ema
 from falconet.optim.build import UpdateRule, build, build_scaled, undecayed_names
 from falconet.optim.offload import HostedState
+from falconet.parallel import resources
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.replicas import Replicas, digest
@@ -26,7 +27,7 @@ from falconet.parallel.world import World, open_world
 from falconet.train.plan import Plan
 from falconet.train.record import Best
 from falconet.train.step import Step
-from falconet.wiring import describing, launching, numbers, planning, resources, restoring, sharding, speaking
+from falconet.wiring import describing, launching, numbers, planning, restoring, sharding, speaking
 from falconet.wiring.images import Images, check_classes, open_images, published_images
 from falconet.wiring.launching import Launch
 from falconet.wiring.placing import Placement, Setup, WholeModel

@@ -22,7 +22,7 @@ from falconet.train.saving import Identity, Saving
 from falconet.train.step import Step
 from falconet.train.stop import StopRequest
 from falconet.train.timed import TimedStep, moments_of
-from falconet.wiring import averaging, ending, loading, measuring, run_folder, sharding, telling
+from falconet.wiring import averaging, ending, evaluating, measuring, run_folder, sharding, telling
 from falconet.wiring.running import Handover, Run
 
 
@@ -113,7 +113,7 @@ def _record(run: Run, saving: Saving, session: Session, *, stop: StopRequest, st
         state=state,
         saving=saving,
         evaluate=run.placement.evaluator(),
-        validation_batch=loading.validation_batch(run.options),
+        validation_batch=evaluating.validation_batch(run.options),
         trained=run.placement.trained,
         screen=run.screen,
         sink=sinks.metrics,

@@ -9,7 +9,7 @@ import torch
 
 from falconet.checkpoint import files
 from falconet.models import zoo
-from falconet.wiring import resources
+from falconet.parallel import resources
 from tiny import TINY
 
 

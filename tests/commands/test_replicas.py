@@ -12,8 +12,7 @@ import pytest
 
 import gloo
 from falconet.checkpoint import files
-from falconet.parallel import environment
-from falconet.wiring import resources
+from falconet.parallel import environment, resources
 from tiny import TINY
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]

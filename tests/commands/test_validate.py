@@ -273,7 +273,7 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 
 def test_a_loss_that_is_no_number_is_said(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
-    monkeypatch.setattr(opening.loading, "evaluator", lambda *given, **named: lambda model, stopping: found)
+    monkeypatch.setattr(opening.evaluating, "evaluator", lambda *given, **named: lambda model, stopping: found)
     monkeypatch.setattr(opening, "check_classes", lambda *given, **named: None)
     monkeypatch.setattr(opening.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()

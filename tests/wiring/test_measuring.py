@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.wiring import resources
+from falconet.parallel import resources
 from tiny import TINY
 
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"

@@ -8,7 +8,7 @@ import torch
 
 from falconet.checkpoint import files
 from falconet.errors import CheckpointError
-from falconet.wiring import resources
+from falconet.parallel import resources
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
 from tiny import TINY
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from falconet.checkpoint import files
-from falconet.wiring import resources
+from falconet.parallel import resources
 from tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("two_cores")

@@ -57,7 +57,7 @@ def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
         return 2
 
     monkeypatch.setattr("falconet.parallel.launch.launch", launched)
-    monkeypatch.setattr("falconet.wiring.resources.cores", lambda processes=1: 2)
+    monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
     options = loaded("--replicas 2 --device cpu")
     assert launching.start("train", [], launching.prepare(options)) == 2
     assert not list((tmp_path / "runs").iterdir())
