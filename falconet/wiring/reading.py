@@ -3,17 +3,14 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from falconet.config import effects
-from falconet.config.load import Loaded, load
+from falconet.config.load import Loaded, Options, load
 from falconet.config.named import Use, from_config
 from falconet.config.options import options_of
 from falconet.config.schema import BenchServeOptions, InferOptions
 from falconet.config.settings import LINE, Setting, from_checkpoint, from_environment, from_line
 from falconet.errors import ConfigError
-
-Options = TypeVar("Options")
 
 
 def read_line(command: type[Options], argv: Sequence[str]) -> list[Setting]:
