@@ -3,6 +3,7 @@
 import difflib
 import errno
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -32,6 +33,17 @@ class DeviceError(UserError):
 
 class DiskError(UserError):
     """A disk that has no room."""
+
+
+class LinkError(UserError):
+    """A symbolic link where a file is to be written: it may lead to any file of the user."""
+
+    def __init__(self, path: Path, option: str = "--run-dir") -> None:
+        """`option`: the one that chooses another folder."""
+        self.path = path
+        super().__init__(
+            f"{path}: is a symbolic link; refusing to write through it; remove it or choose another {option}"
+        )
 
 
 class NoRoom(NamedTuple):

@@ -9,6 +9,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
+from falconet import writing
 from falconet.bench.measured import Measured
 from falconet.bench.spread import Estimate, estimate
 from falconet.errors import ConfigError
@@ -87,9 +88,8 @@ def _over_runs(runs: Sequence[Measured]) -> dict[str, Estimate]:
 
 def write(path: Path, results: Sequence[Result], machine: Mapping[str, object]) -> None:
     content = {"format": FORMAT, "machine": machine, "results": [asdict(result) for result in results]}
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)  # whole or as it was, whenever the power fails
+    # Whole or as it was, whenever the power fails.
+    writing.replace(path.parent, path.name, json.dumps(_finite(content), indent=1) + "\n")
 
 
 def read(path: Path) -> tuple[dict[str, Result], dict[str, object]]:

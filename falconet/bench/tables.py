@@ -1,10 +1,12 @@
 """Results as tables: Markdown for people, CSV for programs."""
 
 import csv
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from falconet import writing
 from falconet.bench.compare import Comparison
 from falconet.bench.results import Result
 from falconet.report.words import counted
@@ -58,11 +60,12 @@ def plain(table: str) -> list[str]:
 
 def write_csv(path: Path, results: Sequence[Result], *, metrics: Sequence[str]) -> None:
     """One row a variant; `metrics` are further columns."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*COLUMNS, *metrics])
-        for result in results:
-            writer.writerow([*_csv_cells(result), *(result.metrics.get(name, "") for name in metrics)])
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow([*COLUMNS, *metrics])
+    for result in results:
+        writer.writerow([*_csv_cells(result), *(result.metrics.get(name, "") for name in metrics)])
+    writing.replace(path.parent, path.name, file.getvalue())
 
 
 def metric_names(results: Sequence[Result]) -> list[str]:

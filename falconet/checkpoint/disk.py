@@ -50,8 +50,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def token() -> str:
-    """A part of a name that nobody else uses."""
-    return f"{os.getpid()}-{secrets.token_hex(4)}"
+    """A part of a name that no other process uses, and that cannot be foreseen."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def aside(folder: Path, why: Literal["tmp", "old"], unique: str | None = None) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors.torch
 
+from falconet import writing
 from falconet.checkpoint.disk import FileRecord, move_into_place, sync_folder, write_bytes
 from falconet.checkpoint.files import refuse_to_replace_other_things, storable
 from falconet.checkpoint.manifest import MANIFEST, SUFFIX, Part, part_of, read_manifest, write_manifest
@@ -41,7 +42,8 @@ class Meeting:
 def write_slices(meeting: Meeting, slices: Slices, *, rank: int) -> None:
     """Write what this process holds, then the record of it, or of why there is none."""
     try:
-        meeting.temporary.mkdir(parents=True, exist_ok=True)
+        meeting.temporary.parent.mkdir(parents=True, exist_ok=True)
+        writing.subfolder(meeting.temporary.parent, meeting.temporary.name)
         records, parts = {}, {}
         for stem, held in slices.items():
             file = f"{stem}-{rank:05d}{SUFFIX}"
@@ -99,7 +101,9 @@ def _part(held: Slice, file: str) -> Part:
 def _write_record(path: Path, content: Mapping[str, object]) -> None:
     """There at once and whole, or not there."""
     begun = path.with_suffix(".begun")
-    begun.write_text(json.dumps(content), encoding="utf-8")
+    begun.unlink(missing_ok=True)  # left by one that a full disk cut short
+    with begun.open("x", encoding="utf-8") as file:
+        json.dump(content, file)
     begun.rename(path)
 
 

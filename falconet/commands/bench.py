@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import falconet
+from falconet import writing
 from falconet.bench import compare, results, runner, tables
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.codes import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.config.measuring import Bench
 from falconet.config.schema import BenchOptions
 from falconet.config.settings import Setting
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, LinkError
 from falconet.parallel import environment
 from falconet.report.screen import Screen
 from falconet.report.words import counted
@@ -21,6 +22,7 @@ from falconet.wiring.reading import load_options
 
 # torch is imported where it is used: a wrong name of a spec is answered without it.
 DEFAULT = "./benchmarks.yml"
+RESULTS = ("results.json", "results.csv", "results.md", "comparison.md")
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -88,8 +90,10 @@ def _open_folder(options: Bench) -> Path:
         raise ConfigError(f"--log-dir: {folder} already holds results; wanted another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        writing.probe(folder)
+        writing.refuse_links(folder, RESULTS)
+    except LinkError as error:
+        raise LinkError(error.path, "--log-dir") from None
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
     return folder.resolve()
@@ -120,7 +124,7 @@ def _write(measured: Sequence[results.Result], about: dict[str, object], options
     try:
         results.write(folder / "results.json", measured, about)
         tables.write_csv(folder / "results.csv", measured, metrics=names)
-        (folder / "results.md").write_text(tables.markdown(measured, about), encoding="utf-8")
+        writing.replace(folder, "results.md", tables.markdown(measured, about))
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
@@ -153,7 +157,7 @@ def _compare(
     earlier, there = old
     comparisons = list(compare.compare(earlier, measured))
     text = tables.comparison_markdown(comparisons, margin=options.margin)
-    (folder / "comparison.md").write_text(text, encoding="utf-8")
+    writing.replace(folder, "comparison.md", text)
     screen.line("")
     here = machine()
     other = [name for name in ("devices", "processor", "cores") if there.get(name) != here[name]]

@@ -41,7 +41,7 @@ def run(line: Sequence[Setting]) -> int:
     ]
     rows = accuracies.tabulate(found)
     accuracies.show(rows, screen.line)
-    accuracies.write_csv(rows, output, option="--output")
+    accuracies.write_csv(rows, output, option="--output", named=asked.table.output is not None)
     screen.line(f"written to {output}")
     return 0
 

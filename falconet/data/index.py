@@ -17,11 +17,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from falconet import writing
 from falconet.data.asides import say
 from falconet.data.columns import Array
 from falconet.data.free_memory import available
 from falconet.data.regular import open_regular
-from falconet.errors import DataError
+from falconet.errors import DataError, LinkError
 from falconet.parallel.environment import is_first
 
 FOLDER = ".falconet-index"
@@ -39,6 +40,17 @@ class Found(NamedTuple):
     arrays: Mapping[str, Array]
     facts: Mapping[str, Any]  # what JSON can hold
     watched: Sequence[Path]  # files, and folders whose entries count: a change of one makes this worthless
+
+
+class _Place(NamedTuple):
+    """Where an index lies: what is below the folder is never reached through a link when it is written."""
+
+    folder: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
 
 
 Check = Callable[[Found], None]  # raises ValueError, its text the reason
@@ -59,7 +71,8 @@ def indexed(
     found possible, and one that is not is said and made again. `watched` are the files there are now, where they can be
     listed cheaply; without it, those of the index are looked at.
     """
-    places = [folder / f"{kind}.safetensors" for folder in (root / FOLDER, *_users_folders(root))]
+    file = f"{kind}.safetensors"
+    places = [_Place(root, f"{FOLDER}/{file}"), *(_Place(folder, file) for folder in _users_folders(root))]
     reading = _Reading(root, check, watched)
     known = reading.newest(places, refused=say if is_first(os.environ) else _quietly)
     if known is not None:
@@ -117,8 +130,8 @@ class _Reading:
     check: Check
     watched: Sequence[Path] | None
 
-    def newest(self, places: Sequence[Path], *, refused: Callable[[str], None]) -> Found | None:
-        for place in places:
+    def newest(self, places: Sequence[_Place], *, refused: Callable[[str], None]) -> Found | None:
+        for place in (each.path for each in places):
             try:
                 found = self._read(place)
             except OSError:  # not there
@@ -193,16 +206,12 @@ def _checksum(arrays: Mapping[str, Array], facts: str) -> int:
     return total
 
 
-def _written(place: Path, data: bytes) -> bool:
+def _written(place: _Place, data: bytes) -> bool:
     """Written aside and renamed, so that no one ever reads half of it."""
-    aside = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(data)
-        aside.replace(place)
-    except OSError:  # a folder of somebody else, or a full disk: the next place, or none
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+        place.folder.mkdir(parents=True, exist_ok=True)
+        writing.replace(place.folder, place.name, data)
+    except (OSError, LinkError):  # a folder of another user, a link, or a full disk: the next place, or none
         return False
     return True
 

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import os
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,9 +95,9 @@ class Packer:
     def pack(self, shard: Shard, *, done: Callable[[], None]) -> None:
         """Make one shard; `done` is called for each image. DataError: a file that cannot be read, or a full disk."""
         path = self._target / shard.name
-        aside = path.with_name(f".{path.name}.partial")
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            with aside.open("wb") as file:
+            with aside.open("xb") as file:  # made here: a link of that name is not followed
                 writer = packed.Writer(file)
                 for index, outcome in self._outcomes(shard):
                     label = int(shard.source.labels[index])

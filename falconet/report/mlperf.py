@@ -1,12 +1,14 @@
 """result_<seed>.txt: the log of MLPerf Training 1.1, as github.com/mlcommons/logging writes and checks it."""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from falconet import writing
 from falconet.report.sinks import Metrics
 
 TARGET = 75.9  # percent of the validation images, from which on a run of ResNet-50 counts as a success
@@ -31,8 +33,8 @@ class MlperfLog:
         """`done`: epochs that a restored run has behind it; what its file says of later ones is dropped."""
         kept = [line for line in _lines(path) if _is_before(line, done)]
         self._epochs, self._epoch, self._best = submission.epochs, done, _best(kept)
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        writing.replace(path.parent, path.name, "".join(f"{line}\n" for line in kept))
+        self._file = os.fdopen(writing.growing(path.parent, path.name), "a", encoding="utf-8", buffering=1)
         if not kept:
             self._begin(submission)
         if done < self._epochs:

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from falconet import writing
 from falconet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,10 +63,10 @@ class UpdateTimes:
 
 def _appended(path: Path) -> TextIO:
     """The file, to add lines to; without one that a killed process left half written, whose update comes again."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8", buffering=1)
+    handle = writing.growing(path.parent, path.name)
+    with os.fdopen(handle, "rb", closefd=False) as file:
+        os.ftruncate(handle, file.read().rfind(b"\n") + 1)
+    return os.fdopen(handle, "a", encoding="utf-8", buffering=1)
 
 
 class TensorBoard:
@@ -77,7 +79,7 @@ class TensorBoard:
             raise ConfigError(
                 "--tensorboard: needs the package tensorboard: pip install falconet[tensorboard]"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(writing.subfolder(folder.parent, folder.name)))
 
     def write(self, update: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -109,6 +111,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError("--wandb: needs the package wandb: pip install falconet[wandb]") from error
+        writing.subfolder(folder, "wandb")  # into which it writes
         try:
             self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
         except wandb.Error as error:  # no key, or no way to the server

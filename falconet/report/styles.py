@@ -2,11 +2,13 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from falconet import writing
 from falconet.report.sinks import Sink
 from falconet.report.throughput import Rate
 
@@ -92,18 +94,16 @@ class RunLog:
         """On the screen and, maybe in other words, in log.txt."""
         self._say(text)
         if self._folder:
-            with (self._folder / "log.txt").open("a", encoding="utf-8") as file:
+            with os.fdopen(writing.growing(self._folder, "log.txt"), "a", encoding="utf-8") as file:
                 file.write((kept or text) + "\n")
 
     def row(self, name: str, values: Mapping[str, object], *, update: int) -> None:
         """One row of a CSV file, which begins with its names."""
         self.scalars(update, values)
         if self._folder:
-            path = self._folder / name
-            new = not path.exists()
-            with path.open("a", newline="", encoding="utf-8") as file:
+            with os.fdopen(writing.growing(self._folder, name), "a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, list(values))
-                if new:
+                if file.tell() == 0:
                     writer.writeheader()
                 self._ends[name] = file.tell()
                 writer.writerow(values)
@@ -111,7 +111,7 @@ class RunLog:
     def row_again(self, name: str, values: Mapping[str, object], *, update: int) -> None:
         """The last row once more, in its place."""
         if self._folder and name in self._ends:
-            with (self._folder / name).open("r+b") as file:
+            with os.fdopen(writing.growing(self._folder, name), "ab") as file:
                 file.truncate(self._ends[name])
         self.row(name, values, update=update)
 
@@ -134,7 +134,7 @@ class RunLog:
 
     def text(self, name: str, content: str) -> None:
         if self._folder:
-            (self._folder / name).write_text(content + "\n", encoding="utf-8")
+            writing.replace(self._folder, name, content + "\n")
 
 
 class Style(Protocol):

@@ -1,11 +1,13 @@
 """Traces of torch.profiler as files: where the time of an update, or of a batch, goes."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from falconet import writing
 from falconet.errors import ConfigError
 
 BEFORE, TRACED = 3, 3  # the first ones choose kernels and allocate
@@ -33,10 +35,13 @@ def write(traced: profile, folder: Path, *, device: torch.device) -> None:
     traced.stop()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        traced.export_chrome_trace(str(folder / TRACE))
+        writing.refuse_links(folder, (TRACE, TABLE))
+        with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as aside:  # torch follows links
+            traced.export_chrome_trace(str(Path(aside) / TRACE))
+            (Path(aside) / TRACE).replace(folder / TRACE)
         order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         table = traced.key_averages().table(sort_by=order, row_limit=_ROWS)
-        (folder / TABLE).write_text(table + "\n", encoding="utf-8")
+        writing.replace(folder, TABLE, table + "\n")
     except OSError as error:
         raise ConfigError(f"--profile: cannot write to {folder}: {error.strerror or error}") from error
 

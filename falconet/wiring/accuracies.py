@@ -1,11 +1,13 @@
 """The accuracies of several models as a table on the screen and as a CSV file."""
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from falconet.errors import ConfigError
+from falconet import writing
+from falconet.errors import ConfigError, LinkError
 from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation
 
@@ -49,12 +51,18 @@ def show(rows: Sequence[Row], say: Say) -> None:
         say(f"Accuracy on test set: {row['top1']}%")
 
 
-def write_csv(rows: Sequence[Row], path: Path, *, option: str) -> None:
-    """`option`: the one to change where it cannot be written."""
+def write_csv(rows: Sequence[Row], path: Path, *, option: str, named: bool = False) -> None:
+    """`option`: the one to change where it cannot be written; `named`: the user named the file itself, link or not."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
     try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        if named:
+            path.write_text(file.getvalue(), encoding="utf-8", newline="")
+        else:
+            writing.replace(path.parent, path.name, file.getvalue())
+    except LinkError as error:
+        raise LinkError(error.path, option) from None
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from error

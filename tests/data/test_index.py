@@ -173,9 +173,30 @@ def test_where_nothing_can_be_written_every_run_searches(root, tmp_path):
 
 
 def test_nothing_is_left_of_a_write_that_failed(root, monkeypatch):
-    monkeypatch.setattr("pathlib.Path.replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("os.replace", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
     indexed(root, kind="test", search=Search(root))
     assert list((root / FOLDER).iterdir()) == []
+
+
+LINKS = {  # in the data folder, to what of the user's
+    ".falconet-index": "victim",
+    ".falconet-index/test.safetensors": "victim/file",
+    f".falconet-index/.test.safetensors.{os.getpid()}": "victim/file",  # where earlier versions wrote first
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/file").write_text("mine")
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(tmp_path / LINKS[link])
+    indexed(root, kind="test", search=Search(root))
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["file"]
+    assert (tmp_path / "victim/file").read_text() == "mine"
+    search = Search(root)
+    indexed(root, kind="test", search=search)
+    assert search.times == 0, "it lies in the user's folder, or in the place of another name"
 
 
 def test_of_several_at_once_one_searches_and_the_others_wait(root):

@@ -1,0 +1,104 @@
+"""Files below a folder, written so that no symbolic link inside it leads elsewhere.
+
+The folder itself is named by the user and may be a link. Everything below it is opened from its descriptor, part by
+part, without following links: a run folder or a data folder may come from another person.
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from falconet.errors import LinkError
+
+MODE, FOLDER_MODE = 0o666, 0o777  # before the umask
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Not blocking: opening a pipe would wait for its reader.
+_GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def replace(folder: Path, name: str, content: str | bytes) -> None:
+    """Write a file whole: under a name that cannot be foreseen, then renamed. `name` may be `subfolder/file`."""
+    data = content.encode() if isinstance(content, str) else content
+    with _below(folder, name) as (parent, last):
+        _refuse_link(folder / name, last, parent)
+        aside = f".{last}.{secrets.token_hex(8)}"
+        handle = os.open(aside, _NEW, MODE, dir_fd=parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(aside, last, src_dir_fd=parent, dst_dir_fd=parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(aside, dir_fd=parent)
+            raise
+
+
+def growing(folder: Path, name: str) -> int:
+    """The descriptor of a file to read and to append to, made where there is none; the caller closes it."""
+    with _below(folder, name) as (parent, last):
+        _refuse_link(folder / name, last, parent)
+        handle = os.open(last, _GROWING, MODE, dir_fd=parent)  # a link made since is refused here, as ELOOP
+        state = os.fstat(handle)
+        if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
+            return handle
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(state.st_mode):
+                raise OSError(f"{folder / name}: is not a regular file")
+            content = file.read()
+    replace(folder, name, content)  # the other names of the file keep what they have
+    return growing(folder, name)
+
+
+def subfolder(folder: Path, name: str) -> Path:
+    """A folder in a folder, made where there is none."""
+    with _below(folder, f"{name}/any"):
+        return folder / name
+
+
+def probe(folder: Path) -> None:
+    """Raise what writing into a folder would raise."""
+    with _below(folder, f".writable-{secrets.token_hex(8)}") as (parent, name):
+        os.close(os.open(name, _NEW, MODE, dir_fd=parent))
+        os.unlink(name, dir_fd=parent)
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Before hours of work: what would be refused when it is written."""
+    with _below(folder, "any") as (parent, _):
+        for name in names:
+            _refuse_link(folder / name, name, parent)
+
+
+@contextlib.contextmanager
+def _below(folder: Path, name: str) -> Iterator[tuple[int, str]]:
+    """The descriptor of the folder that holds `name`, and the last part of the name; subfolders are made."""
+    *subfolders, last = name.split("/")
+    assert last not in ("", ".", ".."), name
+    parent, path = os.open(folder, _FOLDER), folder
+    try:
+        for part in subfolders:
+            path /= part
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, FOLDER_MODE, dir_fd=parent)
+            _refuse_link(path, part, parent)
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            os.close(parent)
+            parent = inner
+        yield parent, last
+    except OSError as error:
+        if error.filename is not None and not isinstance(error.filename, int):
+            error.filename = str(folder / name)  # not only its part below the descriptor
+        raise
+    finally:
+        os.close(parent)
+
+
+def _refuse_link(path: Path, name: str, parent: int) -> None:
+    """In words; the flags refuse it in any case."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise LinkError(path)
