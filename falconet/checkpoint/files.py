@@ -149,24 +149,27 @@ def prune(
     keep: int | None,
     best: str = "validation_accuracy",
     in_turn: Callable[[Progress], bool] = lambda _: True,
+    run: str | None = None,
 ) -> list[Path]:
     """Remove the oldest checkpoints in `folder` beyond `keep`, sparing the one with the highest metric `best`.
 
     One that was not saved in turn (when the run was interrupted) takes the place of none: it goes as soon as there is a
-    newer one. Torn, foreign, averaged, linked and initial ones are neither counted nor removed. Returns the removed.
+    newer one. Torn, foreign, averaged, linked and initial ones are neither counted nor removed, nor are those that have
+    another mark of their `run` in the manifest. Returns the removed.
     """
     if keep is None:
         return []
     linked = {p.resolve() for p in folder.iterdir() if p.is_symlink()}
     plain = [p for p in _children(folder) if not p.is_symlink() and "averaged" not in p.name]
-    ours = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
+    sized = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
+    ours = [(p, m) for p, m in sized if m.content.get("run") == run]
     marks = [m.metrics.get(best) for _, m in ours]
     known = [mark for mark in marks if isinstance(mark, int | float) and mark == mark]
     spared = marks.index(max(known)) if known else None
     counted = [i for i, (_, m) in enumerate(ours) if in_turn(m.progress)]
     held = {spared, *counted[max(len(counted) - keep, 0) :], *({len(ours) - 1} - set(counted))}
     surplus = [p for i, (p, _) in enumerate(ours) if i not in held]
-    removed = [p for p in surplus if p.resolve() not in linked]
+    removed = [p for p in surplus if p.resolve() not in linked and not _other_things(p)]
     for path in removed:
         old = aside(path, "old")
         with named(path):
@@ -179,9 +182,13 @@ def prune(
 def refuse_to_replace_other_things(folder: Path) -> None:
     """Nothing but a checkpoint is ever replaced by a checkpoint."""
     if folder.exists():  # iterdir says 'Not a directory' of a file
-        others = sorted(p.name for p in folder.iterdir() if p.name != MANIFEST and p.suffix != SUFFIX)
+        others = _other_things(folder)
         if others:
             raise CheckpointError(f"cannot save {folder}: it holds other things ({others[0]}); wanted another name")
+
+
+def _other_things(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != MANIFEST and p.suffix != SUFFIX)
 
 
 def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

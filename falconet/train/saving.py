@@ -25,6 +25,7 @@ class Identity:
     data: str
     classes: int
     content: Mapping[str, object]  # class names, preprocessing, config, plan, runtime
+    run: str | None = None  # a mark that the checkpoints of this run share, and no others
 
     def checkpoint_name(self, epoch: int, updates: int) -> str:
         """`model_data_epoch`, and `+updates` for one saved within an epoch."""
@@ -88,7 +89,7 @@ class Saving:
             self.say(f"warning: {error}; the run goes on and will save again")
 
     def _prune(self) -> None:
-        files.prune(self.folder, keep=self.kept, best="score", in_turn=self.in_turn)
+        files.prune(self.folder, keep=self.kept, best="score", in_turn=self.in_turn, run=self.identity.run)
 
     def _content(self, update: int) -> dict[str, Any]:
         epoch, updates = self.plan.place(update)
@@ -99,5 +100,6 @@ class Saving:
             "progress": progress | {"phase": self.plan.phase},
             "meter": self.state.progress.to_json(),
             "versions": {"falconet": falconet.__version__, "torch": torch.__version__},
+            "run": self.identity.run,
             **self.identity.content,
         }

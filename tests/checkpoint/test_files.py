@@ -388,3 +388,12 @@ def test_pruning_sweeps_what_killed_runs_left_an_hour_ago(tmp_path):
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     files.prune(tmp_path, keep=1)
     assert sorted(leftovers(tmp_path)) == [".c.tmp-12-0a1b", ".mine"]
+
+
+def test_checkpoints_of_another_run_and_folders_with_other_things_are_not_removed(tmp_path):
+    mine = [saved(tmp_path / f"m_{epoch}", epoch, run="mine") for epoch in (2, 3, 4)]
+    other = saved(tmp_path / "other", 1, run="theirs")
+    unmarked = saved(tmp_path / "unmarked", 1)
+    (mine[0] / "notes.txt").write_text("mine")
+    assert files.prune(tmp_path, keep=1, run="mine") == [mine[1]]
+    assert [p.exists() for p in (*mine, other, unmarked)] == [True, False, True, True, True]
