@@ -22,7 +22,7 @@ from falconet.report.screen import Say, Screen
 from falconet.report.words import counted
 from falconet.train.batchnorm import reestimate
 from falconet.wiring import averaging, loading, opening
-from falconet.wiring.images import global_batch, open_images
+from falconet.wiring.images import global_batch, open_images, refuse_download
 from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
 
 
@@ -90,7 +90,9 @@ def _measure_batchnorm(
     world = resources.open_machine(opened.options.machine)
     shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
-    training = load_options(TrainOptions, own, files.read_manifest(folder).config).options
+    loaded = load_options(TrainOptions, own, files.read_manifest(folder).config)
+    refuse_download(loaded)
+    training = loaded.options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
     data = open_images(
         training.data,

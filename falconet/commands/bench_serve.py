@@ -28,7 +28,7 @@ from falconet.report import inference as lines
 from falconet.report.screen import Screen
 from falconet.report.words import counted
 from falconet.wiring import loading, predicting
-from falconet.wiring.images import Images, open_images
+from falconet.wiring.images import Images, open_images, refuse_download
 from falconet.wiring.reading import load_options, of_command
 
 HELD = 8  # different batches that take turns
@@ -65,7 +65,9 @@ def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
     if path is None or path.is_file():
         return options
     manifest = files.read_manifest(files.newest_whole(path, screen.line))
-    return load_options(BenchServeOptions, line, manifest.config).options
+    loaded = load_options(BenchServeOptions, line, manifest.config)
+    refuse_download(loaded)
+    return loaded.options
 
 
 def _say_idle(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:

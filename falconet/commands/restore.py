@@ -6,7 +6,7 @@ from falconet.checkpoint import files
 from falconet.config.schema import RestoreOptions
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
-from falconet.wiring import launching, phasing, speaking
+from falconet.wiring import launching, phasing, run_folder, speaking
 from falconet.wiring.reading import input_path, load_options
 
 
@@ -15,5 +15,8 @@ def run(line: Sequence[Setting]) -> int:
     manifest = files.read_manifest(folder)
     if any(setting.option == "init-path" for setting in line):
         raise ConfigError(f"--init-path: {folder} has the weights to go on with; wanted `falconet train` to begin anew")
-    launch = launching.prepare(load_options(RestoreOptions, line, manifest.config), files.Checkpoint(folder, manifest))
+    restored = files.Checkpoint(folder, manifest)
+    launch = launching.prepare(
+        run_folder.placed(load_options(RestoreOptions, line, manifest.config), restored), restored
+    )
     return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)

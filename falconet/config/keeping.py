@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from falconet.config.ranges import AtLeast, Between, MoreThan
+from falconet.config.ranges import AtLeast, Between, MoreThan, local
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """What is saved."""
 
-    checkpoint_output_path: Path | None = None
+    checkpoint_output_path: Path | None = local(None)
     """Folder of the checkpoints; without it, checkpoints/ in the run folder."""
     checkpoint_save_freq: Annotated[float, MoreThan(0)] = 1.0
     """Epochs between checkpoints; 0.25 saves four times an epoch. The end of training is always saved."""
@@ -19,7 +19,9 @@ class Checkpoints:
     """Save from the end of this epoch on, then every --checkpoint-save-freq epochs; 0: after the first of those."""
     initial_checkpoint: bool = False
     """Also save before the first update. It is kept whatever --checkpoints-kept says, and in no average of the run."""
-    checkpoints_kept: Annotated[int, AtLeast(1)] | Literal["auto", "all"] = "auto"
+    checkpoints_kept: Annotated[int, AtLeast(1)] | Literal["auto", "all"] = local(
+        "auto", again="remove older checkpoints; until then all are kept"
+    )
     """Newest checkpoints to keep, beside the best validated one; auto: 3, or what the averaging needs."""
 
 
@@ -41,7 +43,7 @@ class Averaging:
 class Average:
     """How the average is made."""
 
-    checkpoint_output_path: Path | None = None
+    checkpoint_output_path: Path | None = local(None)
     """The averaged checkpoint; without it, <model>_<data>_<epoch>_averaged beside the others."""
     weight_avg_strategy: Literal["mean", "exponential"] = "mean"
     """All alike, or the newer ones more."""

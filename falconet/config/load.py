@@ -13,7 +13,7 @@ import tyro
 from falconet.config import rules
 from falconet.config.help import STYLE
 from falconet.config.options import Option, options_of, value_of
-from falconet.config.settings import LINE, Setting, spelled
+from falconet.config.settings import LINE, Setting, is_asked_for, spelled
 from falconet.errors import ConfigError, did_you_mean
 
 Options = TypeVar("Options")
@@ -55,6 +55,18 @@ class Loaded(Generic[Options]):
             value = _plain(known[name].default) if entry["source"] == "default" else entry["value"]
             lines.append(f"{name}: {_yaml(value)}  # {entry['source']}")
         return "\n".join(lines) + "\n"
+
+
+def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """The local options that a checkpoint's run had and this one has not, each with what naming it again would do."""
+    known = options_of(type(loaded.options))
+    found = {}
+    for name, option in known.items():
+        if not option.is_local or name not in table or is_asked_for(loaded.sources.get(name)):
+            continue
+        if option.origin and option.origin.again and table[name]["value"] != _plain(option.default):
+            found[name] = option.origin.again
+    return found
 
 
 def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:

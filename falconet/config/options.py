@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from falconet.config.ranges import Range
+from falconet.config.ranges import ORIGIN, Origin, Range
 
 _KNOWN: dict[type[object], dict[str, "Option"]] = {}  # reading the source of the sections takes milliseconds
 
@@ -22,6 +22,12 @@ class Option:
     type: Any
     default: object
     help: str
+    origin: Origin | None = None  # None: training itself, which a checkpoint supplies
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a checkpoint never supplies it."""
+        return self.origin is not None and self.origin.local
 
     @property
     def is_flag(self) -> bool:
@@ -79,6 +85,7 @@ def _options(command: type[object]) -> Iterator[Option]:
                 type=hints[field.name],
                 default=field.default,
                 help=helps[field.name],
+                origin=field.metadata.get(ORIGIN),
             )
 
 

@@ -1,9 +1,32 @@
-"""The range of a number, written beside its type; and what an option may say instead of a number."""
+"""What is declared beside an option's type: a number's range, `auto`, and whether a checkpoint may supply the value."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 Auto = Literal["auto"]
+ORIGIN = "origin"  # the key in a field's metadata
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the value of an option may come from."""
+
+    local: bool  # never from a checkpoint
+    again: str = ""  # what naming it again on the line of `restore` does, in words; empty: not worth a note
+
+
+def local(default: T, *, again: str = "") -> T:
+    """A field that a checkpoint never supplies: every path, every sink, and what deletes or reaches the network.
+
+    A checkpoint may come from another person; such options are for the command line, a config or the environment.
+    """
+    return field(default=default, metadata={ORIGIN: Origin(local=True, again=again)})
+
+
+def portable(default: T) -> T:
+    """A path or a sink that a checkpoint may supply all the same: one that is only read, or stays in the run folder."""
+    return field(default=default, metadata={ORIGIN: Origin(local=False)})
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from falconet.config.ranges import AtLeast
+from falconet.config.ranges import AtLeast, local, portable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,17 +13,17 @@ class Logging:
 
     logs_per_epoch: Annotated[int, AtLeast(1)] = 1
     """Log points in each epoch."""
-    tensorboard: bool = False
+    tensorboard: bool = local(False, again="continue the TensorBoard files")
     """Also write TensorBoard files into the run folder."""
-    wandb: bool = False
+    wandb: bool = local(False, again="continue uploading")
     """Also log to Weights & Biases (WANDB_MODE=offline works)."""
-    profile: bool = False
+    profile: bool = local(False, again="trace updates")
     """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
-    wandb_project: str = "falconet"
+    wandb_project: str = local("falconet", again="upload to the same project")
     """Weights & Biases project."""
-    weight_histogram: bool = False
+    weight_histogram: bool = local(False, again="continue the histograms")
     """At every log point, histograms of all trained weights to --wandb and --tensorboard (--wandb-weight-histogram)."""
-    mlperf_logging: bool = False
+    mlperf_logging: bool = portable(False)  # a file in the run folder, written like the others there
     """Also write result_<seed>.txt into the run folder, the log of MLPerf Training 1.1 (image classification)."""
 
 
@@ -31,11 +31,11 @@ class Logging:
 class Upload:
     """Which run is uploaded, and as what."""
 
-    source: Path | None = None
+    source: Path | None = local(None)
     """The run folder, of Falconet or of an original; also the first word of the command."""
     name: str | None = None
     """The name that the run gets; without it, that of its folder."""
-    wandb_project: str = "falconet"
+    wandb_project: str = local("falconet")
     """Weights & Biases project."""
 
 

@@ -4,24 +4,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.ranges import AtLeast, Auto, Between, MoreThan
+from falconet.config.ranges import AtLeast, Auto, Between, MoreThan, local, portable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What is run, and where its results go."""
 
-    config: str | None = None
+    config: str | None = local(None)
     """A named config (`falconet configs` lists them) or a YAML file of options; the command line overrides it."""
-    plan: bool = False
+    plan: bool = local(False)
     """Print the plan and every option with its source, and exit."""
-    run_dir: Path | Auto = "auto"
-    """The run folder; auto: runs/<model>_<data>_<time>."""
-    temporary: bool = False
+    run_dir: Path | Auto = local("auto")
+    """The run folder; auto: runs/<model>_<data>_<time>, in restore the one in which the checkpoint lies."""
+    temporary: bool = local(False)
     """Put the run folder into a temporary place and remove it at a clean end; it stays after a failure or Ctrl-C."""
-    name_suffix: str | None = None
+    name_suffix: str | None = local(None)
     """Text that the name of a new run folder gets, where --run-dir does not name it."""
-    resume: bool = False
+    resume: bool = local(False)
     """Go on with the run that --run-dir holds if its options are the same, else refuse; begin it if there is none."""
     seed: Annotated[int, Between(0, 2**32 - 1)] = 0
     """Seed of every random choice; the same seed gives the same run."""
@@ -33,7 +33,7 @@ class Data:
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
     """imagenet, folder: photos, layouts in docs/data.md; generated: random, by the host; synthetic: on the device."""
-    data_dir: Path | None = None
+    data_dir: Path | None = portable(None)  # read, but for an index; no download follows from it (wiring/images.py)
     """Where the data lies (--imagenet-data-path is the same); without it, the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: what the model was made for, 8 for the digits."""
@@ -81,7 +81,7 @@ class Training:
     """Length of the training in updates, instead of --epoch; it may end within an epoch. None undoes a stored one."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches in one update."""
-    init_path: Path | None = None
+    init_path: Path | None = local(None)
     """Begin with the weights of a checkpoint, of a run's newest one, or of a file (safetensors, torch) that fits."""
     batchnorm_per_update: bool = False
     """Move batch norm's statistics once an update, by the mean over its micro-batches, instead of with each of them."""
@@ -207,7 +207,7 @@ class Validation:
     """Never, every --validation-frequency epochs (and at the end), or once at the end."""
     validation_frequency: Annotated[int, AtLeast(1)] = 1
     """Epochs between validations in mode during."""
-    validate_checkpoints: Path | None = None
+    validate_checkpoints: Path | None = local(None, again="measure checkpoints after training")
     """After training, measure each checkpoint of this folder, such as the run's own: a table and validation.csv."""
 
 
@@ -257,7 +257,7 @@ class Parallel:
 class Input:
     """What is read."""
 
-    checkpoint_input_path: Path | None = None
+    checkpoint_input_path: Path | None = local(None)
     """A checkpoint, a folder of checkpoints, or a run folder."""
 
 
@@ -265,7 +265,7 @@ class Input:
 class Table:
     """Where the result goes."""
 
-    output: Path | None = None
+    output: Path | None = local(None)
     """The CSV file; without it, validation.csv beside the checkpoints."""
 
 
@@ -283,9 +283,9 @@ class Doctor:
 class Pack:
     """What is packed, and how."""
 
-    source: Path | None = None
+    source: Path | None = local(None)
     """The folder with train/ and val/, one folder a class; also the first word of the command."""
-    target: Path | None = None
+    target: Path | None = local(None)
     """The folder for the shards; also the second word."""
     shard_size: Annotated[int, AtLeast(1)] = 2048
     """Images in one shard; 2,048 photos of ImageNet are 220 MB."""
@@ -299,7 +299,7 @@ class Pack:
 class Verify:
     """What is checked."""
 
-    source: Path | None = None
+    source: Path | None = local(None)
     """The folder with the shards; also the first word of the command."""
 
 
@@ -315,5 +315,5 @@ class DataBench:
     """Then also read all images this many times, and print the images per second of each pass."""
     md5: bool = False
     """Instead, compare the md5 of the files of both class folders with that of ILSVRC 2012."""
-    output: Path | None = None
+    output: Path | None = local(None)
     """A JSON file for the result."""

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.ranges import AtLeast, Auto, Between
+from falconet.config.ranges import AtLeast, Auto, Between, local
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """Where the server listens, and how it puts requests together."""
 
-    host: str = "127.0.0.1"
+    host: str = local("127.0.0.1")
     """The address to listen on; 0.0.0.0: every one of this machine. There is no password and no encryption."""
-    port: Annotated[int, Between(0, 65535)] | Auto = "auto"
+    port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
     """The port; 0: any free one; auto: 8000, in `bench serve` any free one."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images computed at once, and the most of one request; auto: 64, in `bench serve` the micro-batch."""
@@ -43,9 +43,9 @@ class Fresh:
 class Load:
     """Who sends requests, and how many; --iterations are the requests of each client."""
 
-    config: str | None = None
+    config: str | None = local(None)
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
-    url: str | None = None
+    url: str | None = local(None)
     """Measure a server that runs already, such as http://127.0.0.1:8000, instead of starting one."""
     clients: Annotated[int, AtLeast(1)] = 1
     """Processes that send requests side by side."""
@@ -55,5 +55,5 @@ class Load:
     """Requests of an ASYNC client in flight, each on a connection of its own."""
     check_answers: bool = False
     """Compare every answer with the model's own, computed here."""
-    output: Path | None = None
+    output: Path | None = local(None)
     """Also write every latency and the result to this JSON file."""

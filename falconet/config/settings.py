@@ -99,8 +99,8 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 
 def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[str, Option]) -> list[Setting]:
-    """What a checkpoint's run was trained with, as far as this command has the options."""
-    mapping = {name: entry["value"] for name, entry in table.items() if name in options}
+    """What a checkpoint's run was trained with, as far as this command has the options and none of them is local."""
+    mapping = {name: entry["value"] for name, entry in table.items() if name in options and not options[name].is_local}
     return from_mapping(mapping, options, source=CHECKPOINT)
 
 

@@ -18,9 +18,11 @@ def how_to_go_on(folder: Path, checkpoints: Path) -> str:
 
 
 def restore_line(folder: Path, checkpoints: Path) -> str:
-    """The command itself: the run folder is enough where its checkpoints lie in it; from elsewhere they lead to it."""
-    found = folder if checkpoints in (folder, folder / "checkpoints") else checkpoints
-    return shlex.join(["falconet", "restore", "--checkpoint-input-path", str(found)])
+    """The command itself: the run folder is enough where its checkpoints lie in it; elsewhere, both are named."""
+    command = ["falconet", "restore", "--checkpoint-input-path"]
+    if checkpoints in (folder, folder / "checkpoints"):
+        return shlex.join([*command, str(folder)])
+    return shlex.join([*command, str(checkpoints), "--run-dir", str(folder)])
 
 
 @contextlib.contextmanager

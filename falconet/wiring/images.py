@@ -1,22 +1,26 @@
 """The data of a run, and how it becomes model input."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from falconet.config import schema, sections
 from falconet.config.fine_tuning import reduced
+from falconet.config.load import Loaded
 from falconet.config.ranges import value_or
+from falconet.config.settings import is_asked_for
 from falconet.data import share
 from falconet.data.augment import Augment
 from falconet.data.open import RandomImages, UseObjects, open_source
 from falconet.data.preprocessing import Channels, Normalise, Preprocessing, normaliser
 from falconet.data.source import Splits
-from falconet.data.sources import published
-from falconet.errors import CheckpointError
+from falconet.data.sources import cifar, published
+from falconet.errors import CheckpointError, DataError
 from falconet.models import zoo
 from falconet.report.words import counted
 
+DATA = ("data", "data-dir")  # naming one of them on the line allows a download
 DIGITS_SIZE = 8  # pixels, their own: doubling them costs 2.6 times as long and gains nothing (docs/log.md)
 
 
@@ -93,6 +97,18 @@ def open_images(
     if data.data not in ("generated", "synthetic"):
         splits = share.reduced(splits, percentage=percentage)
     return images_of(splits, data, size=size)
+
+
+def refuse_download(loaded: Loaded[Any]) -> None:
+    """Of a command that has a checkpoint's options: data that the line does not name is read, and never fetched."""
+    data: sections.Data = loaded.options.data
+    if data.data not in ("cifar10", "cifar100") or any(is_asked_for(loaded.sources.get(name)) for name in DATA):
+        return
+    if not cifar.is_there(data.data_dir, kind=data.data):
+        raise DataError(
+            f"{data.data}: not found under {data.data_dir or cifar.DEFAULT_DIR}, and a checkpoint alone starts no"
+            f" download; expected --data-dir, the folder that holds it, or --data {data.data}, which downloads it"
+        )
 
 
 def published_images(data: sections.Data, *, model: str, percentage: float = 100.0) -> Images | None:

@@ -13,7 +13,7 @@ import falconet
 from falconet.checkpoint import files
 from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import rules, schema, sections
-from falconet.config.load import Loaded
+from falconet.config.load import Loaded, left_out
 from falconet.config.phases import Phase
 from falconet.config.ranges import value_or
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
@@ -40,6 +40,7 @@ class Launch:
     division: Division
     place: Place | None
     again: bool  # another attempt: a worker died, or the whole run was started again with --resume
+    notes: tuple[str, ...] = ()  # what of the restored run's options this one does not have
 
 
 def prepare(loaded: Options, restored: Restored = None) -> Launch:
@@ -56,7 +57,15 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
         restored = newest(loaded.options, restored) or restored
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
-    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again)
+    notes = _left_out(loaded, restored) if restored else ()
+    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again, notes=notes)
+
+
+def _left_out(loaded: Options, restored: Checkpoint) -> tuple[str, ...]:
+    found = left_out(loaded, restored.manifest.config)
+    return tuple(
+        f"--{name} is not taken from a checkpoint; add it to the line to {does}" for name, does in found.items()
+    )
 
 
 def must_start(launch: Launch) -> bool:

@@ -19,7 +19,7 @@ from falconet.report.screen import Say
 from falconet.train.evaluate import Evaluation, never
 from falconet.wiring import evaluating
 from falconet.wiring.building import build_model
-from falconet.wiring.images import Images, check_classes, global_batch, open_images
+from falconet.wiring.images import Images, check_classes, global_batch, open_images, refuse_download
 from falconet.wiring.reading import load_options
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
@@ -42,7 +42,9 @@ class Opened:
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = files.verify(folder)
-    options = load_options(ValidateOptions, line, manifest.config).options
+    loaded = load_options(ValidateOptions, line, manifest.config)
+    options = loaded.options
+    refuse_download(loaded)
     # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
     trained = load_options(TrainOptions, [], manifest.config).options
     images = open_images(

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import secrets
 import time
 from collections import deque
 from dataclasses import replace
@@ -42,7 +43,7 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float, hel
     """
     world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
     lines = [line for run in runs for line in run.plan_lines()]
-    notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes]
+    notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
     for line in [*lines, *(f"note: {note}" for note in notes)]:
         screen.line(line)
     if options.run.plan:
@@ -63,12 +64,13 @@ def _carry_out(runs: deque[Run], launch: Launch, *, skip: int, began: float, hel
     if options.run.temporary:
         screen.line(run_folder.temporary_line(folder))
     saved = run_folder.checkpoints(folder, options)
+    mark = world.once(lambda: _mark(launch))
     with (
         ending.interruption_explained(screen.line, lambda: f"stopped; {ending.how_to_go_on(folder, saved)}"),
         ending.full_disk_explained(folder, saved),
         contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks,
     ):
-        session = training.Session(folder=folder, sinks=sinks)
+        session = training.Session(folder=folder, mark=mark, sinks=sinks)
         handed = training.train(runs.popleft(), state, session)
         while runs:
             assert handed is not None, "a phase that another one follows is averaged"
@@ -100,6 +102,12 @@ def _open_sinks(runs: deque[Run], folder: Path, update: int, *, began: float) ->
     )
     path = folder / f"result_{options.run.seed}.txt"
     return run_folder.open_sinks(folder, first.loaded, MlperfLog(path, told, done=first.plan.place(update)[0]))
+
+
+def _mark(launch: Launch) -> str:
+    """What tells the checkpoints of this run from others in the same folder: the restored run's, or a new one."""
+    stored = launch.restored.manifest.content.get("run") if launch.restored else None
+    return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
 
 
 def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:

@@ -8,15 +8,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import falconet
+from falconet import writing
 from falconet.checkpoint.files import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import schema
-from falconet.config.load import Loaded
-from falconet.errors import ConfigError
+from falconet.config.load import Loaded, left_out
+from falconet.config.settings import CHECKPOINT, read_yaml
+from falconet.errors import ConfigError, LinkError
 from falconet.models import zoo
 from falconet.report.folders import RunShape, fresh
 from falconet.report.screen import Say
@@ -34,8 +36,14 @@ from falconet.train.record import Record
 from falconet.wiring.ending import restore_line
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
-TIMES = "updates.jsonl"
-KEPT = 3  # newest checkpoints, when nobody says otherwise
+TIMES, CHECKPOINTS = "updates.jsonl", "checkpoints"
+# Looked at before the first update, so that a link is not found after the last one.
+WRITTEN = (
+    *(CONFIG, PLAN, METRICS, TIMES, SUMMARY, "validation.csv", "training.csv", "log.txt"),
+    *(CHECKPOINTS, "tensorboard", "wandb", "profile.json", "profile.txt"),
+)
+OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # names by which our config.yaml is known
+KEPT = 3  # newest checkpoints, when the line does not say
 ENDING = 5.0  # seconds that a run may take to leave its folder after it was killed
 
 
@@ -45,7 +53,7 @@ def choose(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path
     if options.run.temporary:
         return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
     if asked == "auto":
-        return _home(restored) if restored else _fresh(options)
+        return (restored and home(restored)) or _fresh(options)
     return asked
 
 
@@ -75,7 +83,7 @@ def claim(options: schema.TrainOptions, *, restored: Checkpoint | None) -> Path:
 def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
     """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
     folder = claim(options, restored=restored)
-    known = again or options.run.run_dir == "auto" or (restored and folder == _home(restored))
+    known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
         raise ConfigError(
@@ -83,6 +91,8 @@ def open_folder(options: schema.TrainOptions, *, restored: Checkpoint | None, ag
             " starts a new one"
         )
     _require_writable(folder, "--run-dir")
+    elsewhere = options.checkpoints.checkpoint_output_path is not None
+    writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
     _require_writable(saved, "--checkpoint-output-path")
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # among which those of this run would be the first to be removed, and the last to be found
@@ -127,7 +137,7 @@ def _is_left(handle: int) -> bool:
 
 
 def checkpoints(folder: Path, options: schema.TrainOptions) -> Path:
-    return options.checkpoints.checkpoint_output_path or folder / "checkpoints"
+    return options.checkpoints.checkpoint_output_path or folder / CHECKPOINTS
 
 
 def kept(options: schema.TrainOptions) -> int | None:
@@ -145,8 +155,8 @@ def kept(options: schema.TrainOptions) -> int | None:
 
 
 def write_config(folder: Path, loaded: Loaded[schema.TrainOptions], plan: str) -> None:
-    (folder / CONFIG).write_text(loaded.to_yaml(), encoding="utf-8")
-    (folder / PLAN).write_text(plan, encoding="utf-8")
+    writing.replace(folder, CONFIG, loaded.to_yaml())
+    writing.replace(folder, PLAN, plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +209,7 @@ def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, m
         "best": {"validation_accuracy": record.best.accuracy, "update": record.best.update} if record.best else None,
         "checkpoints": str(record.saving.folder),
     }
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
     say("")
     if "validation/accuracy" in record.metrics:
         best = f" (best {record.best.accuracy:.2f} %)" if record.best else ""
@@ -227,11 +237,76 @@ def throw_away(folder: Path, say: Say) -> None:
         say(f"removed the temporary run folder {folder}")
 
 
-def _home(restored: Checkpoint) -> Path:
-    """Where the restored run lives: around the checkpoint if it was moved along with it, else where it was."""
-    around = restored.folder.parent.parent
-    stored = restored.manifest.runtime.get("run_dir")
-    return around if (around / CONFIG).exists() or not stored else Path(stored)
+def placed(loaded: Loaded[schema.TrainOptions], restored: Checkpoint) -> Loaded[schema.TrainOptions]:
+    """The options of a restored run with its places: the line's, else where the checkpoint lies.
+
+    What the checkpoint itself says about places is not heeded: it may come from another person, and would choose which
+    files of the user are overwritten or removed.
+    """
+    options, sources = loaded.options, dict(loaded.sources)
+    folder, kept = options.run.run_dir, options.checkpoints.checkpoints_kept
+    if folder == "auto":
+        found = home(restored)
+        if found is None and not options.run.plan:
+            raise ConfigError(
+                f"--run-dir: is needed, the folder to continue in: {restored.folder} does not lie in a run folder,"
+                " and one is not taken from a checkpoint"
+            )
+        folder = found or folder
+    saved = options.checkpoints.checkpoint_output_path
+    if saved is None and folder != "auto" and _belongs(restored, folder) and not _is_default(restored, folder):
+        saved = restored.folder.parent
+        if saved.is_symlink() and saved.parent.resolve() == folder.resolve():
+            raise LinkError(saved)
+        sources["checkpoint-output-path"] = CHECKPOINT
+    if "checkpoints-kept" in left_out(loaded, restored.manifest.config):
+        kept = "all"  # as the stored number may not remove any, nor may ours remove what that one kept
+        sources["checkpoints-kept"] = CHECKPOINT
+    options = replace(
+        options,
+        run=replace(options.run, run_dir=folder),
+        checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
+    )
+    return Loaded(options, sources)
+
+
+def home(restored: Checkpoint) -> Path | None:
+    """The run folder in which a checkpoint lies, or around whose folder of checkpoints; None: it lies in none."""
+    # As it is spelled: a checkpoint that is a link leads to no other run.
+    saved = Path(os.path.abspath(restored.folder)).parent  # noqa: PTH100, resolve follows links
+    for folder in (saved, saved.parent):
+        config = _config(folder)
+        elsewhere = config.get("checkpoint-output-path") if config else None
+        inside = elsewhere is not None if folder == saved else Path(elsewhere or CHECKPOINTS).name == saved.name
+        if config and inside:
+            here = Path.cwd()
+            shorter = not restored.folder.is_absolute() and folder != here and folder.is_relative_to(here)
+            return folder.relative_to(here) if shorter else folder
+    return None
+
+
+def _belongs(restored: Checkpoint, folder: Path) -> bool:
+    """Whether a checkpoint is one of the run in this folder: it lies there, or where that run says it saves."""
+    lies = home(restored)
+    if lies is not None and lies.resolve() == folder.resolve():
+        return True
+    elsewhere = (_config(folder) or {}).get("checkpoint-output-path")
+    return elsewhere is not None and Path(elsewhere).resolve() == restored.folder.parent.resolve()
+
+
+def _is_default(restored: Checkpoint, folder: Path) -> bool:
+    return restored.folder.parent.resolve() == (folder / CHECKPOINTS).resolve()
+
+
+def _config(folder: Path) -> dict[str, str] | None:
+    """The config.yaml of a run folder; None where there is none, or one of another program."""
+    try:
+        content = read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    except ConfigError:
+        return None
+    if not isinstance(content, dict) or not content.keys() >= OURS:
+        return None
+    return {name: value for name, value in content.items() if isinstance(value, str)}
 
 
 def _logs_where_it_saves(options: schema.TrainOptions) -> bool:
@@ -263,10 +338,8 @@ def _fresh(options: schema.TrainOptions) -> Path:
 
 
 def _require_writable(folder: Path, option: str) -> None:
-    probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        writing.probe(folder)
     except OSError as error:
         raise ConfigError(f"{option}: cannot write to {folder}: {error.strerror or error}") from error

@@ -28,7 +28,7 @@ from falconet.train.plan import Plan
 from falconet.train.record import Best
 from falconet.train.step import Step
 from falconet.wiring import describing, launching, numbers, planning, restoring, sharding, speaking
-from falconet.wiring.images import Images, check_classes, open_images, published_images
+from falconet.wiring.images import Images, check_classes, open_images, published_images, refuse_download
 from falconet.wiring.launching import Launch
 from falconet.wiring.placing import Placement, Setup, WholeModel
 
@@ -101,6 +101,8 @@ class Run:
             published = published_images(self.options.data, model=self.options.model.model, percentage=percentage)
             if published is not None:
                 return published
+        if self.launch.restored:
+            refuse_download(self.loaded)
         return open_images(
             self.options.data,
             model=self.options.model.model,

@@ -31,6 +31,7 @@ class Session:
     """What all phases of a run share in a process, and what the phase before this one left."""
 
     folder: Path
+    mark: str  # of its checkpoints
     sinks: run_folder.Sinks
     handed: Handover | None = None
 
@@ -54,7 +55,7 @@ def train(run: Run, state: TrainState, session: Session) -> Handover | None:
         stop.heard(),
     ):
         world.heeds(lambda: stop.requested)
-        begun.append(_saving(run, state, folder, writer))
+        begun.append(_saving(run, state, session, writer))
         record = _record(run, begun[0], session, stop=stop, stopwatch=stopwatch)
         screen.begin(total=run.plan.updates, done=state.progress.update)
         if run.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not run.restored:
@@ -70,12 +71,13 @@ def train(run: Run, state: TrainState, session: Session) -> Handover | None:
     return Handover(averaged=averaged, best=record.best) if averaged else None
 
 
-def identity_of(run: Run, folder: Path) -> Identity:
+def identity_of(run: Run, folder: Path, *, mark: str | None = None) -> Identity:
     """What the checkpoints of a run say about themselves."""
     return Identity(
         model=run.options.model.model,
         data=run.options.data.data,
         classes=run.images.classes,
+        run=mark,
         content={
             "class_names": list(run.images.splits.class_names),
             "preprocessing": run.images.preprocessing.to_json(),
@@ -93,12 +95,12 @@ def identity_of(run: Run, folder: Path) -> Identity:
     )
 
 
-def _saving(run: Run, state: TrainState, folder: Path, writer: Writer) -> Saving:
+def _saving(run: Run, state: TrainState, session: Session, writer: Writer) -> Saving:
     return Saving(
         plan=run.plan,
         state=state,
-        identity=identity_of(run, folder),
-        folder=run_folder.checkpoints(folder, run.options),
+        identity=identity_of(run, session.folder, mark=session.mark),
+        folder=run_folder.checkpoints(session.folder, run.options),
         kept=run_folder.kept(run.loaded.options),
         writer=writer,
         say=run.screen.line,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from falconet import cli
 from falconet.config import model, schema
 from falconet.config.effective import EFFECTIVE_WHEN
+from falconet.config.load import INVOCATION
 from falconet.config.options import options_of
 from falconet.config.settings import from_line
 from falconet.models import zoo
@@ -27,6 +28,21 @@ def test_every_option_has_help_of_a_sentence(name, option):
     assert option.help.endswith(".")
     assert option.help[0].isupper() or option.help.split(":")[0].split(",")[0] in (*option.choices(), "timm")
     assert len(option.help) <= 120
+
+
+# What reaches the network, deletes, traces, or starts anything beside the training.
+ACTS = (
+    *("wandb", "wandb-project", "allow-wandb", "tensorboard", "weight-histogram", "profile", "url", "host", "port"),
+    *("weights", "checkpoints-kept", "temporary", "resume", "config", "plan"),
+)
+
+
+@pytest.mark.parametrize(("name", "option"), ALL, ids=[f"{o.path[0]}-{n}" for n, o in ALL])
+def test_whether_a_checkpoint_may_supply_a_path_or_a_sink_is_decided_at_the_option(name, option):
+    """A new one is refused here until it is declared `local(...)`, or `portable(...)` with the reason beside it."""
+    if option.takes_path or option.path[0] == "logging":
+        assert option.origin is not None or name == "logs-per-epoch"
+    assert option.is_local == (name in (*ACTS, *INVOCATION) or (option.takes_path and name != "data-dir"))
 
 
 def test_every_default_is_within_its_own_range():

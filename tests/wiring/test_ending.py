@@ -27,6 +27,8 @@ def test_the_command_that_is_printed_finds_the_checkpoints_and_the_run_folder(fa
     answer = falconet(f"{line} --epoch 2")
     assert answer.code == 0, answer.err
     assert "run folder           r\n" in answer.out
+    first, second = (list(Path().rglob(f"resnet8-cifar_generated_{epoch}")) for epoch in (1, 2))
+    assert [path.parent for path in first] == [path.parent for path in second], "beside the others"
 
 
 def test_the_command_can_be_copied_whatever_the_folder_is_called():
