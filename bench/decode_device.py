@@ -20,13 +20,11 @@ import torchvision
 from PIL import Image
 
 from falconet.data import native
-from falconet.data.augment import Crops
+from falconet.data.buffers import Allowance, Landing, PixelLanding, Ring
+from falconet.data.crops import Crops
 from falconet.data.decode import BadImages
-from falconet.data.device.landing import DeviceLanding, bytes_of, decode_jpegs
-from falconet.data.feed import Feed
-from falconet.data.landing import Allowance, Landing, PixelLanding
-from falconet.data.loader import BatchShape, Intake, Loader
-from falconet.data.memory import Ring
+from falconet.data.gpu import DeviceLanding, bytes_of, decode_jpegs
+from falconet.data.loader import BatchShape, Feed, Intake, Loader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader, reader_for
 from falconet.data.source import FileSource

@@ -37,10 +37,10 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from falconet.data import native
-from falconet.data.augment import Crops
+from falconet.data.crops import Crops
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
-from falconet.data.native.reader import NativeReader
+from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, Reader
 from falconet.data.source import FileSource

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from falconet.models import zoo
-from falconet.optim.build import UpdateRule, build
 from falconet.optim.offload import HostedState
+from falconet.optim.optimizers import UpdateRule, build_optimizer
 
 ROUNDS, CALLS = 5, 10
 SIDE = 8192  # of the product that stands for computation
@@ -51,7 +51,7 @@ def main() -> None:
     print(f"{'computation alone':30} {alone:8.2f} ms")
     for bucket in [None, *args.bucket]:
         model = zoo.build("resnet50", classes=1000, seed=0).cuda()
-        optimizer = build(model, UpdateRule(name="adamw"))
+        optimizer = build_optimizer(model, UpdateRule(name="adamw"))
         step: Callable[[], None] = optimizer.step
         if bucket is not None:
             host = HostedState(optimizer, bucket_megabytes=bucket, device=torch.device("cuda"))

@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from falconet.models import zoo
-from falconet.numerics.kernels.table import CHUNK, Tables
+from falconet.numerics.kernels.tensor_table import CHUNK, Tables
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
 from timing import milliseconds
 
 GOAL = 1.15  # of the time of torch's fused fp32 SGD

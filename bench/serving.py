@@ -28,18 +28,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 
-from falconet.bench import serving
+from falconet.bench import load_test
 from falconet.bench.client import Job
-from falconet.bench.serving import Target
-from falconet.bench.spread import percentile
-from falconet.config.schema import ServeOptions
+from falconet.bench.load_test import Target
+from falconet.bench.statistics import percentile
+from falconet.config.commands import ServeOptions
+from falconet.config.load import read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.infer import server
-from falconet.infer.batching import Batcher, Policy
-from falconet.infer.predictor import Pixels, Predictor, Scores
-from falconet.infer.protocol import Served
-from falconet.wiring.predicting import open_classifier
-from falconet.wiring.reading import read_line
+from falconet.infer.predictor import Pixels, Predictor, Scores, open_classifier
+from falconet.serve import app
+from falconet.serve.batching import Batcher, Policy
+from falconet.serve.protocol import Served
 
 HELD, WINDOW = 4, 4
 LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
@@ -59,15 +58,15 @@ def serve_nothing(args: argparse.Namespace) -> None:
         name="nothing", preprocessing=preprocessing, class_names=names, output="float16", max_batch=args.batch
     )
     policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
-    batcher, room = Batcher([lane, lane], policy), server.Room(1 << 34)
+    batcher, room = Batcher([lane, lane], policy), app.Room(1 << 34)
 
-    def fronts() -> list[server.Front]:
-        ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (args.nothing - 1)]
-        return [server.Front(served, way, counts=batcher.counts, room=room, max_delay=0.0) for way in ways]
+    def fronts() -> list[app.Front]:
+        ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
+        return [app.Front(served, way, counts=batcher.counts, room=room, max_delay=0.0) for way in ways]
 
-    with server.Address(host="127.0.0.1", port=0).open() as listening:
+    with app.Address(host="127.0.0.1", port=0).open() as listening:
         print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)
-        asyncio.run(server.serve(fronts, listening))
+        asyncio.run(app.serve(fronts, listening))
     batcher.close()
 
 
@@ -76,7 +75,7 @@ def nothing_served(args: argparse.Namespace, front_ends: int) -> Iterator[Target
     argv = [sys.executable, __file__, "--nothing", str(front_ends), "--batch", str(args.batch)]
     process = subprocess.Popen([*argv, "--image-size", str(args.image_size)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found = serving.STARTED.match(process.stdout.readline())
+    found = load_test.STARTED.match(process.stdout.readline())
     assert found, "the server did not start"
     try:
         yield Target.at(found[2], found[1])
@@ -120,7 +119,7 @@ def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, 
         window=window,
         count=args.requests,
     )
-    found = serving.together(serving.run_clients(replace(job), clients), in_flight=clients * window)
+    found = load_test.together(load_test.run_clients(replace(job), clients), in_flight=clients * window)
     rate = found.requests * len(found.spacing) * args.batch / sum(found.spacing)
     return rate, "  ".join(f"p{p} {1000 * percentile(found.latencies, p):7.1f} ms" for p in (50, 99))
 
@@ -146,7 +145,7 @@ def compare(args: argparse.Namespace) -> None:
             with nothing_served(args, front_ends) as target:
                 tell(target, args, path, f"transport, {front_ends} front ends", base)
             more = f"--port 0 --max-queue {64 * args.batch} --front-ends {front_ends}"
-            with serving.started(["serve", *line.split(), *more.split()]) as target:
+            with load_test.started(["serve", *line.split(), *more.split()]) as target:
                 tell(target, args, path, f"served, {front_ends} front ends", base)
     again = local(captured, images, args.seconds)
     print(f"local, as served, again           {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from falconet.data.augment import Augment
+from falconet.data.crops import Augment
 from falconet.data.decode import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import Reader, reader_for
 from falconet.data.sources import photos
-from falconet.data.sources.boxes import without_objects
+from falconet.data.sources.photos import without_objects
 
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 CLASSES, ROUNDS, MOST = 1000, 8, 2000
@@ -49,7 +49,7 @@ def measure_listing(count: int) -> None:
             os.utime(path.parent, (0, 0))
         for when in ("listed", "from the index"):
             before, began = memory(), time.perf_counter()
-            splits = photos.load(Path(folder))
+            splits = photos.load_photos(Path(folder))
             took, images = time.perf_counter() - began, len(splits.train) + len(splits.validation)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(
@@ -60,7 +60,7 @@ def measure_listing(count: int) -> None:
 
 
 def reader_of(root: Path) -> tuple[Reader, int]:
-    source = without_objects(photos.load(root)).train
+    source = without_objects(photos.load_photos(root)).train
     bad = BadImages(0, note=print)
     return reader_for(source, preprocessing=PREPROCESSING, augment=AUGMENT, seed=1, bad=bad), len(source)
 

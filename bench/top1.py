@@ -19,9 +19,9 @@ from torchvision.datasets import ImageFolder
 
 from falconet.checkpoint.foreign import read_weights
 from falconet.data import native
-from falconet.data.augment import Crops
+from falconet.data.crops import Crops
 from falconet.data.decode import BadImages
-from falconet.data.native.reader import NativeReader
+from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.readers import FileReader, Reader
 from falconet.data.source import FileSource

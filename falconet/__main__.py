@@ -2,9 +2,9 @@
 
 from typing import NoReturn
 
-from falconet import leaving
+from falconet import exits
 
-with leaving.at_once():  # the first 0.3 s of every command
+with exits.at_once():  # the first 0.3 s of every command
     from falconet import cli
 
 

@@ -1,22 +1,103 @@
-"""The commands and their help; a user's mistake becomes one line and exit code 2."""
+"""Mistakes that names and the file system show: answered before torch is imported, which takes two seconds."""
 
+import importlib.util
 import io
 import itertools
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from falconet import __version__, leaving
-from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
-from falconet.commands import early
-from falconet.config import schema
+from falconet import __version__, exits
+from falconet.checkpoint import manifest
+from falconet.config import commands, rules
+from falconet.config.commands import (
+    AverageOptions,
+    InferOptions,
+    PackOptions,
+    RestoreOptions,
+    ServeOptions,
+    UploadOptions,
+    ValidateOptions,
+    VerifyOptions,
+)
 from falconet.config.help import print_help, wrapped
-from falconet.config.load import parse
-from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
-from falconet.parallel.environment import is_one_of_several, said_here
-from falconet.wiring.reading import read_line
+from falconet.config.load import input_path, load_options, parse, read_line
+from falconet.config.options import unknown
+from falconet.config.settings import Setting
+from falconet.data import roots
+from falconet.errors import (
+    NO_ROOM,
+    ConfigError,
+    DataError,
+    Interrupted,
+    SaidElsewhereError,
+    UserError,
+    WorldError,
+    did_you_mean,
+)
+from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
+from falconet.parallel.environment import is_first, is_one_of_several, said_here
+
+FROM_CHECKPOINT = (RestoreOptions, ValidateOptions, AverageOptions)  # most of their options are the checkpoint's
+OF_ONE_PROCESS = (ValidateOptions, AverageOptions)  # of several, the others do nothing
+
+
+def check_early(command: type[object], line: Sequence[Setting]) -> None:
+    """Refuse a line that its command would refuse for the same reason, with the same words, but later."""
+    if command in OF_ONE_PROCESS and not is_first(os.environ):
+        return
+    given = {setting.option for setting in line}
+    if command in FROM_CHECKPOINT or (command is InferOptions and "checkpoint-input-path" in given):
+        path = input_path(line)
+        if not path.is_file():
+            manifest.require_folder(path)
+    if command in FROM_CHECKPOINT:
+        problem = unknown(parse(command, line).options) if "model" in given else None
+        if problem:
+            raise ConfigError(problem)
+        _check_validated(parse(command, line).options)
+    else:
+        options = load_options(command, line).options
+        _check_words(options)
+        _check_data(options)
+        _check_validated(options)
+
+
+def _check_words(options: object) -> None:
+    """The folders that the first words of a command name must be there, and what it cannot do without."""
+    if isinstance(options, PackOptions):
+        if options.pack.source is None or options.pack.target is None:
+            raise ConfigError("needs two folders: the one with train/ and val/, and the one for the shards")
+        roots.require_folder(options.pack.source)
+    elif isinstance(options, VerifyOptions):
+        if options.verify.source is None:
+            raise ConfigError("needs the folder with the shards")
+        if not options.verify.source.is_dir():
+            raise DataError(f"{options.verify.source}: no such folder, wanted one that `falconet data pack` has made")
+    elif isinstance(options, UploadOptions):
+        if options.upload.source is None:
+            raise ConfigError("needs a run folder, as in `falconet upload runs/my-run`")
+        if not options.upload.source.is_dir():
+            raise ConfigError(f"{options.upload.source}: no such folder, wanted a run folder")
+    elif isinstance(options, ServeOptions) and importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
+
+
+def _check_data(options: Any) -> None:
+    """Photos that are trained on must be there; a plan may do without ImageNet."""
+    if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
+        roots.require_folder(options.data.data_dir)
+
+
+def _check_validated(options: Any) -> None:
+    """Checkpoints to measure after training must be there before it, unless they are the run's own."""
+    path = options.validation.validate_checkpoints if hasattr(options, "validation") else None
+    run_dir = options.run.run_dir if path else None
+    own = () if run_dir in (None, "auto") else (run_dir, run_dir / "checkpoints")
+    if path and path not in (*own, options.checkpoints.checkpoint_output_path):
+        manifest.require_folder(path)
 
 
 class Command(NamedTuple):
@@ -178,11 +259,11 @@ def _run(name: str, rest: list[str]) -> int:
             f"'{name}' is not a command{did_you_mean(name, [*COMMANDS, *GROUPS]) or '; wanted ' + ', '.join(COMMANDS)}"
         )
     longer = [command for command in COMMANDS if command.startswith(f"{name} ")]
-    command, options = COMMANDS[name], schema.COMMANDS[name]
+    command, options = COMMANDS[name], commands.COMMANDS[name]
     if {"-h", "--help"} & set(rest) or rest == ["help"]:
         usage = " ".join([f"falconet {name}", *(word.upper() for word in command.words)])
         examples = [command.example, *(f"falconet {other} --help" for other in longer)]
-        listed = options is schema.ListOptions
+        listed = options is commands.ListOptions
         about = f"{command.about[0].upper()}{command.about[1:]}. " if listed else ""
         print_help(
             options,
@@ -195,10 +276,10 @@ def _run(name: str, rest: list[str]) -> int:
     if longer and rest and not rest[0].startswith("-"):
         meant = did_you_mean(f"{name} {rest[0]}", longer) or f"; wanted {', '.join(longer)}"
         raise UserError(f"'{name} {rest[0]}' is not a command{meant}")
-    with leaving.at_once():
+    with exits.at_once():
         line = read_line(options, _named(command, rest))
         parse(options, line)
-        early.check(options, line)
+        check_early(options, line)
         # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     code: int = module.run(line)
@@ -208,8 +289,8 @@ def _run(name: str, rest: list[str]) -> int:
 def end(code: int) -> NoReturn:
     """End the process with a command's exit code; at once, where somebody waits for it or it was one of several."""
     if code == INTERRUPTED or is_one_of_several(os.environ):
-        leaving.now(code)
-    leaving.soon(code)
+        exits.now(code)
+    exits.soon(code)
 
 
 def _named(command: Command, rest: list[str]) -> list[str]:

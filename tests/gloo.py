@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from falconet.parallel.collectives import join
 from falconet.parallel.environment import Place
-from falconet.parallel.processes import join
 
 MODULES = [
     "torch",
     "torch.distributed",
     "timm",
-    "falconet.wiring.running",
+    "falconet.train.phase",
     "gloo",
     "replica_scenarios",
     "pipeline_scenarios",

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from tiny import TINY
 
 # Phase 1: 2 epochs of 32 // 8 = 4 updates. Phase 2: 2 epochs of 32 // (4 x 2) = 4 updates, counted 9 to 16.
@@ -28,6 +28,6 @@ def logged(run):
 
 
 def tensors(folder):
-    manifest = files.verify(Path(folder))
-    read = {stem: files.read_tensors(Path(folder), stem, verified=manifest) for stem in manifest.stems}
+    manifest = format.verify(Path(folder))
+    read = {stem: format.read_tensors(Path(folder), stem, verified=manifest) for stem in manifest.stems}
     return {f"{stem}:{name}": tensor for stem, group in read.items() for name, tensor in group.items()}

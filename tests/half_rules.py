@@ -1,6 +1,6 @@
 """Every update rule for half precision, for tests that compare its kernel with plain torch."""
 
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 
 MAKERS = {
     "descent": lambda groups, r: HalfSGD(groups, lr=0.1, momentum=0.0, rounding=r),

@@ -8,21 +8,22 @@ from pathlib import Path
 
 import torch
 
-from falconet.checkpoint import files
-from falconet.config.options import options_of
-from falconet.config.schema import RestoreOptions, TrainOptions
+from falconet.checkpoint import format
+from falconet.config.commands import RestoreOptions, TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load_options
 from falconet.config.settings import from_line
-from falconet.data.feed import Feed
-from falconet.data.loader import Batch
+from falconet.data import input
+from falconet.data.loader import Batch, Feed
 from falconet.errors import Interrupted
-from falconet.numerics.scaling import NonFinite
+from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
+from falconet.train import build, phase, processes
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
-from falconet.train.pipelined import non_finite_of_stages
-from falconet.wiring import launching, loading, running, sharding, training
-from falconet.wiring.reading import load_options
+from falconet.train.pipeline_step import non_finite_of_stages
+from falconet.train.run import identity_of
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 
@@ -33,16 +34,16 @@ def run_of(world, line, checkpoint=None):
         os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     kind = RestoreOptions if checkpoint else TrainOptions
     folder = Path(checkpoint) if checkpoint else None
-    restored = files.Checkpoint(folder, files.read_manifest(folder)) if folder else None
+    restored = format.Checkpoint(folder, format.read_manifest(folder)) if folder else None
     settings = from_line(line.split(), options_of(kind))
     loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
-    real = running.open_world
+    real = phase.open_world
     try:
-        launch = launching.prepare(loaded, restored)
-        running.open_world = lambda *_, **__: world
-        return running.Run(launch)
+        launch = processes.prepare(loaded, restored)
+        phase.open_world = lambda *_, **__: world
+        return phase.Run(launch)
     finally:
-        running.open_world = real
+        phase.open_world = real
         for name in VARIABLES:
             os.environ.pop(name, None)
 
@@ -71,7 +72,7 @@ def together(line, *, replicas, updates=3):
     loaders = []
     for replica in range(replicas):
         shape = replace(run.shape, micro_batch=size, replicas=replicas, replica=replica)
-        loaders.append(loading.training_loader(run.images, run.options, shape=shape, world=world, note=print))
+        loaders.append(input.training_loader(run.images, run.options, shape=shape, world=world, note=print))
     merged = (
         [_beside(batches) for batches in zip(*micro_batches, strict=True)]
         for micro_batches in zip(*(loader.streamed(0) for loader in loaders), strict=True)
@@ -115,9 +116,9 @@ def _saved(run, state, folder):
         "progress": {"epoch": 0, "images": update * run.plan.global_batch, "update": update},
         "meter": state.progress.to_json(),
         "metrics": {},
-        **training.identity_of(run, folder.parent).content,
+        **identity_of(run, folder.parent).content,
     }
-    with sharding.writer(run.world, timeout=60.0) as writer:
+    with build.checkpoint_writer(run.world, timeout=60.0) as writer:
         writer.save_state(folder, state, content)
     run.world.barrier("saving")
     return str(folder)
@@ -125,11 +126,11 @@ def _saved(run, state, folder):
 
 def _read(folder):
     """Every tensor of a checkpoint, whole."""
-    manifest = files.verify(folder)
+    manifest = format.verify(folder)
     return {
         f"{stem}:{name}": t.float().numpy() if t.dtype == torch.bfloat16 else t.numpy()
         for stem in manifest.stems
-        for name, t in files.read_tensors(folder, stem, verified=manifest).items()
+        for name, t in format.read_tensors(folder, stem, verified=manifest).items()
     }
 
 

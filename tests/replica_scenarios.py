@@ -16,7 +16,7 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
 import gloo
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.data.decode import BadImages
@@ -25,23 +25,21 @@ from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.models.norms import Norm
+from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.rounding import Rounding
-from falconet.numerics.scaling import AutomaticScale, FixedScale, Offender
-from falconet.optim.build import UpdateRule, build, build_scaled
 from falconet.optim.offload import HostedState
-from falconet.parallel import liveness, processes
+from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer
+from falconet.parallel import collectives as liveness
+from falconet.parallel import collectives as processes
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.data_parallel import digest
 from falconet.parallel.grid import divide
-from falconet.parallel.replicas import digest
-from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
+from falconet.parallel.zero import ShardedReplicas
+from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer, sharded_step
 from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
-from falconet.train.moving import Elsewhere, Moving, PlainMove, ScaledMove
-from falconet.train.step import LocalStep
-from falconet.wiring.sharding import attach, replicas, writer
-from falconet.wiring.sharding import step as sharded_step
+from falconet.train.step import Elsewhere, LocalStep, Loss, Moving, PlainMove, ScaledMove
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -78,7 +76,7 @@ RATES = {"adamw": 0.001, "rmsprop_tf": 0.005, "lars": 1.0}  # of the size that p
 def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
     """The state after some updates of the same global batches, and the mean loss of each."""
     model = model_of(kind)
-    step = stepper(model, rule, replicas(model, world, bucket=bucket, sharded=False))
+    step = stepper(model, rule, build_replicas(model, world, bucket=bucket, sharded=False))
     losses = []
     for update in range(updates):
         found = step(own_part(images(update), world, accumulation), update=update, lr=RATES.get(rule, 0.05))
@@ -91,7 +89,7 @@ def spanning(world, name, span, updates=2):
     model = zoo.build(name, classes=CLASSES, seed=0).float()
     span_batchnorm(model, divide(world, stages=1), span=span)
     copied = copy.deepcopy(model)
-    step = stepper(model, "sgd", replicas(model, world, bucket=0.05, sharded=False))
+    step = stepper(model, "sgd", build_replicas(model, world, bucket=0.05, sharded=False))
     for update in range(updates):
         step(own_part(images(update), world, 1), update=update, lr=0.05)
     return {name: t.numpy() for name, t in model.state_dict().items()}, digest(model), type(copied).__name__
@@ -140,7 +138,7 @@ def late(world, timeout):
 
 
 def stepper(model, rule, exchange, optimizer=None):
-    optimizer = optimizer or build(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+    optimizer = optimizer or build_optimizer(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
     return LocalStep(
         Moving(model=model, move=PlainMove(optimizer, device=torch.device("cpu")), replicas=exchange),
         normalise=Normalise(PREPROCESSING),
@@ -168,7 +166,7 @@ class Case(NamedTuple):
 def build_case(world, case):
     """The state of a case before its first update, and its step."""
     model = REGIMES[case.regime].prepare(model_of(case.kind), world.device).to(memory_format=torch.channels_last)
-    exchange = replicas(model, world, bucket=case.bucket, sharded=case.sharded)
+    exchange = build_replicas(model, world, bucket=case.bucket, sharded=case.sharded)
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
     trained = shards.trained if shards else model
     spared = frozenset() if case.decays_all else None
@@ -180,10 +178,10 @@ def build_case(world, case):
     elif case.scale:
         scale = FixedScale(case.scale, device=world.device)
     rounding = Rounding(7) if case.stochastic else None
-    optimizer = build_scaled(trained, rule, rounding=rounding) if scale else build(trained, rule)
+    optimizer = build_scaled_optimizer(trained, rule, rounding=rounding) if scale else build_optimizer(trained, rule)
     state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:
-        attach(optimizer, model, shards=shards)
+        attach_pieces(optimizer, model, shards=shards)
     if case.offloaded:
         state.hosted = HostedState(optimizer, bucket_megabytes=case.bucket, device=world.device)
     moved = sharded_step(optimizer, shards, state.hosted)
@@ -238,18 +236,18 @@ def one_update(built, world, case, update):
 
 def save(world, state, folder):
     content = {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 2}}
-    with writer(world, timeout=30.0) as each:
+    with checkpoint_writer(world, timeout=30.0) as each:
         each.save_state(folder, state, content)
     world.barrier("saving")
 
 
 def tensors(folder):
     """Every tensor of a checkpoint."""
-    manifest = files.verify(Path(folder))
+    manifest = format.verify(Path(folder))
     return {
         f"{stem}:{name}": tensor
         for stem in manifest.stems
-        for name, tensor in files.read_tensors(Path(folder), stem, verified=manifest).items()
+        for name, tensor in format.read_tensors(Path(folder), stem, verified=manifest).items()
     }
 
 
@@ -272,7 +270,7 @@ def run_cases(world, cases, home):
 def messages(world, accumulation):
     """The messages of one update, and how many of them were under way before its last backward had ended."""
     model = model_of("batch")
-    exchange = replicas(model, world, bucket=0.05, sharded=False)
+    exchange = build_replicas(model, world, bucket=0.05, sharded=False)
     sent, before = [], []
     real = dist.all_reduce
 

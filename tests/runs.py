@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 
 LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
 
@@ -42,12 +42,12 @@ def wait_for(condition, what):
 
 def state(run):
     """Every tensor of the newest checkpoint."""
-    folder = files.checkpoints_in(run)[-1]
-    manifest = files.verify(folder)
+    folder = format.checkpoints_in(run)[-1]
+    manifest = format.verify(folder)
     return {
         f"{stem}:{key}": tensor
         for stem in manifest.stems
-        for key, tensor in files.read_tensors(folder, stem, verified=manifest).items()
+        for key, tensor in format.read_tensors(folder, stem, verified=manifest).items()
     }
 
 

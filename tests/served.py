@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from falconet.data.preprocessing import Preprocessing
-from falconet.infer import server
-from falconet.infer.batching import Batcher, Policy
 from falconet.infer.predictor import Classifier, Predictor
-from falconet.infer.protocol import HEADER, Served
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
+from falconet.serve import app
+from falconet.serve.batching import Batcher, Policy
+from falconet.serve.protocol import HEADER, Served
 
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
@@ -59,8 +59,8 @@ class Running:
     def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, room=1 << 30, fronts=1):
         self.served = about(max_batch)
         self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
-        self.room, self.max_delay, self.fronts = server.Room(room), max_delay, fronts
-        self.socket = server.Address(host="127.0.0.1", port=0).open()
+        self.room, self.max_delay, self.fronts = app.Room(room), max_delay, fronts
+        self.socket = app.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -69,9 +69,9 @@ class Running:
 
     async def _run(self):
         batcher = self.batcher
-        ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (self.fronts - 1)]
+        ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (self.fronts - 1)]
         options = {"counts": batcher.counts, "room": self.room, "max_delay": self.max_delay}
-        async with server.answering([server.Front(self.served, way, **options) for way in ways], self.socket):
+        async with app.answering([app.Front(self.served, way, **options) for way in ways], self.socket):
             await self._stop.wait()
         await asyncio.sleep(0.01)  # connections that were closed last are let go in the next turn
         await asyncio.get_running_loop().shutdown_default_executor()

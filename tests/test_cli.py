@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from falconet.cli import COMMANDS, GROUPS, main
-from falconet.config import schema
-from falconet.config.options import options_of
+from falconet.config import commands
+from falconet.config.fields import options_of
 
 ANSWERS = {
     "data": (0, "usage: falconet data COMMAND [options]"),
@@ -104,7 +104,7 @@ def test_a_switch_is_shown_by_the_name_that_changes_something(falconet):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_options_to_begin_with_exist(command):
-    assert set(COMMANDS[command].first) <= options_of(schema.COMMANDS[command]).keys()
+    assert set(COMMANDS[command].first) <= options_of(commands.COMMANDS[command]).keys()
 
 
 def test_a_name_that_is_no_utf8_is_shown_escaped(monkeypatch):

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
 from falconet.config.load import parse
-from falconet.config.options import options_of
-from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.originals import main
+from falconet.legacy.programs import main
 
 COMPAT = Path(__file__).parents[1] / "compat"
 HERE = "--device cpu --threads 1 --dataloader-workers 1"

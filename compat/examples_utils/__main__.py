@@ -2,7 +2,7 @@
 
 import sys
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 if sys.argv[1:2] != ["benchmark"]:
     asked = {"-h", "--help"} & {*sys.argv}

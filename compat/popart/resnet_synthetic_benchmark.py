@@ -1,5 +1,5 @@
 """The PopART program's resnet_synthetic_benchmark.py: its command line, handed over to Falconet."""
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 run("popart:resnet_synthetic_benchmark.py", __file__)

@@ -1,5 +1,5 @@
 """The TensorFlow program's train.py: its command line, handed over to Falconet."""
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 run("tf1:train.py", __file__)

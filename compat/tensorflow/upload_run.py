@@ -1,5 +1,5 @@
 """The TensorFlow program's upload_run.py: its command line, handed over to Falconet."""
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 run("tf1:upload_run.py", __file__)

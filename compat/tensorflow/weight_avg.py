@@ -1,5 +1,5 @@
 """The TensorFlow program's weight_avg.py: its command line, handed over to Falconet."""
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 run("tf1:weight_avg.py", __file__)

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from falconet.data.feed import Feed
-from falconet.data.loader import Batch
+from falconet.data.loader import Batch, Feed
 from falconet.parallel.world import World
 
 T = TypeVar("T")

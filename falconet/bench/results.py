@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from falconet import writing
-from falconet.bench.measured import Measured
-from falconet.bench.spread import Estimate, estimate
+from falconet.bench.measurements import Measured
+from falconet.bench.statistics import Estimate, estimate
 from falconet.errors import ConfigError
 
 FORMAT = "falconet-bench/1"

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.errors import CheckpointError
-from falconet.report.words import counted
+from falconet.report.console import counted
 
 MODEL = "model"  # the stem of the file that is averaged
 
@@ -38,7 +38,7 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
     newest: dict[str, Tensor] = {}
     for folder in chosen:
         newest.clear()  # before the next one is read
-        newest.update(files.read_tensors(folder, MODEL, verified=files.verify(folder)))
+        newest.update(format.read_tensors(folder, MODEL, verified=format.verify(folder)))
         shapes = {name: _described(tensor) for name, tensor in newest.items()}
         _require_same(chosen[0], wanted or shapes, folder, shapes)
         if not wanted:
@@ -58,9 +58,9 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, pha
     Those of one phase: of the newest, unless one is named.
     """
     assert last is None or last >= 1, last
-    found: dict[tuple[object, ...], tuple[files.Progress, str, Path]] = {}
+    found: dict[tuple[object, ...], tuple[format.Progress, str, Path]] = {}
     for folder in folders:
-        manifest = files.read_manifest(folder)
+        manifest = format.read_manifest(folder)
         if manifest.averaged:
             continue
         # Links and copies (a kept 'best') hold the same bytes at the same progress.
@@ -75,9 +75,9 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, pha
 
 
 def _require_one_model(folders: Sequence[Path]) -> None:
-    first = files.read_manifest(folders[0])
+    first = format.read_manifest(folders[0])
     for folder in folders[1:]:
-        other = files.read_manifest(folder)
+        other = format.read_manifest(folder)
         if (other.model, other.classes) != (first.model, first.classes):
             raise CheckpointError(
                 f"cannot average {folders[0]} ({first.model}, {counted(first.classes, 'class')})"

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from falconet.checkpoint import files, foreign
-from falconet.numerics.scaling import Scale
+from falconet.checkpoint import foreign, format
+from falconet.numerics.loss_scale import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.offload import HostedState
-from falconet.optim.state_names import load_state_tensors, state_tensors
-from falconet.parallel.sharding import Layout
+from falconet.optim.optimizer_state import load_state_tensors, state_tensors
+from falconet.parallel.grid import OneStage, Stages
 from falconet.parallel.slices import Slice, fair_share
-from falconet.parallel.stages import OneStage, Stages
+from falconet.parallel.zero import Layout
 
 
 @dataclass
@@ -102,8 +102,8 @@ class TrainState:
 
     def _reader(self, folder: Path) -> Callable[[str], Mapping[str, Tensor]]:
         """Reads the tensors of one file of a whole checkpoint, as far as they are this process's."""
-        manifest = files.verify(folder)
-        return lambda stem: self.stages.own(files.read_tensors(folder, stem, verified=manifest))
+        manifest = format.verify(folder)
+        return lambda stem: self.stages.own(format.read_tensors(folder, stem, verified=manifest))
 
     def begin_with(self, folder: Path, *, name: str) -> None:
         """Take over the weights and the loss scale of a checkpoint, and nothing else: a new phase begins."""

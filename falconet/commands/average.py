@@ -6,24 +6,23 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
-from falconet.config.data_rules import boxes_used
-from falconet.config.schema import AverageOptions, TrainOptions, ValidateOptions
+from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptions
+from falconet.config.load import idle_lines, input_path, load_options, of_command
+from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
-from falconet.data.feed import Feed
-from falconet.data.loader import BatchShape
+from falconet.data import input
+from falconet.data.dataset import global_batch, open_images, refuse_download
+from falconet.data.loader import BatchShape, Feed
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
 from falconet.parallel.environment import is_first
-from falconet.report.screen import Say, Screen
-from falconet.report.words import counted
-from falconet.train.batchnorm import reestimate
-from falconet.wiring import averaging, loading, opening
-from falconet.wiring.images import global_batch, open_images, refuse_download
-from falconet.wiring.reading import idle_lines, input_path, load_options, of_command
+from falconet.report.console import Say, Screen, counted
+from falconet.train import checkpoints, saved_model
+from falconet.train.evaluate import reestimate
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -32,19 +31,19 @@ def run(line: Sequence[Setting]) -> int:
     path, screen = input_path(line), Screen()
     whole = _whole(path, screen.line)
     # What the newest was trained with says how to read its data, not how to average.
-    stored = files.read_manifest(whole[-1]).config
+    stored = format.read_manifest(whole[-1]).config
     data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
     options = load_options(AverageOptions, line, data).options
     for note in idle_lines(options, line):
         screen.line(note)
-    how = averaging.rule_of(options.average)
+    how = checkpoints.rule_of(options.average)
     folders = select(whole, how.last, discarded=how.discarded)
     if not folders and how.discarded:
         raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves none of the checkpoints of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds averages alone; wanted checkpoints of training")
-    to = options.average.checkpoint_output_path or averaging.averaged_name(folders[-1])
-    if any(to.resolve() == folder.resolve() for folder in whole if not files.read_manifest(folder).averaged):
+    to = options.average.checkpoint_output_path or checkpoints.averaged_name(folders[-1])
+    if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; wanted another name")
     weights = average(folders, replace(how, discarded=0))  # they are left out already
     screen.line(
@@ -56,10 +55,10 @@ def run(line: Sequence[Setting]) -> int:
         load_weights(opened.model, weights, where=str(path))
         _measure_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
         weights = dict(opened.model.state_dict())
-    averaging.write_average(folders, how, weights=weights, to=to)
+    checkpoints.write_average(folders, how, weights=weights, to=to)
     screen.line(f"written to {to}")
     if options.average.validate:
-        found = opening.measure(_opened(to, line), screen.line)
+        found = saved_model.measure(_opened(to, line), screen.line)
         screen.line(f"Accuracy on test set: {found.accuracy:.2f}%")
     return 0
 
@@ -67,9 +66,9 @@ def run(line: Sequence[Setting]) -> int:
 def _whole(path: Path, say: Say) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     whole = []
-    for folder in files.checkpoints_in(path):
+    for folder in format.checkpoints_in(path):
         try:
-            files.verify(folder)
+            format.verify(folder)
         except CheckpointError as error:
             say(f"passed over {error}")
         else:
@@ -79,18 +78,18 @@ def _whole(path: Path, say: Say) -> list[Path]:
     return whole
 
 
-def _opened(folder: Path, line: Sequence[Setting]) -> opening.Opened:
-    return next(opening.open_checkpoint(folder, of_command(ValidateOptions, line)))
+def _opened(folder: Path, line: Sequence[Setting]) -> saved_model.Opened:
+    return next(saved_model.open_checkpoint(folder, of_command(ValidateOptions, line)))
 
 
 def _measure_batchnorm(
-    opened: opening.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: Say
+    opened: saved_model.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: Say
 ) -> None:
     """Measure batch norm anew on `images` training images, or one epoch of them, prepared as in training."""
     world = resources.open_machine(opened.options.machine)
     shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
-    loaded = load_options(TrainOptions, own, files.read_manifest(folder).config)
+    loaded = load_options(TrainOptions, own, format.read_manifest(folder).config)
     refuse_download(loaded)
     training = loaded.options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
@@ -102,7 +101,7 @@ def _measure_batchnorm(
         use_objects=boxes_used(training),
         percentage=training.training.dataset_percentage,
     )
-    loader = loading.training_loader(data, training, shape=shape, world=world, note=note)
+    loader = input.training_loader(data, training, shape=shape, world=world, note=note)
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)
     updates = islice(Feed(loader.streamed(0), device=world.device, ring=loader.ring), batches)
     model = opened.model.to(world.device)

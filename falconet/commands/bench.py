@@ -8,17 +8,16 @@ from pathlib import Path
 
 import falconet
 from falconet import writing
-from falconet.bench import compare, results, runner, tables
+from falconet.bench import compare, results, runner
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
-from falconet.codes import DONE, FAILED, INTERRUPTED, SLOWER
-from falconet.config.measuring import Bench
-from falconet.config.schema import BenchOptions
+from falconet.config.commands import BenchOptions
+from falconet.config.load import load_options
+from falconet.config.options import Bench
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError, LinkError
+from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.parallel import environment
-from falconet.report.screen import Screen
-from falconet.report.words import counted
-from falconet.wiring.reading import load_options
+from falconet.report.console import Screen, counted
 
 # torch is imported where it is used: a wrong name of a spec is answered without it.
 DEFAULT = "./benchmarks.yml"
@@ -119,12 +118,12 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 
 
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
-    every = tables.metric_names(measured) if options.additional_metrics else []
+    every = compare.metric_names(measured) if options.additional_metrics else []
     names = list(dict.fromkeys([*every, *options.csv_metrics]))
     try:
         results.write(folder / "results.json", measured, about)
-        tables.write_csv(folder / "results.csv", measured, metrics=names)
-        writing.replace(folder, "results.md", tables.markdown(measured, about))
+        compare.write_csv(folder / "results.csv", measured, metrics=names)
+        writing.replace(folder, "results.md", compare.results_markdown(measured, about))
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
@@ -132,11 +131,11 @@ def _write(measured: Sequence[results.Result], about: dict[str, object], options
 def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:
     """The tables; `left`: benchmarks that were not run."""
     screen.line("")
-    unknown = [name for name in options.csv_metrics if name not in tables.metric_names(measured)]
+    unknown = [name for name in options.csv_metrics if name not in compare.metric_names(measured)]
     if unknown:
         screen.line(f"note: --csv-metrics: nothing measured {', '.join(unknown)}; the columns are empty")
     text = (folder / "results.md").read_text(encoding="utf-8")
-    for line in tables.plain(text):
+    for line in compare.plain_table(text):
         screen.line(line)
     for line in text.splitlines():
         if line.startswith("- "):
@@ -156,14 +155,14 @@ def _compare(
     """Say what changed; whether anything lost more than the margin."""
     earlier, there = old
     comparisons = list(compare.compare(earlier, measured))
-    text = tables.comparison_markdown(comparisons, margin=options.margin)
+    text = compare.comparison_markdown(comparisons, margin=options.margin)
     writing.replace(folder, "comparison.md", text)
     screen.line("")
     here = machine()
     other = [name for name in ("devices", "processor", "cores") if there.get(name) != here[name]]
     if other:
         screen.line(f"note: {options.compare} was measured on another machine ({', '.join(other)} differ)")
-    for line in tables.plain(text):
+    for line in compare.plain_table(text):
         screen.line(line)
     lost = [one.name for one in comparisons if one.loses_more_than(options.margin)]
     if lost:

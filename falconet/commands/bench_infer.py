@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
-from falconet.bench.measured import Measured, leave, settled
-from falconet.checkpoint import files
-from falconet.config.ranges import value_or
-from falconet.config.schema import InferOptions, ValidateOptions
+from falconet.bench.measurements import Measured, leave, settled
+from falconet.checkpoint import format
+from falconet.config.commands import InferOptions, ValidateOptions
+from falconet.config.fields import value_or
+from falconet.config.load import idle_lines, load_options, of_command, typed
 from falconet.config.settings import Setting
+from falconet.data import input
+from falconet.data.dataset import Images, open_images
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError
-from falconet.numerics.partials import half_partials
-from falconet.numerics.precision import REGIMES
+from falconet.models.zoo import build_model
+from falconet.numerics.precision import REGIMES, half_partials
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
+from falconet.report import console
 from falconet.report import inference as lines
+from falconet.report.console import Say, are, counted
 from falconet.report.folders import RUNS
-from falconet.report.screen import Say
-from falconet.report.tracing import TABLE, TRACE, TRACED, write_trace
-from falconet.report.words import are, counted
-from falconet.wiring import loading, numbers, opening, speaking
-from falconet.wiring.building import build_model
-from falconet.wiring.images import Images, open_images
-from falconet.wiring.reading import idle_lines, load_options, of_command, typed
+from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
+from falconet.train import build, saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -53,22 +53,22 @@ def run(line: Sequence[Setting]) -> int:
         from falconet.parallel.launch import Workers, launch
 
         workers = Workers(argv=["bench", "infer", *typed(line)], processes=min(asked, here), restarts=0)
-        return launch(workers, progress=lambda: None, say=speaking.spoken())
+        return launch(workers, progress=lambda: None, say=console.spoken())
     with resources.open_machine(options.machine, place=place) as world:
         if asked > world.size:
-            speaking.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
+            console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
         subject = _open(options, line, world)
         for note in idle_lines(subject.options, line):
-            speaking.screen_of(world).line(note)
+            console.screen_of(world).line(note)
         _go(subject, world)
     return 0
 
 
 def _go(subject: Subject, world: World) -> None:
     """Say what was decided, then measure, or trace, or neither."""
-    options, screen = subject.options, speaking.screen_of(world)
+    options, screen = subject.options, console.screen_of(world)
     said = [half_partials(True, world.device)] if options.inference.half_partial else []
-    for text in [*said, *numbers.workspace_lines(options.workspace, device=world.device)]:
+    for text in [*said, *build.workspace_lines(options.workspace, device=world.device)]:
         screen.line(text)
     if options.inference.plan:
         data = options.data
@@ -88,7 +88,7 @@ def _trace(subject: Subject, world: World) -> None:
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
         write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
-        speaking.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
+        console.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
 
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
@@ -110,15 +110,15 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         data = options.data
         images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
-        _give_weights(model, options, classes=images.classes, note=speaking.screen_of(world).line)
+        _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)
     if path.is_file():
-        opened = opening.open_foreign(path, shared)
+        opened = saved_model.open_foreign(path, shared)
     else:
-        opened = next(opening.open_checkpoint(files.newest_whole(path, note=speaking.spoken(world)), shared))
+        opened = next(saved_model.open_checkpoint(format.newest_whole(path, note=console.spoken(world)), shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
 
@@ -129,7 +129,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
     if asked == "random" or options.inference.plan:
         return
     try:
-        note(opening.load_published(model, options.model.model, classes=classes))
+        note(saved_model.load_published(model, options.model.model, classes=classes))
     except CheckpointError as error:
         if asked == "pretrained":
             raise CheckpointError(
@@ -140,7 +140,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 def _measure(subject: Subject, world: World) -> None:
     options = subject.options
-    screen, count = speaking.screen_of(world), min(options.data.iterations, MOST)
+    screen, count = console.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
         screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
     predict, batches = _predictor(subject, world), _batches(subject, world)
@@ -187,8 +187,8 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         loader = SyntheticLoader(shape, image_size=size, classes=images.classes, images=1, seed=0, device=world.device)
         return next(loader.updates(0))
     regime = REGIMES[options.machine.precision]
-    note = speaking.spoken(world)
-    found = loading.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    note = console.spoken(world)
+    found = input.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

@@ -10,26 +10,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from falconet.bench import serving
+from falconet.bench import load_test
 from falconet.bench.client import Job, Outcome
-from falconet.bench.measured import leave, settled
+from falconet.bench.load_test import Target, Tensors, Together
+from falconet.bench.measurements import leave, settled
 from falconet.bench.process import terminated_as_interrupted
-from falconet.bench.serving import Target, Tensors, Together
-from falconet.checkpoint import files
-from falconet.config.options import options_of
-from falconet.config.schema import BenchServeOptions, ServeOptions
+from falconet.checkpoint import format
+from falconet.config.commands import BenchServeOptions, ServeOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load_options, of_command
 from falconet.config.settings import LINE, Setting, spelled
+from falconet.data import input
+from falconet.data.dataset import Images, open_images, refuse_download
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError
-from falconet.infer.predictor import Pixels, Predictor
+from falconet.infer.predictor import Pixels, Predictor, open_classifier
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
-from falconet.report.screen import Screen
-from falconet.report.words import counted
-from falconet.wiring import loading, predicting
-from falconet.wiring.images import Images, open_images, refuse_download
-from falconet.wiring.reading import load_options, of_command
+from falconet.report.console import Screen, counted
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
@@ -48,9 +47,9 @@ def run(line: Sequence[Setting]) -> int:
         job = _job(options, target, tensors, Path(home))
         if options.load.check_answers:
             job = _with_expected(job, options, line, screen)
-        outcomes = serving.run_clients(job, options.load.clients)
+        outcomes = load_test.run_clients(job, options.load.clients)
         counts = _executions(target)
-    found = serving.together(outcomes, in_flight=options.load.clients * job.window)
+    found = load_test.together(outcomes, in_flight=options.load.clients * job.window)
     _tell(found, options, tensors, screen)
     if counts:
         screen.line(counts)
@@ -64,7 +63,7 @@ def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
     path = options.input.checkpoint_input_path
     if path is None or path.is_file():
         return options
-    manifest = files.read_manifest(files.newest_whole(path, screen.line))
+    manifest = format.read_manifest(format.newest_whole(path, screen.line))
     loaded = load_options(BenchServeOptions, line, manifest.config)
     refuse_download(loaded)
     return loaded.options
@@ -90,7 +89,7 @@ def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Tar
     if options.load.url is not None:
         yield Target.at(options.load.url, options.model.model)
         return
-    with serving.started(["serve", *_server_line(options, line)]) as target:
+    with load_test.started(["serve", *_server_line(options, line)]) as target:
         yield target
 
 
@@ -154,9 +153,7 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
     size = options.data.micro_batch_size
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
-    loader = loading.evaluation_loader(
-        images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line
-    )
+    loader = input.evaluation_loader(images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line)
     found = torch.cat([batch.images.clone() for batch in islice(loader.batches(), held)])
     rows = np.arange(held * size) % len(found)
     return found.numpy()[rows].reshape(held, size, *found.shape[1:])
@@ -176,7 +173,7 @@ def _with_expected(job: Job, options: BenchServeOptions, line: Sequence[Setting]
                 "classes": classes,
             }.items()
         ]
-    classifier, _ = predicting.open_classifier(argv, screen.line)
+    classifier, _ = open_classifier(argv, screen.line)
     predictor = Predictor(classifier, max_batch=images.shape[1], captured=False)
     expected = np.stack([predictor.logits(torch.from_numpy(batch)).cpu().numpy() for batch in images])
     path = Path(job.images).with_name("expected.npy")
@@ -216,7 +213,7 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
     spread = measured.spread()
     screen.line(f"served to {clients}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")
     screen.line(f"served: latency of a request in ms: {lines.percentiles(measured.latency())}")
-    dropped = min(serving.DROPPED, min(options.data.iterations, MOST) - 1)
+    dropped = min(load_test.DROPPED, min(options.data.iterations, MOST) - 1)
     screen.line(
         f"the first {counted(dropped, 'request')} of each client dropped, then {steady.first} of {len(found.spacing)}"
         f" stretches of {found.requests} as warm-up ({steady.verdict})"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from falconet.config.help import wrapped
-from falconet.config.named import about, families, use_of
+from falconet.config.load import about, families, use_of
 from falconet.config.settings import Setting
-from falconet.report.screen import Screen
+from falconet.report.console import Screen
 
 REACHED = "What an original reached was stated by its documents, not run here; docs/configs.md says what differs."
 

@@ -10,26 +10,26 @@ from statistics import fmean
 import torch
 
 import falconet
-from falconet.codes import DONE, MISTAKE
-from falconet.config.data_rules import boxes_used
-from falconet.config.ranges import value_or
-from falconet.config.schema import DataBenchOptions
+from falconet.config.commands import DataBenchOptions
+from falconet.config.fields import value_or
+from falconet.config.load import idle_lines, load_options
+from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
-from falconet.data import digest, measure
+from falconet.data import input, measure
+from falconet.data.dataset import Images, open_images
 from falconet.data.decode import BadImages
+from falconet.data.input import Reading
 from falconet.data.measure import Pipeline, Stage
 from falconet.data.readers import reader_for
 from falconet.data.source import FileSource, Source
 from falconet.errors import ConfigError
+from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
 from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
-from falconet.report.screen import Say
-from falconet.wiring import decoding, feeding, loading, speaking
-from falconet.wiring.feeding import Reading
-from falconet.wiring.images import Images, open_images
-from falconet.wiring.reading import idle_lines, load_options
+from falconet.report import console
+from falconet.report.console import Say
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -38,7 +38,7 @@ def run(line: Sequence[Setting]) -> int:
         return 0
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
-    say = speaking.spoken()
+    say = console.spoken()
     for note in idle_lines(options, line):
         say(note)
     world = resources.open_machine(options.machine)
@@ -54,7 +54,7 @@ def run(line: Sequence[Setting]) -> int:
     pipeline = _pipeline(images, options, world, say)
     say(f"data {options.data.data}: {images.describe()}; the {options.bench.split} images")
     say(f"{pipeline.workers} loader threads, device {world.device}, {_decoding(options, pipeline.source, world)}")
-    stages = measure.stages(pipeline, seconds=options.bench.seconds)
+    stages = measure.stage_rates(pipeline, seconds=options.bench.seconds)
     _show(stages, say)
     rates = []
     for rate in measure.passes(pipeline, options.bench.passes):
@@ -76,7 +76,7 @@ def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say)
         preprocessing=images.preprocessing,
         augment=images.augment(options.augmentation.augment) if training else "none",
         seed=0,
-        rule=loading.crop_rule(options.augmentation),
+        rule=input.crop_rule(options.augmentation),
     )
     allowed = value_or(options.data.bad_images_allowed, len(source) // 1000)
     reader = reader_for(
@@ -89,19 +89,21 @@ def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say)
     )
     return Pipeline(
         source=source,
-        reader=feeding.cached(reader, options.data, reading),
-        landing=feeding.landing(options.data, reading, regime=REGIMES[options.machine.precision], device=world.device),
+        reader=input.with_cache(reader, options.data, reading),
+        landing=input.build_landing(
+            options.data, reading, regime=REGIMES[options.machine.precision], device=world.device
+        ),
         device=world.device,
         micro_batch=options.data.micro_batch_size,
-        workers=decoding.workers(options.data),
+        workers=input.workers(options.data),
         training=training,
     )
 
 
 def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
-    if feeding.decode_device(options.data, source, world.device) == "cuda":
+    if input.decode_device(options.data, source, world.device) == "cuda":
         return "photos are decoded by nvJPEG on the device"
-    return f"photos are decoded by {decoding.decoder()}"
+    return f"photos are decoded by {input.decoder()}"
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:
@@ -122,7 +124,7 @@ def _write(
         "split": options.bench.split,
         "data": options.data.data,
         "micro_batch_size": options.data.micro_batch_size,
-        "workers": decoding.workers(options.data),
+        "workers": input.workers(options.data),
         "device": str(world.device),
         "cores": resources.cores(),
         "versions": {
@@ -143,8 +145,8 @@ def _compare_md5(images: Images, options: DataBenchOptions, say: Say) -> int:
     for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
         if not isinstance(source, FileSource):
             raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
-        found = digest.folder_md5(source.root, workers=decoding.workers(options.data))
-        same = digest.is_imagenet(found, split)
+        found = measure.folder_md5(source.root, workers=input.workers(options.data))
+        same = measure.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same
     return DONE if whole else MISTAKE

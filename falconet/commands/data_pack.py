@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from falconet.config.ranges import value_or
-from falconet.config.schema import PackOptions
+from falconet.config.commands import PackOptions
+from falconet.config.fields import value_or
+from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data import native, packing
 from falconet.data.source import FileSource
 from falconet.data.sources import folder
 from falconet.errors import DataError, Interrupted
 from falconet.parallel import resources
-from falconet.report.counting import Counting
-from falconet.report.screen import Screen
-from falconet.report.words import are, counted
-from falconet.wiring.reading import load_options
+from falconet.report.console import Counting, Screen, are, counted
 
 MOST_TOLD = 20  # files that are named
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-from falconet.config.schema import VerifyOptions
+from falconet.config.commands import VerifyOptions
+from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.sources import packed
 from falconet.errors import DataError
-from falconet.report.counting import Counting
-from falconet.report.screen import Screen
-from falconet.report.words import counted
-from falconet.wiring.reading import load_options
+from falconet.report.console import Counting, Screen, counted
 
 
 def run(line: Sequence[Setting]) -> int:

@@ -1,23 +1,104 @@
-"""`falconet doctor`: what this machine has, and with --distributed whether processes work together on it."""
+"""How fast this machine decodes photos, by each decoder there is; on photos made for it."""
 
 import os
 import platform
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 import falconet
-from falconet.commands import decoders, selftest
-from falconet.config.ranges import value_or
-from falconet.config.schema import DoctorOptions
+from falconet.commands import selftest
+from falconet.config.commands import DoctorOptions
+from falconet.config.fields import value_or
+from falconet.config.load import load_options, typed
+from falconet.config.options import Data
 from falconet.config.settings import LINE, Setting
+from falconet.data import input, measure, native
+from falconet.data.buffers import Landing, PixelLanding
+from falconet.data.crops import Crops
+from falconet.data.decode import BadImages
+from falconet.data.input import Reading
+from falconet.data.measure import Pipeline
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.readers import FileReader, Reader, reader_for
+from falconet.data.source import FileSource
 from falconet.errors import ConfigError, DeviceError
+from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment, resources
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
-from falconet.report.words import counted
-from falconet.wiring import decoding, speaking
-from falconet.wiring.reading import load_options, typed
+from falconet.report import console
+from falconet.report.console import counted
+
+PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
+PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+WORTH = 1.2  # times as fast: decoding on the device takes time of the training, so a little more does not pay
+
+
+def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
+    """Images a second of each decoder, and which one to use, in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        rates = _rates(made_photos(Path(folder)), device, seconds)
+    threads = counted(input.workers(Data()), "thread")
+    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images a second:"
+    yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
+    yield f"recommended: {recommended(rates)}"
+
+
+def recommended(rates: dict[str, float]) -> str:
+    """`--decode-device` for these rates, which are named by their decoders."""
+    host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
+    device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
+    return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
+
+
+def made_photos(root: Path) -> FileSource:
+    """Clouds and grain, as many bits a pixel as ImageNet's photos (about 100 kB each)."""
+    random = np.random.default_rng(0)
+    (root / "made").mkdir()
+    names = [f"{number:02}.jpg" for number in range(PHOTOS)]
+    for name in names:
+        clouds = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(clouds.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+        grain = random.normal(0, 9, (HEIGHT, WIDTH, 1)).astype(np.float32)
+        pixels = (smooth + grain).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(root / "made" / name, quality=93, subsampling=0)
+    return FileSource.of(root, names=names, labels=[0] * PHOTOS, class_names=("made",))
+
+
+def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
+    bad = BadImages(0, note=lambda _: None)
+    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
+    pillow = FileReader(source, crops=crops, bad=bad)
+    host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad)
+    ways: dict[str, tuple[Reader, Landing]] = {}
+    library = native.library()
+    if library is not None:
+        ways[f"native decoder ({library.processor})"] = (host, PixelLanding())
+    ways["Pillow"] = (pillow, PixelLanding())
+    if device.type == "cuda":
+        reading = Reading(source=source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0)
+        landing = input.build_landing(Data(decode_device="cuda"), reading, regime=REGIMES["32.32"], device=device)
+        ways["nvJPEG on the device"] = (host, landing)
+    return {name: measure.fill_rate(_pipeline(source, *way), seconds=seconds) for name, way in ways.items()}
+
+
+def _pipeline(source: FileSource, reader: Reader, landing: Landing) -> Pipeline:
+    on_device = not isinstance(landing, PixelLanding)
+    return Pipeline(
+        source=source,
+        reader=reader,
+        landing=landing,
+        device=torch.device("cpu"),
+        micro_batch=PHOTOS,
+        workers=input.workers(Data(decode_device="cuda" if on_device else "cpu")),
+        training=True,
+    )
+
 
 MEASURED = 1.0  # seconds for each decoder
 
@@ -27,19 +108,19 @@ def run(line: Sequence[Setting]) -> int:
     _check_effective({setting.option for setting in line if setting.source == LINE}, options)
     if place is None:
         for text in machine():
-            speaking.spoken()(text)
+            console.spoken()(text)
     if not options.doctor.distributed:
         if place is None:
             device = torch.device(device_kind(options.machine.device))
-            for text in decoders.findings(device, seconds=MEASURED):
-                speaking.spoken()(text)
+            for text in findings(device, seconds=MEASURED):
+                console.spoken()(text)
         return 0
     count = processes(options)
     if place is None and count > 1:
         from falconet.parallel.launch import Workers, launch
 
         workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
-        return launch(workers, progress=lambda: None, say=speaking.spoken())
+        return launch(workers, progress=lambda: None, say=console.spoken())
     return _check(options, place)
 
 
@@ -59,7 +140,7 @@ def machine() -> list[str]:
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
-        f"photos are decoded by {decoding.decoder()}",
+        f"photos are decoded by {input.decoder()}",
     ]
 
 
@@ -74,7 +155,7 @@ def _check(options: DoctorOptions, place: Place | None) -> int:
     machine = options.machine
     threads = value_or(machine.threads, resources.cores())
     with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
-        say = speaking.screen_of(world).line
+        say = console.screen_of(world).line
         say(f"{counted(world.size, 'process')} on {world.device.type}")
         failed = []
         for finding in selftest.findings(world):

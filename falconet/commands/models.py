@@ -6,7 +6,7 @@ import torch
 
 from falconet.config.settings import Setting
 from falconet.models import zoo
-from falconet.report.screen import Screen
+from falconet.report.console import Screen
 
 
 def run(line: Sequence[Setting]) -> int:

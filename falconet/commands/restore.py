@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 
-from falconet.checkpoint import files
-from falconet.config.schema import RestoreOptions
+from falconet.checkpoint import format
+from falconet.config.commands import RestoreOptions
+from falconet.config.load import input_path, load_options
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
-from falconet.wiring import launching, phasing, run_folder, speaking
-from falconet.wiring.reading import input_path, load_options
+from falconet.report import console
+from falconet.train import processes, run_folder
+from falconet.train.run import carry_out
 
 
 def run(line: Sequence[Setting]) -> int:
-    folder = files.newest_whole(input_path(line), note=speaking.spoken())
-    manifest = files.read_manifest(folder)
+    folder = format.newest_whole(input_path(line), note=console.spoken())
+    manifest = format.read_manifest(folder)
     if any(setting.option == "init-path" for setting in line):
         raise ConfigError(f"--init-path: {folder} has the weights to go on with; wanted `falconet train` to begin anew")
-    restored = files.Checkpoint(folder, manifest)
-    launch = launching.prepare(
+    restored = format.Checkpoint(folder, manifest)
+    launch = processes.prepare(
         run_folder.placed(load_options(RestoreOptions, line, manifest.config), restored), restored
     )
-    return launching.start("restore", line, launch) if launching.must_start(launch) else phasing.go(launch)
+    return processes.start("restore", line, launch) if processes.must_start(launch) else carry_out(launch)

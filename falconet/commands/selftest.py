@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest_stages
 from falconet.errors import CheckpointError, DeviceError
-from falconet.optim.build import UpdateRule, build, set_lr
+from falconet.optim.optimizers import UpdateRule, build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import divide
-from falconet.parallel.replicas import Replicas, digest
-from falconet.parallel.sharding import ShardedReplicas
 from falconet.parallel.world import World
-from falconet.wiring import sharding
+from falconet.parallel.zero import ShardedReplicas
+from falconet.train.build import build_replicas, checkpoint_writer, sharded_step
 
 IMAGES, SIZE = 4, 8  # a replica's micro-batch
 TOLERANCE = 1e-4  # relative; TF32 and other orders of summation stay well below, a wrong sum does not
@@ -83,7 +83,7 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
     """Two updates of all processes together, and of this one alone on all of their images."""
     alone, together = _network(norm).to(world.device), _network(norm).to(world.device)
     span_batchnorm(together, divide(world, stages=1), span=span)
-    exchange = sharding.replicas(together, world, bucket=0.001, sharded=sharded)
+    exchange = build_replicas(together, world, bucket=0.001, sharded=sharded)
     _update(_state(alone, None, world), _images(world, everyone=True))
     _update(_state(together, exchange, world), _images(world, everyone=False), exchange)
     error = max(_relative(a, b) for a, b in zip(together.parameters(), alone.parameters(), strict=True))
@@ -95,7 +95,7 @@ def _checkpoint(world: World) -> tuple[bool, str]:
     """Divided state, written by each process, read by each, from a folder that all must see."""
     folder = Path(world.once(_shared_folder)) / "checkpoint"
     first, second = _network(nn.GroupNorm(2, 8)).to(world.device), _network(nn.GroupNorm(2, 8)).to(world.device)
-    exchange = sharding.replicas(first, world, bucket=0.001, sharded=True)
+    exchange = build_replicas(first, world, bucket=0.001, sharded=True)
     state = _state(first, exchange, world)
     _update(state, _images(world, everyone=False), exchange)
     try:
@@ -107,7 +107,7 @@ def _checkpoint(world: World) -> tuple[bool, str]:
             problem = str(error)
         if world.max(torch.tensor(int(bool(problem)))):  # also waits until it is there
             return False, problem or "another process could not save"
-        other = sharding.replicas(second, world, bucket=0.001, sharded=True)
+        other = build_replicas(second, world, bucket=0.001, sharded=True)
         again = _state(second, other, world)
         try:
             again.load(folder, name="doctor")
@@ -140,12 +140,12 @@ def _network(norm: nn.Module) -> nn.Module:
 
 def _state(model: nn.Module, exchange: Replicas | None, world: World) -> TrainState:
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
-    optimizer = build(shards.trained if shards else model, UpdateRule(name="sgd"))
+    optimizer = build_optimizer(shards.trained if shards else model, UpdateRule(name="sgd"))
     return TrainState(model, optimizer, shards=shards, rank=world.rank, copies=world.size)
 
 
 def _save(state: TrainState, folder: Path, content: dict[str, object], world: World) -> None:
-    with sharding.writer(world, timeout=SAVING) as writer:
+    with checkpoint_writer(world, timeout=SAVING) as writer:
         writer.save_state(folder, state, content)
 
 
@@ -157,7 +157,7 @@ def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None)
             state.model(batch).square().mean().backward()
         if exchange:
             exchange.average()
-        sharding.step(state.optimizer, exchange if isinstance(exchange, ShardedReplicas) else None)()
+        sharded_step(state.optimizer, exchange if isinstance(exchange, ShardedReplicas) else None)()
 
 
 def _images(world: World, *, everyone: bool) -> Tensor:

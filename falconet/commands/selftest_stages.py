@@ -10,16 +10,14 @@ from falconet.data.loader import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.models import splits
 from falconet.numerics.precision import REGIMES
-from falconet.optim.build import UpdateRule, build
+from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.parallel.collectives import Processes
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.pipeline import Kind, Place
-from falconet.parallel.processes import Processes
 from falconet.parallel.world import World
 from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
-from falconet.train.moving import Moving, PlainMove
-from falconet.train.pipelined import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
-from falconet.train.step import LocalStep
+from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
+from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
 IMAGES, SIZE, CLASSES = 4, 8, 3
 TOLERANCE = 1e-4  # relative
@@ -82,7 +80,7 @@ def _network(blocks: int) -> nn.Module:
 
 
 def _moving(model: nn.Module, device: torch.device) -> Moving:
-    return Moving(model=model, move=PlainMove(build(model, UpdateRule(name="sgd")), device=device))
+    return Moving(model=model, move=PlainMove(build_optimizer(model, UpdateRule(name="sgd")), device=device))
 
 
 def _normalise(device: torch.device) -> Normalise:

@@ -3,21 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 
-from falconet.codes import INTERRUPTED
-from falconet.config.ranges import value_or
-from falconet.config.schema import ServeOptions
+from falconet.config.commands import ServeOptions
+from falconet.config.fields import value_or
+from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
-from falconet.infer.batching import Batcher, Policy
-from falconet.infer.predictor import Predictor
-from falconet.infer.protocol import Served
-from falconet.report.screen import Screen
-from falconet.report.words import counted
-from falconet.wiring import predicting
-from falconet.wiring.reading import load_options
+from falconet.exits import INTERRUPTED
+from falconet.infer.predictor import Predictor, open_classifier
+from falconet.report.console import Screen, counted
+from falconet.serve.batching import Batcher, Policy
+from falconet.serve.protocol import Served
 
 try:
-    from falconet.infer import server
+    from falconet.serve import app
 except ModuleNotFoundError as error:  # pragma: no cover, the tests have it
     if error.name != "aiohttp":
         raise
@@ -31,9 +29,9 @@ WAITING_BATCHES = 16  # full ones, that may wait
 def run(line: Sequence[Setting]) -> int:
     screen = Screen()
     serving = load_options(ServeOptions, line).options.serving
-    address = server.Address(host=serving.host, port=value_or(serving.port, PORT))
+    address = app.Address(host=serving.host, port=value_or(serving.port, PORT))
     with address.open() as listening:  # first, as the mistakes here take no time to find
-        classifier, options = predicting.open_classifier(line, screen.line)
+        classifier, options = open_classifier(line, screen.line)
         max_batch = value_or(serving.max_batch, MAX_BATCH)
         predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
         served = Served(
@@ -49,14 +47,14 @@ def run(line: Sequence[Setting]) -> int:
             max_queue=max(value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
         )
         batcher = Batcher(predictor.lanes(), policy)
-        room = server.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
+        room = app.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
 
-        def fronts() -> list[server.Front]:
+        def fronts() -> list[app.Front]:
             """In the loop of the batcher: one for its own thread, the others for one each."""
             count = value_or(serving.front_ends, FRONT_ENDS if classifier.device.type == "cuda" else 1)
-            ways = [batcher.submit, *[server.from_other_threads(batcher.submit)] * (count - 1)]
+            ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (count - 1)]
             return [
-                server.Front(served, way, counts=batcher.counts, room=room, max_delay=policy.max_delay) for way in ways
+                app.Front(served, way, counts=batcher.counts, room=room, max_delay=policy.max_delay) for way in ways
             ]
 
         host, port = listening.getsockname()[:2]
@@ -67,7 +65,7 @@ def run(line: Sequence[Setting]) -> int:
             f" {options.machine.precision} on {classifier.device}; Ctrl-C stops"
         )
         try:
-            code = asyncio.run(server.serve(fronts, listening))
+            code = asyncio.run(app.serve(fronts, listening))
         except asyncio.CancelledError:
             code = INTERRUPTED  # the second Ctrl-C
         finally:

@@ -1,17 +1,115 @@
-"""`falconet upload`: the metrics of a finished run to Weights & Biases."""
+"""The metrics of a finished run, of Falconet or of an original, read back from its folder."""
 
 import contextlib
-from collections.abc import Sequence
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from falconet.config.schema import UploadOptions
+from falconet.config.commands import UploadOptions
+from falconet.config.load import load_options
 from falconet.config.settings import Setting, read_yaml
-from falconet.errors import ConfigError
-from falconet.report import finished
-from falconet.report.screen import Screen
+from falconet.errors import ConfigError, DataError
+from falconet.report.console import Screen
 from falconet.report.sinks import WeightsAndBiases
-from falconet.wiring.reading import load_options
+
+METRICS, TRAINING, VALIDATION = "metrics.jsonl", "training.csv", "validation.csv"
+OPTIONS = ("arguments.json", "app.json")  # of the TensorFlow and the PyTorch program
+# As the TensorFlow program's upload_run.py named its columns, and what it left out.
+RENAMED = {
+    "img_per_sec": "train_img_per_sec",
+    "lr": "learning_rate",
+    "train_acc_avg": "train_accuracy",
+    "val_acc": "validation_accuracy",
+}
+LEFT_OUT = {"step", "iteration", "it_time", "train_acc_batch", "loss_batch"}
+VALIDATED = ("val_acc", "validation_accuracy")  # all that is taken of validation.csv
+Moment = tuple[int, dict[str, float]]  # updates so far, and the metrics of then
+
+
+def read_moments(folder: Path) -> list[Moment]:
+    """In the order of updates; an original's CSV files, where there are any, else our own metrics."""
+    found: dict[int, dict[str, float]] = {}
+    for update, metrics in _from_csv(folder) if (folder / TRAINING).exists() else _from_lines(folder):
+        found.setdefault(update, {}).update(metrics)  # of two lines for one update the later counts
+    return sorted(found.items())
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    """What an original was started with."""
+    for name in OPTIONS:
+        path = folder / name
+        if path.exists():
+            return _object(path.read_text(encoding="utf-8"), where=path)
+    return {}
+
+
+def _from_lines(folder: Path) -> Iterator[Moment]:
+    path = folder / METRICS
+    if not path.exists():
+        raise DataError(f"{folder}: no run in it; wanted {METRICS}, or {TRAINING} of an original")
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a killed run may leave half a line
+    for line in whole.splitlines():
+        metrics = _object(line, where=path)
+        update = metrics.pop("update", None)
+        if not isinstance(update, int):
+            raise DataError(f"{path}: a line without its update: {line[:60]}")
+        yield update, {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _from_csv(folder: Path) -> Iterator[Moment]:
+    for row in _rows(folder / TRAINING):
+        numbers = _numbers(row, where=folder / TRAINING)
+        yield (
+            _update(numbers, folder / TRAINING),
+            {RENAMED.get(name, name): value for name, value in numbers.items() if name not in LEFT_OUT},
+        )
+    for row in _rows(folder / VALIDATION) if (folder / VALIDATION).exists() else ():
+        numbers = _numbers(row, where=folder / VALIDATION)
+        yield (
+            _update(numbers, folder / VALIDATION),
+            {RENAMED.get(name, name): numbers[name] for name in VALIDATED if name in numbers},
+        )
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.DictReader(file)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _numbers(row: Mapping[str, str], *, where: Path) -> dict[str, float]:
+    """The columns that hold one; names of checkpoints and empty ones do not."""
+    found = {}
+    for name, text in row.items():
+        try:
+            found[name] = float(text)
+        except (TypeError, ValueError):
+            continue
+    if not found:
+        raise DataError(f"{where}: a row without a number in it")
+    return found
+
+
+def _update(numbers: Mapping[str, float], path: Path) -> int:
+    for name in ("iteration", "validation_iteration"):
+        if name in numbers:
+            return round(numbers[name])
+    raise DataError(f"{path}: a row without an iteration; wanted the file that an original wrote")
+
+
+def _object(text: str, *, where: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise DataError(f"{where}: is no JSON object: {text[:60]}")
+    return content
+
 
 CONFIG = "config.yaml"
 
@@ -20,7 +118,7 @@ def run(line: Sequence[Setting]) -> int:
     options = load_options(UploadOptions, line).options.upload
     folder = options.source
     assert folder is not None
-    moments = finished.moments(folder)
+    moments = read_moments(folder)
     if not moments:
         raise ConfigError(f"--source: {folder} has no metrics yet")
     name = options.name or folder.resolve().name
@@ -35,4 +133,4 @@ def run(line: Sequence[Setting]) -> int:
 def _config(folder: Path) -> dict[str, Any]:
     """What the run was started with, in its own words."""
     own = read_yaml(folder / CONFIG) if (folder / CONFIG).exists() else None
-    return finished.options(folder) or (own if isinstance(own, dict) else {})
+    return read_options(folder) or (own if isinstance(own, dict) else {})

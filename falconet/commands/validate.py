@@ -5,23 +5,21 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from falconet.checkpoint import files
-from falconet.config.load import parse
-from falconet.config.ranges import value_or
-from falconet.config.schema import ValidateOptions
+from falconet.checkpoint import format
+from falconet.config.commands import ValidateOptions
+from falconet.config.fields import value_or
+from falconet.config.load import idle_lines, input_path, parse
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
+from falconet.legacy.styles import style_of
 from falconet.parallel.environment import is_first
-from falconet.report.originals import style_of
-from falconet.report.screen import Say, Screen
+from falconet.report.console import Say, Screen
 from falconet.report.styles import Origin, RunLog, Validated
-from falconet.train.evaluate import Evaluation
-from falconet.wiring import accuracies, opening
-from falconet.wiring.accuracies import Accuracy
-from falconet.wiring.reading import idle_lines, input_path
+from falconet.train import evaluate, saved_model
+from falconet.train.evaluate import Accuracy, Evaluation
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
-Measured = tuple[opening.Opened, Evaluation, float]  # seconds that the images took
+Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds that the images took
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -39,9 +37,9 @@ def run(line: Sequence[Setting]) -> int:
         Accuracy(name=opened.name, epoch=opened.epoch, found=found)
         for opened, found, _ in _measured(path, line, screen.line)
     ]
-    rows = accuracies.tabulate(found)
-    accuracies.show(rows, screen.line)
-    accuracies.write_csv(rows, output, option="--output", named=asked.table.output is not None)
+    rows = evaluate.tabulate_accuracies(found)
+    evaluate.show_accuracies(rows, screen.line)
+    evaluate.write_accuracies(rows, output, option="--output", named=asked.table.output is not None)
     screen.line(f"written to {output}")
     return 0
 
@@ -74,32 +72,32 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
             say(note)
         said = True
         begun = time.perf_counter()
-        yield opened, opening.measure(opened, say), time.perf_counter() - begun
+        yield opened, saved_model.measure(opened, say), time.perf_counter() - begun
 
 
-def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[opening.Opened]:
+def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; torn checkpoints in a folder are said and passed over."""
     if path.is_file() and path.suffix in FOREIGN:
-        yield opening.open_foreign(path, line)
+        yield saved_model.open_foreign(path, line)
         return
-    folders = files.checkpoints_in(path)
+    folders = format.checkpoints_in(path)
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; wanted a checkpoint, a folder of them or a run folder")
     refused = []
     for folder in folders:
         try:
-            files.verify(folder)
+            format.verify(folder)
         except CheckpointError as error:
             refused.append(error)
             if len(folders) > 1:
                 say(f"passed over {error}")
             continue
-        yield from opening.open_checkpoint(folder, line)
+        yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
-        raise files.refuse(folders[0], refused[0])
+        raise format.refuse(folders[0], refused[0])
 
 
 def _beside(path: Path) -> Path:
     """Where the CSV goes: beside what was measured, never into a checkpoint, which holds its own files alone."""
-    one = path.is_file() or files.checkpoints_in(path) == [path]
-    return (path.parent if one else path) / accuracies.FILE
+    one = path.is_file() or format.checkpoints_in(path) == [path]
+    return (path.parent if one else path) / evaluate.ACCURACIES_FILE

@@ -1,15 +1,144 @@
-"""Which options have no effect beside others, or in a command that has them for another one's sake."""
+"""When each option of a training has an effect: what must be asked for beside it, in words and as a test."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from falconet.config import schema
-from falconet.config.effective import EFFECTIVE_WHEN
-from falconet.config.model import Model
-from falconet.config.options import options_of, value_of
-from falconet.config.sections import Augmentation, Data, Machine
+from falconet.config import commands, rules
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of, value_of
+from falconet.config.options import Augmentation, Data, Machine, Model
+from falconet.config.rules import PHOTOS, averages, crops, crops_photos, objects_by_area, recompute_mode, uses_cutmix
 from falconet.config.settings import is_asked_for
+
+
+def _optimizer_in(*names: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.optimizer.optimizer in names
+
+
+def _schedule_in(*names: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.learning_rate.lr_schedule in names
+
+
+def _random_data(options: TrainOptions) -> bool:
+    return options.data.data in ("generated", "synthetic")
+
+
+def _host_data(options: TrainOptions) -> bool:
+    return options.data.data != "synthetic"
+
+
+def _photos(options: TrainOptions) -> bool:
+    return options.data.data in PHOTOS
+
+
+def _has_replicas(options: TrainOptions) -> bool:
+    return options.parallel.replicas != 1
+
+
+def _has_stages(options: TrainOptions) -> bool:
+    return bool(options.parallel.pipeline_splits)
+
+
+def _has_processes(options: TrainOptions) -> bool:
+    return _has_replicas(options) or _has_stages(options)
+
+
+def _draws_weights(options: TrainOptions) -> bool:
+    """Not where they are read: by restore, which has a checkpoint, or from --init-path."""
+    return options.training.init_path is None and not hasattr(options, "input")
+
+
+_OWN_DATA = ("digits", "generated", "synthetic")
+_HOST_OPTIONS = (
+    *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
+    *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
+)
+_BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
+_KEPT_OPTIONS = ("dataset-percentage", "antialias", "validation-crop")
+_OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
+_BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache")
+_FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
+_PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
+
+EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
+    ("epoch", "a length in epochs: --updates says it", lambda options: options.training.updates is None),
+    ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
+    ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
+    ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
+    *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
+    ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
+    ("lr-scheduler-freq", "a number an epoch: --lr-changes says it", lambda o: o.learning_rate.lr_changes is None),
+    ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
+    ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
+    ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
+    ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
+    *((name, "new weights: these are read", _draws_weights) for name in ("weight-init", "zero-init")),
+    ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    (
+        "enable-fast-groupnorm",
+        "--norm-type group of neighbouring channels",
+        lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
+    ),
+    ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
+    *((name, "--norm-type batch", lambda options: options.model.norm_type == "batch") for name in _BATCH_NORM_OPTIONS),
+    ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
+    *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
+    ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
+    ("iterations", "--data generated or synthetic", _random_data),
+    *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
+    ("classes", "--data generated or synthetic", _random_data),
+    *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
+    *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
+    *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
+    ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
+    ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
+    *((name, "--normalization deviation", rules.by_pixels) for name in ("pixel-mean", "pixel-deviation")),
+    ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
+    ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
+    (
+        "weight-avg-exp-decay",
+        "--weight-avg-strategy exponential",
+        lambda o: o.averaging.weight_avg_strategy == "exponential",
+    ),
+    ("weight-avg-N", "--weight-avg-strategy", averages),
+    *(
+        (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
+        for name in _FINE_TUNE_OPTIONS
+    ),
+    (
+        "enable-stochastic-rounding",
+        "--precision 16.16 or bf16.bf16, which write 16-bit weights",
+        lambda options: options.machine.precision in ("16.16", "bf16.bf16"),
+    ),
+    ("auto-loss-scaling-period", "--auto-loss-scaling", lambda options: options.numerics.auto_loss_scaling),
+    (
+        "recompute-checkpoints",
+        "--enable-recompute or --recompute-mode manual",
+        lambda options: recompute_mode(options.numerics, options.parallel) == "manual",
+    ),
+    (
+        "bucket-size",
+        "--replicas or --offload-optimizer",
+        lambda options: options.parallel.replicas != 1 or options.parallel.offload_optimizer,
+    ),
+    (
+        "offload-optimizer",
+        "an optimizer that has state: --momentum above 0",
+        lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
+    ),
+    *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
+    *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
+    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
+    *((name, "--replicas", _has_replicas) for name in ("enable-optimizer-rts", "identical-replica-seeding")),
+    *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
+    ("pipeline-schedule", "--pipeline-splits", _has_stages),
+    ("wandb-project", "--wandb", lambda options: options.logging.wandb),
+)
+
 
 Row = tuple[str, str, Callable[[Any], bool]]  # an option, what is said behind "has no effect", when it has one
 
@@ -29,7 +158,7 @@ def idle(options: object) -> dict[str, str]:
     for name, why, holds in ELSEWHERE.get(type(options), ()):
         if not holds(options):
             found.setdefault(name, why)
-    trained, training = _as_training(options), options_of(schema.TrainOptions)
+    trained, training = _as_training(options), options_of(commands.TrainOptions)
     for name, option in options_of(type(options)).items():
         if name not in training or training[name].path != option.path or (type(options), name) in OTHERWISE:
             continue
@@ -39,12 +168,12 @@ def idle(options: object) -> dict[str, str]:
     return found
 
 
-def _as_training(options: object) -> schema.TrainOptions:
+def _as_training(options: object) -> commands.TrainOptions:
     """A training with the sections that a command shares with it, the others as they are if nothing is said."""
-    if isinstance(options, schema.TrainOptions):
+    if isinstance(options, commands.TrainOptions):
         return options
-    shared = {section.name for section in fields(schema.TrainOptions)}
-    return schema.TrainOptions(**{name: section for name, section in vars(options).items() if name in shared})
+    shared = {section.name for section in fields(commands.TrainOptions)}
+    return commands.TrainOptions(**{name: section for name, section in vars(options).items() if name in shared})
 
 
 def _names(section: type, *, but: tuple[str, ...] = ()) -> list[str]:
@@ -55,7 +184,7 @@ def _never(_: object) -> bool:
     return False
 
 
-def _runs_a_model(options: schema.AverageOptions) -> bool:
+def _runs_a_model(options: commands.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
@@ -69,15 +198,15 @@ _ALONE = "on the input alone, without a model"
 _UNVALIDATED: Row = ("validation-batch-size", "where nothing is validated", _never)
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    schema.ValidateOptions: _NOT_TRAINED,
-    schema.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED),
-    schema.InferOptions: (
+    commands.ValidateOptions: _NOT_TRAINED,
+    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED),
+    commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
         ("dataset-cache", "where batches are read once, before the clock starts", _never),
         ("weights", "beside --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
-    schema.AverageOptions: (
+    commands.AverageOptions: (
         *(
             (name, "without --validate or --batchnorm-images", _runs_a_model)
             for section in (Data, Machine)
@@ -89,7 +218,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
             lambda options: options.average.weight_avg_strategy == "exponential",
         ),
     ),
-    schema.DataBenchOptions: (
+    commands.DataBenchOptions: (
         _UNVALIDATED,
         *((name, _ALONE, _never) for name in _names(Model, but=("model",))),
         *((name.replace("_", "-"), _ALONE, _never) for name in _NOT_MIXED),
@@ -106,7 +235,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
 }
 # Options that have an effect in a command where training has none for them.
 OTHERWISE = {
-    (schema.InferOptions, "iterations"),
-    (schema.BenchServeOptions, "iterations"),
-    (schema.DataBenchOptions, "bad-images-allowed"),
+    (commands.InferOptions, "iterations"),
+    (commands.BenchServeOptions, "iterations"),
+    (commands.DataBenchOptions, "bad-images-allowed"),
 }

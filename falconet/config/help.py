@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from falconet.config.options import docstrings, options_of, sections_of
+from falconet.config.fields import docstrings, options_of, sections_of
 from falconet.config.settings import spelled
 
 STYLE = (tyro.conf.OmitArgPrefixes,)

@@ -1,14 +1,97 @@
-"""What may not be combined; one small function a rule."""
+"""What may not be combined about data; rules like those of `rules`, which calls them."""
 
 import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from falconet.config import data_rules, fine_tuning, keeping, model, reporting
-from falconet.config.averages import further
-from falconet.config.schema import TrainOptions
-from falconet.config.sections import Augmentation, Numerics, Parallel
+from falconet.config import options
+from falconet.config.commands import TrainOptions
+from falconet.config.options import (
+    Augmentation,
+    Numerics,
+    Parallel,
+    further_average,
+    missing_for_fine_tuning,
+    missing_sink,
+)
 from falconet.errors import ConfigError
+
+PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
+
+
+def folder_needs_a_place(options: Any) -> str | None:
+    kind = options.data.data
+    if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    return None
+
+
+def only_planned(options: Any) -> bool:
+    """Whether a run is planned and not made, on data whose published size is known."""
+    return options.data.data == "imagenet" and hasattr(options, "run") and options.run.plan
+
+
+def bytes_are_not_normalised_yet(options: Any) -> str | None:
+    if options.data.normalization_location == "host" and options.data.eight_bit_io:
+        return (
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
+            " --no-eight-bit-io beside it"
+        )
+    return None
+
+
+def colours_are_three(options: Any) -> str | None:
+    for name in ("pixel_mean", "pixel_deviation"):
+        count = len(getattr(options.data, name))
+        if count not in (0, 3):
+            return f"--{name.replace('_', '-')}: got {count} numbers, wanted 3, of red, green and blue"
+    return None
+
+
+def by_pixels(options: Any) -> bool:
+    """Whether pixels are normalised by numbers of the whole data."""
+    return bool(options.data.normalization_location != "none" and options.data.normalization == "deviation")
+
+
+def decoded_there_is_not_copied(options: Any) -> str | None:
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
+    return None
+
+
+def is_stored(options: Any) -> bool:
+    """Whether images lie somewhere, and are not made up."""
+    return options.data.data not in ("generated", "synthetic")
+
+
+def crops_photos(options: Any) -> bool:
+    """Whether random crops of photos are drawn."""
+    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
+
+
+def crops(options: Any) -> bool:
+    """Whether images may be cropped at random."""
+    return options.augmentation.augment in ("auto", "crop-flip")
+
+
+def objects_by_area(options: Any) -> bool:
+    """Whether crops must overlap objects by a rule that can be chosen; TensorFlow's draw has its own."""
+    return boxes_used(options) != "no" and options.augmentation.crop_draw == "area"
+
+
+def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:
+    """Whether these crops look at annotated objects."""
+    if not crops_photos(options):
+        return "no"
+    if options.augmentation.use_bbox_info:
+        return "yes"
+    return "if there" if options.augmentation.use_bbox_info_if_there else "no"
+
+
+def validates_whole(options: Any) -> bool:
+    """Whether one process validates with the whole model; stages hand on micro-batches."""
+    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
+
 
 _AUTO = re.compile(r"auto:\d{1,4}")
 
@@ -75,7 +158,7 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 
 def _further_averages_are_known(options: Any) -> str | None:
     for text in options.averaging.weight_avg_also:
-        if further(text) is None:
+        if further_average(text) is None:
             return f"--weight-avg-also: got '{text}', wanted mean:N, mean:all or exponential:DECAY, such as mean:5"
     if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
         return "--weight-avg-also: is for further averages; wanted the first one by --weight-avg-strategy"
@@ -94,7 +177,7 @@ def _phases_are_of_epochs(options: Any) -> str | None:
 
 
 def _fine_tuning_is_whole(options: Any) -> str | None:
-    needs = fine_tuning.missing(options.fine_tuning, averages=averages(options))
+    needs = missing_for_fine_tuning(options.fine_tuning, averages=averages(options))
     return f"--half-res-training: needs {needs}" if needs else None
 
 
@@ -234,19 +317,19 @@ def averages(options: TrainOptions) -> bool:
 
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
-    (("model",), model.unknown),
-    (("model",), model.of_another_family),
-    (("model",), model.proxy_without_norm),
-    (("model", "optimizer"), model.proxy_with_lars),
-    (("data",), data_rules.folder_needs_a_place),
-    (("data",), data_rules.bytes_are_not_normalised_yet),
-    (("data",), data_rules.colours_are_three),
-    (("data",), data_rules.decoded_there_is_not_copied),
+    (("model",), options.unknown),
+    (("model",), options.of_another_family),
+    (("model",), options.proxy_without_norm),
+    (("model", "optimizer"), options.proxy_with_lars),
+    (("data",), folder_needs_a_place),
+    (("data",), bytes_are_not_normalised_yet),
+    (("data",), colours_are_three),
+    (("data",), decoded_there_is_not_copied),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("learning_rate",), _factors_are_of_drops),
-    (("logging",), lambda options: reporting.missing(options.logging)),
+    (("logging",), lambda options: missing_sink(options.logging)),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
     (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_of_epochs),
@@ -261,6 +344,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads
     (("parallel", "numerics"), _stages_recompute_whole),
     (("parallel", "workspace"), _shares_fit_the_stages),
     (("run",), _resuming_needs_a_folder),
-    (("run", "checkpoints"), keeping.temporary_elsewhere),
+    (("run", "checkpoints"), options.temporary_elsewhere),
     (("doctor",), _processes_are_for_the_self_test),
 )

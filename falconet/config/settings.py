@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import yaml
 
-from falconet.config.options import Option
+from falconet.config.fields import Option
 from falconet.errors import ConfigError, did_you_mean
 
 LINE = "command line"

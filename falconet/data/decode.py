@@ -1,6 +1,8 @@
-"""Image files to RGB pixels, and the count of those that cannot be read."""
+"""Files to be read, and nothing else: a pipe would be waited for, and a device may do anything."""
 
+import errno
 import os
+import stat
 import struct
 import threading
 import warnings
@@ -13,8 +15,48 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from falconet.data.regular import open_regular
 from falconet.errors import DataError
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_descriptor(path: Path) -> int:
+    """The file, links followed; OSError where there is none, or where it is of another kind."""
+    _check(path, path.stat().st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a pipe since
+    try:
+        _check(path, os.fstat(file).st_mode)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The same as Python's object."""
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def kind(mode: int) -> str:
+    """What an entry is that is no file, in words."""
+    return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{kind(mode)}, not a file", str(path))
+
 
 # Pillow warns of odd metadata, which changes no pixel, and of sizes that are refused below.
 warnings.filterwarnings("ignore", module=r"PIL\.")

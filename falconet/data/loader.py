@@ -1,23 +1,110 @@
-"""Batches for training and evaluation: the same ones for any number of threads, replicas or restarts."""
+"""Work done ahead on threads and handed over in order."""
 
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from falconet.data import keyed, mixing
-from falconet.data.ahead import Job, Part, in_order
+from falconet.data.buffers import Landing, PixelLanding, Ring
 from falconet.data.keyed import IntArray
-from falconet.data.landing import Landing, PixelLanding
-from falconet.data.memory import Ring
 from falconet.data.mixing import Mix, Mixing
 from falconet.data.readers import Reader
 from falconet.errors import DataError
+
+Result = TypeVar("Result", covariant=True)
+Part = tuple[int, int]  # the first row, and the one after the last
+
+
+class Job(Protocol[Result]):
+    """Rows that any threads may do in any order, in parts; `result` is asked when all are done."""
+
+    def parts(self) -> Iterable[Part]: ...
+
+    def do(self, part: Part) -> None: ...
+
+    def result(self) -> Result: ...
+
+
+def in_order(jobs: Iterable[Job[Result]], *, workers: int, ahead: int) -> Generator[Result, None, None]:
+    """The jobs' results in their order, with up to `ahead` rows begun beyond the job handed over.
+
+    No workers: each job is done when it is asked for. Closing the generator, exhausting it or an error in a job, which
+    comes out here as it was raised, all end the threads.
+    """
+    if workers == 0:
+        for job in jobs:
+            for part in job.parts():
+                job.do(part)
+            yield job.result()
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="falconet-data") as pool:
+        queue = _Queue(iter(jobs), pool, ahead)
+        try:
+            while (result := queue.next()) is not None:
+                yield result.job.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Begun(Generic[Result]):
+    """A job, of which not every part need be with the threads."""
+
+    def __init__(self, job: Job[Result]) -> None:
+        self.job = job
+        self.waiting = deque(job.parts())
+        self.rows = sum(end - begin for begin, end in self.waiting)
+        self.futures: list[Future[None]] = []
+
+
+class _Queue(Generic[Result]):
+    """The jobs that were begun, the oldest first; rows are given to the threads as long as there are not too many."""
+
+    def __init__(self, jobs: Iterator[Job[Result]], pool: ThreadPoolExecutor, ahead: int) -> None:
+        self._jobs, self._pool, self._ahead = jobs, pool, ahead
+        self._begun: deque[_Begun[Result]] = deque()
+        self._rows = 0  # with the threads or done, and not handed over
+
+    def next(self) -> _Begun[Result] | None:
+        """The oldest job, done; None after the last."""
+        self._give()
+        if not self._begun:
+            return None
+        oldest = self._begun.popleft()
+        for future in oldest.futures:
+            future.result()
+        self._rows -= oldest.rows
+        return oldest
+
+    def _give(self) -> None:
+        for begun in self._begun:
+            self._give_parts(begun)
+        while not self._begun or (not self._begun[-1].waiting and self._rows < self._most()):
+            job = next(self._jobs, None)
+            if job is None:
+                return
+            self._begun.append(_Begun(job))
+            self._give_parts(self._begun[-1])
+
+    def _give_parts(self, begun: _Begun[Result]) -> None:
+        while begun.waiting:
+            begin, end = begun.waiting[0]
+            if begun is not self._begun[0] and self._rows + end - begin > self._most():
+                return
+            begun.futures.append(self._pool.submit(begun.job.do, begun.waiting.popleft()))
+            self._rows += end - begin
+
+    def _most(self) -> int:
+        """The job that is handed over next is done whatever its size."""
+        return self._begun[0].rows + self._ahead
+
 
 UPDATES_AHEAD = 2  # read ahead of the one being used; more would only hide longer stalls
 PARTS_AHEAD = 2  # for each thread, so that none is idle where updates are small: one in hand, one waiting
@@ -244,3 +331,60 @@ class _MicroBatch(Job[Batch]):
         room = self._room
         mix = None if self.mix is None else Mix(room.mixup.copy_(self.mix.mixup), room.box.copy_(self.mix.box))
         return Batch(room.images.permute(0, 3, 1, 2), room.labels, mix)
+
+
+Update = list[Batch]
+
+
+class Feed:
+    """The updates of an iterator, on the device, in order; each may be an iterator itself, of micro-batches."""
+
+    def __init__(self, updates: Iterable[Iterable[Batch]], *, device: torch.device, ring: Ring | None = None) -> None:
+        """`ring`: whose memory the updates lie in, to be lent again when they are copied."""
+        self._updates, self._device, self._ring = updates, device, ring
+
+    def __iter__(self) -> Iterator[Update]:
+        if self._device.type == "cuda":
+            return self._copied_ahead()
+        return ([_moved(batch, self._device) for batch in update] for update in self._updates)
+
+    def _copied_ahead(self) -> Iterator[Update]:
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        waiting: tuple[Update, torch.cuda.Event] | None = None
+        for update in self._updates:
+            copied = [self._copied(batch, side) for batch in update]
+            done = side.record_event()
+            if waiting is not None:
+                yield self._taken_over(*waiting)
+            waiting = (copied, done)
+        if waiting is not None:
+            yield self._taken_over(*waiting)
+
+    def _copied(self, batch: Batch, side: torch.cuda.Stream) -> Batch:
+        with torch.cuda.stream(side):
+            # From pinned memory, so the host does not wait. Memory of no ring may go out of scope at once: torch keeps
+            # a freed pinned block until the copies recorded on it are done.
+            moved = _moved(batch, self._device)
+            if self._ring is not None and moved.images is not batch.images:
+                self._ring.give_back(batch.images, copied=side.record_event())
+        return moved
+
+    def _taken_over(self, update: Update, copied: torch.cuda.Event) -> Update:
+        """Order the consumer's stream behind the copy, and the reuse of its memory behind the consumer."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        for batch in update:
+            for tensor in (batch.images, batch.labels, *(batch.mix or ())):
+                tensor.record_stream(stream)
+        return update
+
+
+def singly(batches: Iterable[Batch], *, device: torch.device, ring: Ring | None = None) -> Iterator[Batch]:
+    """The same for batches that belong to no update."""
+    return (batch for update in Feed(((batch,) for batch in batches), device=device, ring=ring) for batch in update)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    images, labels = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+    mix = batch.mix and Mix(*(tensor.to(device, non_blocking=True) for tensor in batch.mix))
+    return Batch(images, labels, mix)

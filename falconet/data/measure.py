@@ -1,22 +1,60 @@
-"""Images a second of each stage of the input pipeline alone, and of all together."""
+"""One md5 for all files of a folder, whatever their names: what the original's validate_dataset.py compares."""
 
+import hashlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from falconet.data.feed import singly
+from falconet.data.buffers import Landing
 from falconet.data.keyed import IntArray
-from falconet.data.landing import Landing
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake, Loader
+from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake, Loader, singly
 from falconet.data.readers import Reader
 from falconet.data.source import ArraySource, BoolArray, PixelArray, Source
-from falconet.report.words import counted
+from falconet.errors import DataError
+from falconet.report.console import counted
+
+DIGEST_CHUNK = 1 << 20  # bytes
+
+# The original's folders of ImageNet: their digests begin and end like this; the middle was not published to us.
+IMAGENET = {"train": ("17aed950", "aa95"), "validation": ("8d6a57a7", "d5bd")}
+
+
+def folder_md5(folder: Path, *, workers: int) -> str:
+    """As the package checksumdir has it: the md5 of the sorted md5s of the files, in hexadecimal."""
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        try:
+            digests = sorted(pool.map(_file_md5, _files(folder)))
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return hashlib.md5("".join(digests).encode(), usedforsecurity=False).hexdigest()
+
+
+def is_imagenet(digest: str, split: str) -> bool:
+    """Whether it is the digest of the original's folder, as far as that is known: 48 of 128 bits."""
+    begin, end = IMAGENET[split]
+    return digest.startswith(begin) and digest.endswith(end)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for root, _, names in os.walk(folder):
+        yield from (f"{root}/{name}" for name in names)
+
+
+def _file_md5(path: str) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123, a million of them
+        while chunk := file.read(DIGEST_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
 
 READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "copy", "together"
 
@@ -54,7 +92,7 @@ class Pipeline:
         return singly(batches, device=self.device, ring=self.landing.ring)
 
 
-def stages(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
+def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
     """Each stage for so many seconds, with the pipeline's own threads; the first comes from wherever the data lies."""
     threads = counted(max(1, pipeline.workers), "thread")
     read = _read_rate(pipeline, seconds)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from falconet.data import native
-from falconet.data.decode import UnreadableImageError, open_rgb
+from falconet.data.decode import UnreadableImageError, open_rgb, read_regular
 from falconet.data.native.binding import Library
-from falconet.data.regular import read_regular
 from falconet.data.source import FileSource
 from falconet.data.sources import packed
 from falconet.errors import NO_ROOM, DataError

@@ -1,19 +1,52 @@
-"""From a source to rows of a batch: gather or decode, crop, resize, flip; all in uint8."""
+"""Resizing as TensorFlow 1's resize_images did: between the four nearest pixels, however far the outputs lie apart."""
 
+import math
+import threading
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from falconet.data import augment as augmenting
-from falconet.data import native, sampled
-from falconet.data.augment import CROP_RULE, Augment, Box, CropRule, Crops
+from falconet.data import crops, native
+from falconet.data.crops import CROP_RULE, Augment, Box, CropRule, Crops
 from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
-from falconet.data.keyed import IntArray
-from falconet.data.native.reader import NativeReader
+from falconet.data.keyed import FloatArray, IntArray
+from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.source import ArraySource, BoolArray, PhotoSource, PixelArray, Source
+
+Span = tuple[float, float]  # begin and end of a box one way, pixels
+
+
+def resized_by_nearest(
+    pixels: PixelArray, box: tuple[float, float, float, float], *, size: int, flip: bool
+) -> PixelArray:  # H x W x 3 -> size x size x 3
+    """The box at size x size, mirrored if asked for; output i begins at i times the pixels that it stands for."""
+    rows, next_rows, down = _neighbours((box[1], box[3]), pixels.shape[0], size=size, flip=False)
+    columns, next_columns, right = _neighbours((box[0], box[2]), pixels.shape[1], size=size, flip=flip)
+    upper = _between(pixels[rows][:, columns], pixels[rows][:, next_columns], right[None, :, None])
+    lower = _between(pixels[next_rows][:, columns], pixels[next_rows][:, next_columns], right[None, :, None])
+    out = (_between(upper, lower, down[:, None, None]) + 0.5).astype(np.uint8)
+    return out[:, ::-1] if flip else out
+
+
+def _neighbours(span: Span, pixels: int, *, size: int, flip: bool) -> tuple[IntArray, IntArray, FloatArray]:
+    """The two pixels of each output, within the box, and the share of the second.
+
+    A mirrored image was mirrored before it was resized there: an output begins at the other end of its pixels.
+    """
+    begin, end = span
+    step = (end - begin) / size
+    place = begin + np.arange(size) * step + (step - 1 if flip else 0)
+    first = np.floor(place).astype(np.int64)
+    low, high = int(begin), min(math.ceil(end), pixels) - 1
+    return np.clip(first, low, high), np.clip(first + 1, low, high), place - first
+
+
+def _between(first: npt.NDArray[Any], second: npt.NDArray[Any], share: FloatArray) -> FloatArray:
+    return np.asarray(first * (1 - share) + second * share, np.float64)
+
 
 ValueArray = npt.NDArray[Any]  # of pixels, or of numbers
 
@@ -80,7 +113,7 @@ class ArrayReader:
         elif self._augment == "crop-flip":
             self._read_boxes(self.stored(indices), self._random_boxes(indices, epoch), indices, epoch, out)
         else:
-            box = augmenting.evaluation_box(self._width, self._height, resize=self._resize, crop=self.size)
+            box = crops.evaluation_box(self._width, self._height, resize=self._resize, crop=self.size)
             images = self._shifted(self.stored(indices), indices, epoch)
             self._read_boxes(images, [box] * len(images), indices, epoch, out)
         return np.ones(len(indices), dtype=np.bool_)
@@ -101,13 +134,13 @@ class ArrayReader:
         out[flips] = images[flips, :, ::-1]
 
     def _flips(self, indices: IntArray, epoch: int) -> BoolArray:
-        return augmenting.flips(self._augment, indices, seed=self._seed, epoch=epoch)
+        return crops.flips(self._augment, indices, seed=self._seed, epoch=epoch)
 
     def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
         if self._augment not in ("shift", "shift-flip"):
             return images
         side = min(self._height, self._width)
-        return shifted(images, augmenting.shifts(indices, side=side, seed=self._seed, epoch=epoch))
+        return shifted(images, crops.shifts(indices, side=side, seed=self._seed, epoch=epoch))
 
     def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
         crops = Crops(augment="crop-flip", resize=self._resize, size=self.size, seed=self._seed, rule=self._rule)
@@ -153,7 +186,7 @@ def resized(
 ) -> PixelArray:  # size x size x 3
     """The box of an RGB image at size x size, bilinear, with antialiasing as Pillow has it or without."""
     if not antialias:
-        return sampled.resized(np.asarray(image), box, size=size, flip=flip)
+        return resized_by_nearest(np.asarray(image), box, size=size, flip=flip)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
     return pixels[:, ::-1] if flip else pixels
 
@@ -168,3 +201,47 @@ def shifted(images: ValueArray, shifts: IntArray) -> ValueArray:  # N x H x W x 
             max(-down, 0) : height - down, max(-right, 0) : width - right
         ]
     return moved
+
+
+UNKNOWN, BAD = -1, -2  # instead of a place in the cache
+
+
+class PixelCache:
+    """A reader's own pixels, of the first `most` images that are read; its pixels must not depend on the epoch.
+
+    Pages are taken as they are written, so that an unused cache costs nothing. Threads that read the same image at once
+    keep it twice, which is no harm.
+    """
+
+    def __init__(self, reader: Reader, *, images: int, most: int) -> None:
+        self.size, self.rows = reader.size, reader.rows
+        self._reader = reader
+        self._pixels = np.empty((min(images, most), reader.size, reader.size, 3), np.uint8)
+        self._places: npt.NDArray[np.int64] = np.full(images, UNKNOWN, np.int64)
+        self._used, self._lock = 0, threading.Lock()
+
+    def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
+        places = self._places[indices]
+        known: BoolArray = places >= 0
+        out[known] = self._pixels[places[known]]
+        out[places == BAD] = 0
+        missing = np.flatnonzero(places == UNKNOWN)
+        if len(missing) > 0:
+            all_of_them = len(missing) == len(indices)
+            pixels = out if all_of_them else np.empty((len(missing), *out.shape[1:]), np.uint8)
+            known[missing] = self._reader.read(indices[missing], epoch=epoch, out=pixels)
+            self._keep(indices[missing], pixels, known[missing])
+            if not all_of_them:
+                out[missing] = pixels
+        return known
+
+    def _keep(self, indices: IntArray, pixels: PixelArray, read: BoolArray) -> None:
+        self._places[indices[~read]] = BAD
+        good = np.flatnonzero(read)
+        with self._lock:
+            first = self._used
+            count = min(len(good), len(self._pixels) - first)
+            self._used += count
+        kept = good[:count]
+        self._pixels[first : first + count] = pixels[kept]
+        self._places[indices[kept]] = np.arange(first, first + count)  # last: another thread may look for them

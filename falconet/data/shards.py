@@ -1,4 +1,4 @@
-"""Open files that hold many images each, read by place; any number of threads at once."""
+"""CRC-32C, the checksum of TFRecords and packed shards: by the native library, or by numpy where there is none."""
 
 import contextlib
 import os
@@ -6,10 +6,90 @@ import resource
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
-from falconet.data.regular import open_descriptor
+import numpy as np
+import numpy.typing as npt
+
+from falconet.data import native
+from falconet.data.decode import open_descriptor
+from falconet.data.free_memory import available
 from falconet.errors import DataError
+
+Words = npt.NDArray[np.uint32]
+
+POLYNOMIAL = np.uint32(0x82F63B78)  # Castagnoli's, its bits reversed
+MASK_DELTA = 0xA282EAD8  # of TFRecords, whose checksums may lie within checksummed bytes
+STRETCH = 128  # bytes; numpy goes through all stretches at once
+
+
+def crc32c(data: bytes) -> int:
+    """110 kB take 12 us natively and about 1 ms here."""
+    library = native.library()
+    return crc32c_numpy(data) if library is None else library.crc32c(data)
+
+
+def unmasked(stored: int) -> int:
+    """The checksum that TFRecords store so."""
+    turned = (stored - MASK_DELTA) & 0xFFFFFFFF
+    return (turned >> 17 | turned << 15) & 0xFFFFFFFF
+
+
+def crc32c_numpy(data: bytes) -> int:
+    """Equal stretches side by side, then neighbours joined: a checksum moved over n zero bytes is linear in its bits.
+
+    Zero bytes in front change nothing while the register is 0, so the bytes are padded there to 2**k stretches; what
+    the register begins with, all ones, is xored into the first four bytes instead.
+    """
+    if len(data) < 4:
+        return _plain(data)
+    lanes = 1 << (-(-len(data) // STRETCH) - 1).bit_length()
+    padded = np.zeros(lanes * STRETCH, np.uint8)
+    padded[-len(data) :] = np.frombuffer(data, np.uint8)
+    padded[len(padded) - len(data) :][:4] ^= 0xFF
+    words: Words = np.zeros(lanes, np.uint32)
+    for column in padded.reshape(lanes, STRETCH).T:
+        words = _table()[(words ^ column) & 0xFF] ^ (words >> 8)
+    zeros = STRETCH
+    while len(words) > 1:
+        words = _moved(words[::2], zeros) ^ words[1::2]
+        zeros *= 2
+    return int(~words[0])
+
+
+def _plain(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = int(_table()[(crc ^ byte) & 0xFF]) ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+@cache
+def _table() -> Words:
+    """The register after one byte."""
+    words: Words = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        words = (words >> np.uint32(1)) ^ np.where(words & np.uint32(1), POLYNOMIAL, np.uint32(0))
+    return words
+
+
+def _moved(words: Words, zeros: int) -> Words:
+    """The registers after `zeros` zero bytes, a power of two."""
+    tables = _operator(zeros)
+    moved: Words = tables[0][words & 0xFF]
+    for place in (1, 2, 3):
+        moved = moved ^ tables[place][words >> np.uint32(8 * place) & 0xFF]
+    return moved
+
+
+@cache
+def _operator(zeros: int) -> Words:  # 4 x 256: what each byte at each place of a register becomes
+    bytes_at = np.arange(256, dtype=np.uint32)[None, :] << (8 * np.arange(4, dtype=np.uint32))[:, None]
+    if zeros == 1:
+        after: Words = _table()[bytes_at & 0xFF] ^ (bytes_at >> 8)
+        return after
+    return _moved(_moved(bytes_at, zeros // 2), zeros // 2)
 
 
 class Shards:
@@ -74,3 +154,50 @@ def pread(file: int, begin: int, size: int) -> bytes:
 def _close(files: dict[int, int]) -> None:
     while files:
         os.close(files.popitem()[1])
+
+
+STRIDE = 32 << 20  # bytes asked for with each part that is read: many times what the part itself takes
+REQUEST = 128 << 10  # bytes; of a longer one Linux reads only a beginning, by default as much as this
+SHARE = 0.5  # of the memory that is free: the rest is for everybody else
+
+
+class Readahead:
+    """A disk or a network reads one shard after the other at its full speed, and single photos at a tenth of it.
+
+    The order of images is not changed for that. Where all shards fit into free memory, each call of `advance` asks the
+    system for the next stretch of them, in order, until all were asked for once; nothing waits, no thread is needed.
+    Where they do not fit, nothing is done: images are then read one by one from where they lie.
+    """
+
+    def __init__(self, shards: Shards, *, memory: int | None = None) -> None:
+        self._shards = shards
+        self._sizes = [path.stat().st_size if path.exists() else 0 for path in shards.paths]
+        room = SHARE * (available() if memory is None else memory)
+        self._next = 0 if sum(self._sizes) <= room else len(self._sizes)  # shard
+        self._begin = 0  # byte in it
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        return self._next >= len(self._sizes)
+
+    def advance(self) -> None:
+        if self.done or not self._lock.acquire(blocking=False):  # another thread is asking
+            return
+        try:
+            left = STRIDE
+            while left > 0 and not self.done:
+                size = min(left, self._sizes[self._next] - self._begin)
+                _expect(self._shards, self._next, self._begin, size)
+                left, self._begin = left - size, self._begin + size
+                if self._begin >= self._sizes[self._next]:
+                    self._next, self._begin = self._next + 1, 0
+        finally:
+            self._lock.release()
+
+
+def _expect(shards: Shards, shard: int, begin: int, size: int) -> None:
+    if size > 0 and hasattr(os, "posix_fadvise"):
+        with shards.files([shard]) as (file,):
+            for at in range(begin, begin + size, REQUEST):
+                os.posix_fadvise(file, at, min(REQUEST, begin + size - at), os.POSIX_FADV_WILLNEED)

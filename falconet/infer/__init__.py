@@ -1,1 +1,1 @@
-"""Prediction: a model with its preprocessing, and the server that answers with it."""
+"""Prediction: a model with its preprocessing."""

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from falconet.models.residual import ResidualShape
-from falconet.models.shortcuts import ZeroPadShortcut
+from falconet.models.resnet import ResidualShape, ZeroPadShortcut
 
 DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # 6n + 2
 BOTTLENECK_DEPTHS = (11, 29, 38, 47, 56, 65)  # 9n + 2

@@ -1,4 +1,4 @@
-"""Every model by its name: timm's and torchvision's under the names of the originals, ours, any other of timm."""
+"""MobileNets of timm, under the names of the originals."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,14 +7,90 @@ from typing import Literal
 import torch
 from torch import nn
 
+from falconet.config.options import Model
 from falconet.errors import ConfigError, did_you_mean
-from falconet.models import cifar, initial, mobile, norms, padding, residual, shortcuts, squeeze, surgery
-from falconet.models.initial import Draw, Zeros
-from falconet.models.mobile import MobileNetShape
+from falconet.models import cifar, init, norms, padding, resnet
+from falconet.models.init import Draw, Zeros
 from falconet.models.norms import Norm
 from falconet.models.padding import Padding
-from falconet.models.residual import ResidualShape
-from falconet.models.squeeze import SqueezeNetShape
+from falconet.models.proxynorm import Proxy
+from falconet.models.resnet import ResidualShape
+
+_TIMM = {
+    "mobilenet": "mobilenetv2_100",
+    "mobilenet-v3-small": "mobilenetv3_small_100",
+    "mobilenet-v3-large": "mobilenetv3_large_100",
+}
+MOBILENETS = tuple(_TIMM)
+THIRD = ("mobilenet-v3-small", "mobilenet-v3-large")
+# The module before the classifier, where timm calls dropout as a function that torch.fx would freeze.
+BEFORE_CLASSIFIER = {"mobilenet": "global_pool", "mobilenet-v3-small": "flatten", "mobilenet-v3-large": "flatten"}
+DROPOUT = 0.2
+WIDE = 1280  # channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class MobileNetShape:
+    """What the original changed about a MobileNetV3."""
+
+    wide_head: bool = False  # 1,280 channels without a bias before the classifier, also of the small one
+
+
+def create_mobilenet(name: str, *, classes: int, shape: MobileNetShape | None) -> nn.Module:
+    """A new model without dropout; its weights come from torch's generator."""
+    import timm  # takes two seconds, and the networks for CIFAR need none of it
+
+    model: nn.Module = timm.create_model(_TIMM[name], pretrained=False, num_classes=classes)
+    if shape is not None and shape.wide_head:
+        channels = model.get_submodule("conv_head").in_channels
+        assert isinstance(channels, int)
+        model.set_submodule("conv_head", nn.Conv2d(channels, WIDE, 1, bias=False))
+        model.set_submodule("classifier", nn.Linear(WIDE, classes))
+        _draw_anew(model)
+    return model
+
+
+def _draw_anew(model: nn.Module) -> None:
+    """By timm's rule for all the others too, in one order."""
+    from timm.models._efficientnet_builder import efficientnet_init_weights
+
+    efficientnet_init_weights(model)
+
+
+SQUEEZENETS = ("squeezenet", "squeezenet-cifar")
+SMALLEST_SQUEEZENET = {
+    "squeezenet": 21,
+    "squeezenet-cifar": 8,
+}  # pixels a side: below, nothing is left for the last layers
+_BYPASSED = ("features.4", "features.7", "features.9", "features.12")  # fire 3, 5, 7 and 9, as wide as what they get
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqueezeNetShape:
+    """What the original changed about a SqueezeNet."""
+
+    bypass: bool = False  # fire 3, 5, 7 and 9 add their input: the simple bypass of Iandola et al.
+
+
+def create_squeezenet(name: str, *, classes: int, shape: SqueezeNetShape | None) -> nn.Module:
+    """A new network of that name; its weights come from torch's generator.
+
+    They begin as the original's did, after Glorot and Bengio: with torchvision's larger ones the bypass, which no norm
+    tames, overflows within ten updates at the original's learning rate. So does the last layer, which was nearer to
+    zero there: then its rectified logits never come alive (docs/log.md, both).
+    """
+    from falconet.models.fire import BypassedFire, SqueezeNet  # torchvision takes two seconds to import
+
+    model: nn.Module = SqueezeNet("1_0", num_classes=classes)
+    if name == "squeezenet-cifar":
+        model.set_submodule("features.0", nn.Conv2d(3, 96, 3, padding=1))  # 32 pixels are 32, 16, 8, 4; not 13, 6, 3, 1
+        model.set_submodule("classifier.2", nn.Identity())  # a relu of few classes' logits often leaves none alive
+    init.draw(model, "glorot")
+    if shape is not None and shape.bypass:
+        for path in _BYPASSED:
+            model.get_submodule(path).__class__ = BypassedFire  # the layers stay the very same
+    return model
+
 
 # timm is imported where it is used: it takes two seconds, and the networks for CIFAR need none of it.
 TIMM_PREFIX = "timm:"
@@ -92,11 +168,11 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
         model = _create(name, classes=classes, shape=shape)
-        initial.draw(model, variant.weights)
-        initial.set_zeros(model, variant.zeros)
+        init.draw(model, variant.weights)
+        init.set_zeros(model, variant.zeros)
     norms.apply(model, norm)
     if variant.padded_input:
-        surgery.pad_input(model)
+        padding.pad_input(model)
     if variant.padding == "same":
         padding.pad_as_tensorflow(model)
     return model.to(memory_format=torch.channels_last)
@@ -104,7 +180,7 @@ def build(
 
 def names() -> tuple[str, ...]:
     """The names `build` knows without a `timm:` before them."""
-    return (*residual.NAMES, *_EFFICIENTNETS, *mobile.NAMES, *cifar.NAMES, *squeeze.NAMES)
+    return (*resnet.NAMES, *_EFFICIENTNETS, *MOBILENETS, *cifar.NAMES, *SQUEEZENETS)
 
 
 def image_size(name: str) -> int:
@@ -126,7 +202,7 @@ def image_size(name: str) -> int:
 
 def check_image_size(name: str, size: int) -> None:
     """Refuse images of which the model's strides would leave nothing."""
-    least = squeeze.SMALLEST.get(name, 1)
+    least = SMALLEST_SQUEEZENET.get(name, 1)
     if size < least:
         smaller = "" if name.endswith("-cifar") else f"; {name}-cifar takes smaller ones"
         raise ConfigError(f"--image-size: got {size}, wanted at least {least} for {name}{smaller}")
@@ -141,13 +217,13 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
     if name in _EFFICIENTNETS:
         own = shape if isinstance(shape, EfficientNetShape) else _TAN_AND_LE
         return _create_efficientnet(_EFFICIENTNETS[name], shape=own, classes=classes)
-    if name in residual.NAMES or name in cifar.NAMES:
+    if name in resnet.NAMES or name in cifar.NAMES:
         return _create_residual(name, classes=classes, shape=shape if isinstance(shape, ResidualShape) else None)
-    if name in squeeze.NAMES:
-        return squeeze.create(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
-    if name in mobile.NAMES:
-        model = mobile.create(name, classes=classes, shape=shape if isinstance(shape, MobileNetShape) else None)
-        _append_dropout(model, after=mobile.BEFORE_CLASSIFIER[name], rate=mobile.DROPOUT)
+    if name in SQUEEZENETS:
+        return create_squeezenet(name, classes=classes, shape=shape if isinstance(shape, SqueezeNetShape) else None)
+    if name in MOBILENETS:
+        model = create_mobilenet(name, classes=classes, shape=shape if isinstance(shape, MobileNetShape) else None)
+        _append_dropout(model, after=BEFORE_CLASSIFIER[name], rate=DROPOUT)
         return model
     import timm
 
@@ -156,13 +232,13 @@ def _create(name: str, *, classes: int, shape: Shape | None) -> nn.Module:
 
 
 def _create_residual(name: str, *, classes: int, shape: ResidualShape | None) -> nn.Module:
-    if name in residual.NAMES:
-        model = residual.create(name, classes=classes, shape=shape or ResidualShape())
+    if name in resnet.NAMES:
+        model = resnet.create(name, classes=classes, shape=shape or ResidualShape())
     else:
         model = cifar.create(name, classes=classes, shape=shape)
     if shape:
-        shortcuts.set_shortcuts(model, shape.shortcut)
-        shortcuts.set_stem(model, shape.stem)
+        resnet.set_shortcuts(model, shape.shortcut)
+        resnet.set_stem(model, shape.stem)
     return model
 
 
@@ -245,9 +321,65 @@ def _check_shape(shape: Shape | None, *, name: str) -> None:
     """A model must not seem to have a shape that it cannot have."""
     if isinstance(shape, EfficientNetShape) and name not in _EFFICIENTNETS:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted efficientnet-b0 to efficientnet-b7")
-    if isinstance(shape, ResidualShape) and name not in (*residual.NAMES, *cifar.NAMES):
+    if isinstance(shape, ResidualShape) and name not in (*resnet.NAMES, *cifar.NAMES):
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a resnet or resnext")
-    if isinstance(shape, SqueezeNetShape) and name not in squeeze.NAMES:
+    if isinstance(shape, SqueezeNetShape) and name not in SQUEEZENETS:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted a squeezenet")
-    if isinstance(shape, MobileNetShape) and name not in mobile.THIRD:
+    if isinstance(shape, MobileNetShape) and name not in THIRD:
         raise ConfigError(f"--model: '{name}' has no such shape; wanted mobilenet-v3-small or mobilenet-v3-large")
+
+
+def build_model(model: Model, *, classes: int, seed: int) -> nn.Module:
+    norm = Norm(
+        kind=model.norm_type,
+        eps=None if model.norm_eps == "auto" else model.norm_eps,
+        groups=model.norm_num_groups,
+        momentum=None if model.batchnorm_momentum == "auto" else model.batchnorm_momentum,
+        fast=model.enable_fast_groupnorm,
+        stable=not model.disable_stable_batchnorm,
+        strided=model.norm_grouping == "strided",
+        proxy=Proxy(eps=model.proxy_epsilon, recompute=model.proxy_recompute) if model.proxy_norm else None,
+        biases=model.conv_bias,
+    )
+    return build(
+        model.model,
+        classes=classes,
+        seed=seed,
+        norm=norm,
+        shape=shape_of(model),
+        variant=Variant(
+            weights=model.weight_init,
+            zeros=model.zero_init,
+            padding=model.padding,
+            padded_input=model.input_image_padding,
+        ),
+    )
+
+
+def shape_of(model: Model) -> Shape | None:
+    """What the options change about the model's family; the rules refuse those of another family."""
+    if model.model.startswith("efficientnet"):
+        return EfficientNetShape(
+            expand_ratio=model.efficientnet_expand_ratio,
+            group_dim=model.efficientnet_group_dim,
+            dropout=None if model.efficientnet_dropout == "auto" else model.efficientnet_dropout,
+            drop_path=model.efficientnet_drop_path,
+            se=model.efficientnet_se,
+            activation=model.efficientnet_activation,
+            divisor=model.efficientnet_depth_divisor,
+            top_width=model.efficientnet_top_width,
+            width=None if model.efficientnet_width == "auto" else model.efficientnet_width,
+            depth=None if model.efficientnet_depth == "auto" else model.efficientnet_depth,
+        )
+    if model.model.startswith(("resnet", "resnext")):
+        return ResidualShape(
+            groups=model.resnext_groups,
+            group_dim=model.resnext_group_dim,
+            stride=model.bottleneck_stride,
+            wide=model.resnext_wide,
+            shortcut=model.shortcut_type,
+            stem=model.stem,
+        )
+    if model.model.startswith("mobilenet-v3"):
+        return MobileNetShape(wide_head=model.mobilenet_wide_head)
+    return SqueezeNetShape(bypass=True) if model.squeezenet_bypass else None

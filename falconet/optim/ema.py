@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from falconet.optim.state_names import check_names, check_shape
+from falconet.optim.optimizer_state import check_names, check_shape
 
 UPDATES = "updates"
 AVERAGE = "average"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from falconet.parallel.replicas import MEGABYTE, divided
+from falconet.parallel.data_parallel import MEGABYTE, divided
 from falconet.parallel.slices import shaped_like
 
 PLACES = 3  # buckets on the device at a time: one comes, one is updated, one goes

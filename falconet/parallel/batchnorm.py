@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
+from falconet.parallel.collectives import Processes
 from falconet.parallel.grid import Grid
-from falconet.parallel.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from falconet import leaving
-from falconet.codes import DONE, INTERRUPTED, MISTAKE
+from falconet import exits
 from falconet.errors import Interrupted, WorldError
+from falconet.exits import DONE, INTERRUPTED, MISTAKE
 from falconet.parallel import environment
-from falconet.parallel.leftovers import none_left
+from falconet.parallel.host import none_left
 
 FINAL = (MISTAKE, INTERRUPTED)  # of a worker that starting again would not mend
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
@@ -90,7 +90,7 @@ def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
         except ChildFailedError as error:
             return {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
-            leaving.forget_lost_terminal()
+            exits.forget_lost_terminal()
             raise Interrupted from None
         return {}
 

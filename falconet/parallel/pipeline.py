@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from falconet.parallel.processes import Processes
+from falconet.parallel.collectives import Processes
 
 Kind = Literal["grouped", "interleaved", "sequential"]
 Run = Callable[..., Any]  # a stage's forward pass: values in, a tuple of values out (of the last stage: one value)

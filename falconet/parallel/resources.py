@@ -2,8 +2,8 @@
 
 import os
 
-from falconet.config import sections
-from falconet.config.ranges import value_or
+from falconet.config import options
+from falconet.config.fields import value_or
 from falconet.parallel.environment import Place, cores_of
 from falconet.parallel.world import World, open_world
 
@@ -15,7 +15,7 @@ def cores(processes: int = 1) -> int:
     return cores_of(os.environ, host=host, own=own, expected=processes)
 
 
-def open_machine(machine: sections.Machine, *, place: Place | None = None) -> World:
+def open_machine(machine: options.Machine, *, place: Place | None = None) -> World:
     """The device that the options ask for and its threads, for this process or for all that a launcher started."""
     threads = value_or(machine.threads, cores())
     return open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place)

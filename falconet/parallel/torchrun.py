@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from torch.distributed import DistError
 from torch.distributed.run import parse_args, run
 
-from falconet.codes import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.errors import Interrupted
+from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel import environment
 from falconet.parallel.launch import FINAL, described, failures_of, heeded
 

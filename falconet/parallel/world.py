@@ -10,7 +10,7 @@ from torch import Tensor
 
 from falconet.errors import DeviceError
 from falconet.parallel.environment import Place
-from falconet.parallel.memory import own_peak
+from falconet.parallel.host import own_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def open_world(
     chosen = _device(device_kind(device), place, deterministic=deterministic)
     if place is None:
         return World(device=chosen)
-    from falconet.parallel.processes import join  # torch.distributed takes a second to import
+    from falconet.parallel.collectives import join  # torch.distributed takes a second to import
 
     return join(place, chosen, timeout=timeout)
 

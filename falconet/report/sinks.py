@@ -1,18 +1,92 @@
-"""Sinks: where metrics go."""
+"""Histograms of tensors, counted on their device; reading them is one wait for all."""
 
 import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import torch
+from torch import Tensor
 
 from falconet import writing
 from falconet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from falconet.report.histograms import Histogram  # which imports torch
+    pass  # import-gone  # which imports torch
+
+
+BINS = 64
+_FACTS = 5  # numbers before the counts: smallest, largest, how many, their sum, the sum of their squares
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often values fall between neighbouring edges; what is not finite is left out."""
+
+    smallest: float
+    largest: float
+    count: int
+    sum: float
+    squares: float  # the sum of them
+    counts: Sequence[int]
+
+    @property
+    def edges(self) -> list[float]:
+        """One more than there are counts."""
+        low, high = _around(self.smallest, self.largest)
+        return [*(low + (high - low) * place / len(self.counts) for place in range(len(self.counts))), high]
+
+
+@torch.no_grad()
+def count_histograms(values: Tensor) -> Tensor:  # any shape -> BINS + 5, float64, on the device
+    """The numbers of a histogram, without waiting for the device.
+
+    Not torch.histc: it waits for every tensor's range, and is refused on CUDA where results must be reproducible.
+    """
+    flat = values.detach().reshape(-1).float()
+    finite = flat.isfinite()
+    low, high = torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
+    flat = torch.where(finite, flat, low)
+    wide = torch.where(high > low, high - low, 1.0)  # one value alone lies in the middle, as in numpy
+    share = torch.where(high > low, (flat - low) / wide, 0.5)
+    bins = (share * BINS).nan_to_num(0.0).clamp(0, BINS - 1).long()
+    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device).scatter_add_(0, bins, finite.long())
+    exact = torch.where(finite, flat, 0.0).double()
+    facts = torch.stack([low.double(), high.double(), finite.sum().double(), exact.sum(), exact.square().sum()])
+    return torch.cat([facts, counts.double()])
+
+
+def read_histograms(rows: Tensor) -> list[Histogram]:  # N x (BINS + 5)
+    """Wait for the device; rows without a finite value become empty histograms around 0."""
+    found = []
+    for row in rows.tolist():
+        smallest, largest, count, total, squares = row[:_FACTS]
+        empty = count == 0
+        found.append(
+            Histogram(
+                0.0 if empty else smallest,
+                0.0 if empty else largest,
+                int(count),
+                total,
+                squares,
+                [int(number) for number in row[_FACTS:]],
+            )
+        )
+    return found
+
+
+def no_histograms(device: torch.device) -> Tensor:  # BINS + 5
+    """A row to which another process adds its own."""
+    return torch.zeros(BINS + _FACTS, dtype=torch.float64, device=device)
+
+
+def _around(low: float, high: float) -> tuple[float, float]:
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
 
 Metrics = Mapping[str, float]
 

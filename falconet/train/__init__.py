@@ -1,1 +1,1 @@
-"""One phase of training: the plan, the step, the loop, the evaluation, the record of it."""
+"""What happens in a run, read top to bottom: run, phase, plan, build, loop, step, evaluate, log, save."""

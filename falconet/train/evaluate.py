@@ -1,18 +1,28 @@
 """Exact evaluation: every image once."""
 
+import csv
+import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from falconet.data.loader import Batch
+from falconet import writing
+from falconet.config import commands, options
+from falconet.config.fields import value_or
+from falconet.data import input
+from falconet.data.dataset import Images
+from falconet.data.loader import Batch, BatchShape, singly
 from falconet.data.preprocessing import Normalise
-from falconet.errors import DataError, Interrupted
+from falconet.errors import ConfigError, DataError, Interrupted, LinkError
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
+from falconet.report.console import Say
 
 
 def never() -> bool:
@@ -97,3 +107,97 @@ def count(logits: Tensor, labels: Tensor) -> Tensor:
     hits = best == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="sum")
     return torch.stack(((labels >= 0).sum().double(), hits[:, 0].sum().double(), hits.sum().double(), losses))
+
+
+@torch.no_grad()
+def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normalise, regime: Regime) -> None:
+    """Replace every running mean and variance by the plain average over the batches."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    momenta = [layer.momentum for layer in layers]
+    model.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # torch's word for a cumulative average
+        layer.train()
+    for batch in batches:
+        regime.run(model, normalise(batch.images))
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    model.eval()
+
+
+def validation_batch(options: commands.TrainOptions) -> int:
+    """Images of one batch of a validation on one replica; stages hand on batches of one size alone."""
+    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
+    return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
+
+
+def evaluator(images: Images, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
+    """Measures a model on the validation images."""
+    batch = value_or(data.validation_batch_size, data.micro_batch_size)
+    shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
+    loader = input.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    normalise = images.normalise(world.device)
+
+    def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
+        batches = singly(loader.batches(), device=world.device, ring=loader.ring)
+        return evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
+
+    return measure
+
+
+ACCURACIES_FILE = "validation.csv"
+ACCURACY_COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
+AccuracyRow = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """What was measured of one model."""
+
+    name: str  # of its checkpoint
+    epoch: str  # whole epochs behind it, and images of the next one; empty: not known
+    found: Evaluation
+
+
+def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
+    """One row a model, the best one marked; by its exact accuracy, not by the two places shown."""
+    best = max(accuracies, key=lambda each: (each.found.accuracy, each.found.top5_accuracy))
+    return [
+        {
+            "checkpoint": each.name,
+            "epoch": each.epoch,
+            "top1": f"{each.found.accuracy:.2f}",
+            "top5": f"{each.found.top5_accuracy:.2f}",
+            "loss": f"{each.found.loss:.4f}",
+            "images": str(each.found.images),
+            "best": "best" if each is best else "",
+        }
+        for each in accuracies
+    ]
+
+
+def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
+    """A table in plain text, and the line that tools of the originals read."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ACCURACY_COLUMNS}
+    for cells in ({name: name for name in ACCURACY_COLUMNS}, *rows):
+        say("  ".join(cells[name].ljust(widths[name]) for name in ACCURACY_COLUMNS).rstrip())
+    for row in rows:
+        say(f"Accuracy on test set: {row['top1']}%")
+
+
+def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
+    """`option`: the one to change where it cannot be written; `named`: the user named the file itself, link or not."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, ACCURACY_COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        if named:
+            path.write_text(file.getvalue(), encoding="utf-8", newline="")
+        else:
+            writing.replace(path.parent, path.name, file.getvalue())
+    except LinkError as error:
+        raise LinkError(error.path, option) from None
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from error

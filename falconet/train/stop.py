@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from falconet import leaving
+from falconet import exits
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN = 0.2  # seconds after which a KeyboardInterrupt that nobody heard is raised again
@@ -61,7 +61,7 @@ class StopRequest:
 
     def _request(self, note: str) -> None:
         self.requested = True
-        leaving.forget_lost_terminal()  # a launcher that lost it may have said SIGTERM
+        exits.forget_lost_terminal()  # a launcher that lost it may have said SIGTERM
         self._note(note)
 
     def _unraisable(self, lost: Any) -> None:

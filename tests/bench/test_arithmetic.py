@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.bench.arithmetic import check, evaluate
+from falconet.bench.spec import check_expression, evaluate_expression
 from falconet.errors import ConfigError
 
 VALUES = {"throughput": 1000.0, "replicas": 4.0, "zero": 0.0}
@@ -19,10 +19,10 @@ HOSTILE = ["__import__('os').system('x')", "{throughput}.real", "9 ** 9 ** 9", "
 
 @pytest.mark.parametrize(("expression", "value"), SUMS.items())
 def test_an_expression_has_its_value(expression, value):
-    assert evaluate(expression, VALUES) == value
+    assert evaluate_expression(expression, VALUES) == value
 
 
 @pytest.mark.parametrize("expression", HOSTILE)
 def test_what_is_no_arithmetic_is_refused(expression):
     with pytest.raises(ConfigError, match="expr: "):
-        check(expression)
+        check_expression(expression)

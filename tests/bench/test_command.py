@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.bench.command import build, child_environment
+from falconet.bench.process import build_command, child_environment
 from falconet.bench.spec import Benchmark
 from falconet.errors import ConfigError
 
@@ -14,7 +14,7 @@ from falconet.errors import ConfigError
 def built(command, parameters=None, *, wandb=False, profile=False, environment=None, said=None):
     benchmark = Benchmark(name="b", where="s.yml", folder=Path(), command=command, environment=environment or {})
     note = (said if said is not None else []).append
-    return build(benchmark, parameters or {}, wandb=wandb, profile=profile, note=note)
+    return build_command(benchmark, parameters or {}, wandb=wandb, profile=profile, note=note)
 
 
 def test_parameters_and_variables_are_filled_in(monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 
 from falconet.bench import results
 from falconet.bench.compare import change_between, compare
-from falconet.bench.measured import Measured, Sample
+from falconet.bench.measurements import Measured, Sample
 from falconet.bench.results import Result, summarise
-from falconet.bench.spread import estimate
+from falconet.bench.statistics import estimate
 from falconet.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from falconet.bench.measured import Measured, Sample, measure
+from falconet.bench.measurements import Measured, Sample, measure
 from falconet.bench.process import Ended
 from falconet.bench.spec import Benchmark, Metric
 

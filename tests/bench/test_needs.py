@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from falconet.bench.needs import devices_needed
+from falconet.bench.runner import devices_needed
 
 LINES = {
     "falconet train": 1,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from falconet.bench import process
-from falconet.bench.command import Command
-from falconet.parallel.memory import peak_of
+from falconet.bench.process import Command
+from falconet.parallel.host import peak_of
 from runs import wait_for
 from watched import is_gone
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from falconet.bench import serving
+from falconet.bench import load_test
 from falconet.bench.client import Job, Outcome, difference
-from falconet.bench.serving import Target, Tensors, together
+from falconet.bench.load_test import Target, Tensors, together
 from falconet.errors import ConfigError, WorldError
 from falconet.infer.predictor import Predictor
 from served import NAME, PATH, SIDE, pixels, running, small_classifier
@@ -77,7 +77,7 @@ def job(tmp_path):
 @pytest.mark.dist
 def test_clients_in_processes_see_the_models_answers(job):
     with running() as found:
-        outcomes = serving.run_clients(replace(job, port=found.port), 2)
+        outcomes = load_test.run_clients(replace(job, port=found.port), 2)
         assert [len(outcome.times) for outcome in outcomes] == [10, 10]
         assert [outcome.wrong for outcome in outcomes] == [0, 0]
         assert all(sent < answered for outcome in outcomes for sent, answered in outcome.times)
@@ -92,7 +92,7 @@ def test_an_answer_that_is_wrong_is_counted(job):
         return [np.zeros((len(portion), 5), dtype=np.float32) for portion in portions]
 
     with running(wrong) as found:
-        (outcome,) = serving.run_clients(replace(job, port=found.port, count=4), 1)
+        (outcome,) = load_test.run_clients(replace(job, port=found.port, count=4), 1)
     assert outcome.wrong == 4
     assert outcome.apart == pytest.approx(1.0)
 
@@ -100,17 +100,17 @@ def test_an_answer_that_is_wrong_is_counted(job):
 @pytest.mark.dist
 def test_a_client_that_fails_says_why_and_none_is_left(job):
     with pytest.raises(WorldError, match=r"client 0: cannot connect: .*refused"):
-        serving.run_clients(job, 2)
+        load_test.run_clients(job, 2)
     with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*no model is named"):
-        serving.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
+        load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
 
 
 def test_a_client_that_ended_before_it_was_told_is_noticed_by_its_silence():
     """Its broken pipe would be taken for that of our own output, whose reader went away."""
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.wait()
-        serving._say(process, "go")
-        assert serving._line(process) == ""
+        load_test._say(process, "go")
+        assert load_test._line(process) == ""
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

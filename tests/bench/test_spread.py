@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.bench.spread import estimate, percentile, t_quantile
+from falconet.bench.statistics import estimate, percentile, t_quantile
 
 # Two-sided 95 % points of Student's t, from printed tables.
 TABLE = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.bench.steady import ENOUGH, find_steady
+from falconet.bench.statistics import ENOUGH, find_steady
 
 
 def noisy(count, *, mean=1.0, spread=0.02, seed=0):

@@ -2,11 +2,11 @@
 
 import csv
 
-from falconet.bench import tables
+from falconet.bench import compare
 from falconet.bench.compare import Comparison
-from falconet.bench.measured import Measured, Sample
+from falconet.bench.measurements import Measured, Sample
 from falconet.bench.results import summarise
-from falconet.bench.steady import Steady
+from falconet.bench.statistics import Steady
 
 
 def result(rates, **facts):
@@ -28,7 +28,7 @@ def result(rates, **facts):
 
 
 def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
-    text = tables.markdown(
+    text = compare.results_markdown(
         [
             result([1990, 2000, 2010], folding="16 replicas asked for, 1 runs"),
             result([], status="failed", reason="why"),
@@ -48,42 +48,42 @@ def test_the_markdown_table_has_the_number_its_interval_and_what_needs_saying():
 
 
 def test_a_name_with_lines_in_it_stays_in_its_row():
-    text = tables.markdown([result([2000], name="two\nlines", status="failed", reason="a\nb")], {})
+    text = compare.results_markdown([result([2000], name="two\nlines", status="failed", reason="a\nb")], {})
     assert text.splitlines()[2].startswith("| two lines | FAILED |")
     assert "- two lines: a b\n" in text
-    assert [line.split("  ")[0] for line in tables.plain(text)] == ["benchmark", "two lines"]
+    assert [line.split("  ")[0] for line in compare.plain_table(text)] == ["benchmark", "two lines"]
 
 
 def test_how_many_of_too_few_measurements_were_dropped():
     samples = [Sample(1.0, 1.0)]
     for dropped, said in ((0, "0 dropped"), (1, "the first was dropped"), (3, "3 dropped")):
         run = Measured(samples=samples, steady=Steady(dropped, "few"))
-        text = tables.markdown([summarise([run], name="b", command="c", status="passed")], {})
+        text = compare.results_markdown([summarise([run], name="b", command="c", status="passed")], {})
         assert f"- b: too few measurements in a run to tell warm-up from noise; {said}\n" in text
-    nothing = tables.markdown([summarise([Measured()], name="b", command="c", status="passed")], {})
+    nothing = compare.results_markdown([summarise([Measured()], name="b", command="c", status="passed")], {})
     assert "dropped" not in nothing
 
 
 def test_the_screen_shows_aligned_columns_of_the_same():
-    lines = tables.plain("| a | bb |\n| --- | --- |\n| ccc | d |\n\nother")
+    lines = compare.plain_table("| a | bb |\n| --- | --- |\n| ccc | d |\n\nother")
     assert lines == ["a    bb", "ccc  d"]
 
 
 def test_the_csv_has_one_row_a_variant_and_the_metrics_asked_for(tmp_path):
     every = [result([2000]), result([], status="failed")]
-    tables.write_csv(tmp_path / "r.csv", every, metrics=["loss", "nothing"])
+    compare.write_csv(tmp_path / "r.csv", every, metrics=["loss", "nothing"])
     with (tmp_path / "r.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["passed", "failed"]
     assert (rows[0]["images_per_second"], rows[0]["loss"], rows[0]["nothing"]) == ("2000", "2.0", "")
     assert (rows[0]["latency_p50_ms"], rows[0]["waiting_percent"]) == ("8", "25.00")
     assert rows[1]["images_per_second"] == ""
-    assert tables.metric_names(every) == ["loss", "accuracy"]
+    assert compare.metric_names(every) == ["loss", "accuracy"]
 
 
 def test_what_lost_more_than_the_margin_is_set_in_bold():
     slow = Comparison(name="a", verdict="slower", old=100.0, new=80.0, change=-20.0, low=-22.0, high=-18.0)
-    text = tables.comparison_markdown([slow, Comparison(name="n", verdict="new")], margin=5.0)
+    text = compare.comparison_markdown([slow, Comparison(name="n", verdict="new")], margin=5.0)
     assert "| a | **slower** | 100.0 | 80.0 | -20.0 % | -22.0 to -18.0 % |  |" in text
     assert "| n | new |" in text
-    assert "**" not in tables.comparison_markdown([slow], margin=25.0)
+    assert "**" not in compare.comparison_markdown([slow], margin=25.0)

@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from falconet.bench import spec
+from falconet.config.commands import InferOptions, TrainOptions
+from falconet.config.fields import options_of, value_of
 from falconet.config.load import parse
-from falconet.config.options import options_of, value_of
-from falconet.config.schema import InferOptions, TrainOptions
 from falconet.config.settings import from_line
-from falconet.dialects.launchers import read_poprun
-from falconet.dialects.table import Place
-from falconet.dialects.translate import translate
+from falconet.legacy.poprun import read_poprun
+from falconet.legacy.table import Place
+from falconet.legacy.translate import translate
 
 COMMANDS = (Path(__file__).parents[1] / "data/seed_commands.txt").read_text().splitlines()
 ENTRIES = yaml.safe_load(spec.find_spec("tensorflow").read_text())

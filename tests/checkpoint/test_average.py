@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.average import Averaging, average, select
 from falconet.errors import CheckpointError
 
@@ -16,7 +16,7 @@ MEAN = Averaging(strategy="mean")
 
 def saved(folder, epoch, tensors, **extra):
     progress = {"epoch": epoch, "images": 100 * epoch, "update": epoch}
-    files.write(folder, {"model": tensors}, {"model": "m", "classes": 2, "progress": progress, **extra})
+    format.write(folder, {"model": tensors}, {"model": "m", "classes": 2, "progress": progress, **extra})
     return folder
 
 
@@ -62,7 +62,7 @@ def test_counters_come_from_the_newest(tmp_path):
 
 def test_the_last_ones_are_the_newest_not_the_last_named(tmp_path):
     folders, weights = series(tmp_path, 12)  # by name, epoch_10 comes before epoch_2
-    result = average(files.checkpoints_in(tmp_path), Averaging(strategy="mean", last=2))
+    result = average(format.checkpoints_in(tmp_path), Averaging(strategy="mean", last=2))
     np.testing.assert_allclose(result["w"].numpy(), weights[10:].mean(axis=0), rtol=1e-6)
     assert select(folders, 2) == folders[10:]
     assert select(folders, 99) == select(folders, None) == folders
@@ -74,7 +74,7 @@ def test_no_state_is_counted_twice(tmp_path, monkeypatch):
     shutil.copytree(folders[1], tmp_path / "hard", copy_function=os.link)
     (tmp_path / "newest").symlink_to("epoch_2")
     monkeypatch.chdir(tmp_path)
-    many = [*files.checkpoints_in(tmp_path), *folders, folders[0].relative_to(tmp_path)]
+    many = [*format.checkpoints_in(tmp_path), *folders, folders[0].relative_to(tmp_path)]
     assert len(many) == 10
     assert len(select(many, None)) == 3
     np.testing.assert_allclose(average(many, MEAN)["w"].numpy(), weights.mean(axis=0), rtol=1e-6)

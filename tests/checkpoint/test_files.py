@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.errors import CheckpointError
 
 
@@ -27,12 +27,12 @@ def tensors(value=1.0):
 
 
 def saved(folder, epoch=1, **extra):
-    files.write(folder, tensors(float(epoch)), content(epoch, **extra))
+    format.write(folder, tensors(float(epoch)), content(epoch, **extra))
     return folder
 
 
 def model_of(folder):
-    return files.read_tensors(folder, "model", verified=files.verify(folder))
+    return format.read_tensors(folder, "model", verified=format.verify(folder))
 
 
 def leftovers(folder):
@@ -44,7 +44,7 @@ def leftovers(folder):
 )
 def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
     original = torch.tensor([0.0, 1.0, -2.5, 3e4]).to(dtype)
-    files.write(tmp_path / "a", {"model": {"x": original}}, content())
+    format.write(tmp_path / "a", {"model": {"x": original}}, content())
     read = model_of(tmp_path / "a")["x"]
     assert read.dtype == dtype
     assert torch.equal(read, original)
@@ -64,7 +64,7 @@ def test_odd_layouts_and_shared_storage_come_back_as_values(tmp_path):
         "also empty": torch.empty(0),
         "a parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    files.write(tmp_path / "a", {"model": odd}, content())
+    format.write(tmp_path / "a", {"model": odd}, content())
     read = model_of(tmp_path / "a")
     assert read.keys() == odd.keys()
     for name, tensor in odd.items():
@@ -85,9 +85,9 @@ def test_the_manifest_keeps_what_it_is_given(tmp_path):
     given = content(
         2, class_names=["cat", "dog"], metrics={"validation_accuracy": 0.5}, plan=[1, 2], novelty={"a": [1]}
     )
-    files.write(tmp_path / "a", tensors(), given)
-    manifest = files.read_manifest(tmp_path / "a")
-    assert manifest.progress == files.Progress(epoch=2, images=200, update=20)
+    format.write(tmp_path / "a", tensors(), given)
+    manifest = format.read_manifest(tmp_path / "a")
+    assert manifest.progress == format.Progress(epoch=2, images=200, update=20)
     assert manifest.class_names == ("cat", "dog")
     assert (manifest.model, manifest.classes, manifest.plan) == ("resnet8-cifar", 2, [1, 2])
     assert (manifest.runtime, manifest.config, manifest.averaged) == ({}, None, False)
@@ -95,16 +95,16 @@ def test_the_manifest_keeps_what_it_is_given(tmp_path):
 
 
 def test_a_manifest_of_tuples_integer_keys_and_not_a_number_is_whole(tmp_path):
-    files.write(tmp_path / "a", tensors(), content(metrics={"loss": float("nan")}, plan={1: (2, 3)}))
-    assert files.verify(tmp_path / "a").plan == {"1": [2, 3]}
+    format.write(tmp_path / "a", tensors(), content(metrics={"loss": float("nan")}, plan={1: (2, 3)}))
+    assert format.verify(tmp_path / "a").plan == {"1": [2, 3]}
 
 
 def test_several_files_are_read_one_by_one_and_a_wrong_name_is_answered(tmp_path):
-    files.write(tmp_path / "a", {"rank0": {"x": torch.zeros(1)}, "rank1": {"x": torch.ones(1)}}, content())
-    manifest = files.verify(tmp_path / "a")
-    assert files.read_tensors(tmp_path / "a", "rank1", verified=manifest)["x"].item() == 1
+    format.write(tmp_path / "a", {"rank0": {"x": torch.zeros(1)}, "rank1": {"x": torch.ones(1)}}, content())
+    manifest = format.verify(tmp_path / "a")
+    assert format.read_tensors(tmp_path / "a", "rank1", verified=manifest)["x"].item() == 1
     with pytest.raises(CheckpointError, match=r"holds no 'rank_1', only rank0, rank1; did you mean 'rank1'"):
-        files.read_tensors(tmp_path / "a", "rank_1", verified=manifest)
+        format.read_tensors(tmp_path / "a", "rank_1", verified=manifest)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
@@ -114,10 +114,10 @@ def test_a_file_cut_at_any_byte_is_named(tmp_path, name):
     for length in range(len(data)):
         path.write_bytes(data[:length])
         with pytest.raises(CheckpointError, match=name) as caught:
-            files.verify(tmp_path / "a")
+            format.verify(tmp_path / "a")
         assert "\n" not in str(caught.value)
     path.write_bytes(data)
-    files.verify(tmp_path / "a")
+    format.verify(tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
@@ -129,7 +129,7 @@ def test_a_flipped_bit_anywhere_is_named(tmp_path, name):
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         with pytest.raises(CheckpointError, match=name):
-            files.verify(tmp_path / "a")
+            format.verify(tmp_path / "a")
 
 
 def test_sizes_and_digests_are_told_in_words(tmp_path):
@@ -143,11 +143,11 @@ def test_sizes_and_digests_are_told_in_words(tmp_path):
     for damaged, message in cases.items():
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError) as caught:
-            files.verify(tmp_path / "a")
+            format.verify(tmp_path / "a")
         assert str(caught.value) == message
     path.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: missing$"):
-        files.verify(tmp_path / "a")
+        format.verify(tmp_path / "a")
 
 
 NOT_MANIFESTS = {
@@ -167,7 +167,7 @@ NOT_MANIFESTS = {
 def test_what_is_not_our_manifest_is_told_in_one_line(tmp_path, text, message):
     (tmp_path / "manifest.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=message) as caught:
-        files.read_manifest(tmp_path)
+        format.read_manifest(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -183,16 +183,18 @@ WRONG_TYPES = {
 @pytest.mark.parametrize("key", WRONG_TYPES)
 def test_a_manifest_with_a_wrong_type_names_the_key(tmp_path, key):
     wrong, message = WRONG_TYPES[key]
-    files.write(tmp_path / "a", tensors(), content() | {key: wrong})
+    format.write(tmp_path / "a", tensors(), content() | {key: wrong})
     with pytest.raises(CheckpointError, match=message):
-        files.read_manifest(tmp_path / "a")
+        format.read_manifest(tmp_path / "a")
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
     (tmp_path / "a.tmp").mkdir()
-    files.write_manifest(tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": files.FileRecord(0, "")})
+    format.write_manifest(
+        tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": format.FileRecord(0, "")}
+    )
     with pytest.raises(CheckpointError, match="wanted plain names"):
-        files.read_manifest(tmp_path / "a.tmp")
+        format.read_manifest(tmp_path / "a.tmp")
 
 
 def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path):
@@ -200,7 +202,7 @@ def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in {"none": "no such checkpoint", "file": "a file; wanted", "empty": "no manifest.json"}.items():
         with pytest.raises(CheckpointError, match=message):
-            files.read_manifest(tmp_path / name)
+            format.read_manifest(tmp_path / name)
 
 
 def test_saving_again_under_the_same_name_replaces(tmp_path):
@@ -215,7 +217,7 @@ def test_saving_over_a_link_leaves_what_it_points_to(tmp_path):
     (tmp_path / "best").symlink_to("a")
     saved(tmp_path / "best", epoch=2)
     assert not (tmp_path / "best").is_symlink()
-    assert files.verify(tmp_path / "a").progress.epoch == 1
+    assert format.verify(tmp_path / "a").progress.epoch == 1
     assert leftovers(tmp_path) == []
 
 
@@ -257,7 +259,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call, there_al
         saved(target, epoch=2)
     assert str(caught.value) == f"cannot save {target}: No space left on device"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert files.verify(tmp_path / "a").progress.epoch == 1
+    assert format.verify(tmp_path / "a").progress.epoch == 1
 
 
 @pytest.mark.parametrize("call", [0, 1])  # the old one aside, the new one in
@@ -267,7 +269,7 @@ def test_a_failed_rename_leaves_what_was_there(tmp_path, monkeypatch, call):
     with pytest.raises(CheckpointError, match="Read-only file system"):
         saved(tmp_path / "a", epoch=2)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert files.verify(tmp_path / "a").progress.epoch == 1
+    assert format.verify(tmp_path / "a").progress.epoch == 1
 
 
 def test_a_write_the_system_refuses_half_way_leaves_nothing_behind(tmp_path):
@@ -276,7 +278,7 @@ def test_a_write_the_system_refuses_half_way_leaves_nothing_behind(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # bytes a file may have
     try:
         with pytest.raises(CheckpointError, match=r"cannot save .*b: File too large$"):
-            files.write(tmp_path / "b", {"model": {"x": torch.zeros(10_000)}}, content())
+            format.write(tmp_path / "b", {"model": {"x": torch.zeros(10_000)}}, content())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -292,16 +294,16 @@ def test_checkpoints_are_found_oldest_first_with_unreadable_ones_last(tmp_path):
     (home / "notes").mkdir()
     names = ["epoch_2", "epoch_9", "epoch_10", "a_torn_one"]
     for path in (home, tmp_path / "run"):
-        assert [p.name for p in files.checkpoints_in(path)] == names
-    assert files.checkpoints_in(home / "epoch_9") == [home / "epoch_9"]
-    assert files.checkpoints_in(home / "a_torn_one") == [home / "a_torn_one"]
-    assert files.checkpoints_in(home / "notes") == []
+        assert [p.name for p in format.checkpoints_in(path)] == names
+    assert format.checkpoints_in(home / "epoch_9") == [home / "epoch_9"]
+    assert format.checkpoints_in(home / "a_torn_one") == [home / "a_torn_one"]
+    assert format.checkpoints_in(home / "notes") == []
 
 
 def test_a_mistyped_folder_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "digits-run/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="no such file or folder; did you mean 'digits-run'"):
-        files.checkpoints_in(tmp_path / "digit-run")
+        format.checkpoints_in(tmp_path / "digit-run")
 
 
 def test_the_newest_whole_one_is_found_and_each_torn_one_noted(tmp_path):
@@ -310,25 +312,25 @@ def test_the_newest_whole_one_is_found_and_each_torn_one_noted(tmp_path):
     (tmp_path / "epoch_4" / "manifest.json").write_text("{")
     (tmp_path / "epoch_3" / "model.safetensors").write_bytes(b"short")
     notes = []
-    assert files.newest_whole(tmp_path, notes.append) == tmp_path / "epoch_2"
+    assert format.newest_whole(tmp_path, notes.append) == tmp_path / "epoch_2"
     assert [("epoch_4" in n, "epoch_3" in n) for n in notes] == [(True, False), (False, True)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]
 
 
 def test_an_average_is_the_newest_only_for_want_of_others(tmp_path):
     saved(tmp_path / "averaged", 9, averaged=["epoch_1"])
-    assert files.newest_whole(tmp_path, pytest.fail) == tmp_path / "averaged"
+    assert format.newest_whole(tmp_path, pytest.fail) == tmp_path / "averaged"
     saved(tmp_path / "epoch_1", 1)
-    assert files.newest_whole(tmp_path, pytest.fail) == tmp_path / "epoch_1"
+    assert format.newest_whole(tmp_path, pytest.fail) == tmp_path / "epoch_1"
 
 
 def test_no_whole_checkpoint_at_all_is_told_with_what_was_found(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint in it"):
-        files.newest_whole(tmp_path, pytest.fail)
+        format.newest_whole(tmp_path, pytest.fail)
     for name in "ab":
         (saved(tmp_path / name) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 .*b/model\.safetensors: missing"):
-        files.newest_whole(tmp_path, lambda note: None)
+        format.newest_whole(tmp_path, lambda note: None)
 
 
 def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_an_older_one_offered(tmp_path):
@@ -336,14 +338,14 @@ def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_an_older_one_offered
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_3" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as caught:
-        files.newest_whole(tmp_path / "epoch_3", pytest.fail)
+        format.newest_whole(tmp_path / "epoch_3", pytest.fail)
     whole = tmp_path / "epoch_2"
     assert str(caught.value).endswith(f"epoch_3/model.safetensors: missing; the newest whole one is {whole}")
 
 
 def test_with_nothing_to_offer_the_refusal_stands_alone(tmp_path):
     error = CheckpointError("torn")
-    assert files.refuse(tmp_path / "a", error) is error
+    assert format.refuse(tmp_path / "a", error) is error
 
 
 def accuracy(value):
@@ -353,7 +355,7 @@ def accuracy(value):
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for epoch, value in enumerate([0.1, 0.9, 0.9, 0.4, float("nan"), 0.6], start=1):
         saved(tmp_path / f"epoch_{epoch}", epoch, **accuracy(value))
-    removed = files.prune(tmp_path, keep=2)
+    removed = format.prune(tmp_path, keep=2)
     assert [p.name for p in removed] == ["epoch_1", "epoch_3", "epoch_4"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_2", "epoch_5", "epoch_6"]
 
@@ -362,8 +364,8 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
 def test_pruning_without_a_metric_counts_alone(tmp_path, keep, left):
     for epoch in (1, 2, 3):
         saved(tmp_path / f"epoch_{epoch}", epoch)
-    files.prune(tmp_path, keep=keep)
-    assert [files.verify(p).progress.epoch for p in files.checkpoints_in(tmp_path)] == list(range(4 - left, 4))
+    format.prune(tmp_path, keep=keep)
+    assert [format.verify(p).progress.epoch for p in format.checkpoints_in(tmp_path)] == list(range(4 - left, 4))
 
 
 def test_pruning_never_touches_what_is_torn_foreign_averaged_or_linked(tmp_path):
@@ -377,7 +379,7 @@ def test_pruning_never_touches_what_is_torn_foreign_averaged_or_linked(tmp_path)
     (tmp_path / "foreign" / "manifest.json").write_text('{"format": 9, "files": {}}')
     (tmp_path / "notes").mkdir()
     before = {p.name for p in tmp_path.iterdir()}
-    assert [p.name for p in files.prune(tmp_path, keep=1)] == ["epoch_3"]
+    assert [p.name for p in format.prune(tmp_path, keep=1)] == ["epoch_3"]
     assert {p.name for p in tmp_path.iterdir()} == before - {"epoch_3"}
 
 
@@ -386,7 +388,7 @@ def test_pruning_sweeps_what_killed_runs_left_an_hour_ago(tmp_path):
     for name, age in {".a.tmp-12-0a1b": 7200, ".b.old-12-0a1b": 7200, ".c.tmp-12-0a1b": 60, ".mine": 7200}.items():
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    files.prune(tmp_path, keep=1)
+    format.prune(tmp_path, keep=1)
     assert sorted(leftovers(tmp_path)) == [".c.tmp-12-0a1b", ".mine"]
 
 
@@ -395,5 +397,5 @@ def test_checkpoints_of_another_run_and_folders_with_other_things_are_not_remove
     other = saved(tmp_path / "other", 1, run="theirs")
     unmarked = saved(tmp_path / "unmarked", 1)
     (mine[0] / "notes.txt").write_text("mine")
-    assert files.prune(tmp_path, keep=1, run="mine") == [mine[1]]
+    assert format.prune(tmp_path, keep=1, run="mine") == [mine[1]]
     assert [p.exists() for p in (*mine, other, unmarked)] == [True, False, True, True, True]

@@ -10,10 +10,9 @@ import threading
 import pytest
 import torch
 
-from falconet.checkpoint import disk, files
+from falconet.checkpoint import disk, format
 from falconet.checkpoint.manifest import MANIFEST, _digest
-from falconet.checkpoint.together import Meeting, complete, write_slices
-from falconet.checkpoint.writer import Company, SharedWriter
+from falconet.checkpoint.writer import Company, Meeting, SharedWriter, complete, write_slices
 from falconet.errors import CheckpointError
 from falconet.parallel.slices import Slice, fair_share
 
@@ -57,8 +56,8 @@ def write_all(folder, ranks=range(SIZE), patience=0.1):
 
 
 def read(folder):
-    manifest = files.verify(folder)
-    return {stem: files.read_tensors(folder, stem, verified=manifest) for stem in manifest.stems}
+    manifest = format.verify(folder)
+    return {stem: format.read_tensors(folder, stem, verified=manifest) for stem in manifest.stems}
 
 
 def test_what_is_read_is_what_each_process_wrote_a_part_of(tmp_path):
@@ -80,7 +79,7 @@ def test_what_is_read_is_what_each_process_wrote_a_part_of(tmp_path):
 
 def test_the_manifest_says_what_of_which_tensor_is_in_which_file(tmp_path):
     write_all(tmp_path / "a")
-    manifest = files.read_manifest(tmp_path / "a")
+    manifest = format.read_manifest(tmp_path / "a")
     assert manifest.format == 2
     conv = [part for part in manifest.parts["model"] if part.name == "conv"]
     assert {part.shape for part in conv} == {(2, 3, 2, 2)}
@@ -159,7 +158,7 @@ def test_any_file_cut_changed_or_gone_is_named(tmp_path):
         for broken in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), None):
             other.unlink() if broken is None else other.write_bytes(broken)
             with pytest.raises(CheckpointError, match=path.name):
-                files.verify(tmp_path / "b")
+                format.verify(tmp_path / "b")
         shutil.rmtree(tmp_path / "b")
 
 
@@ -203,7 +202,7 @@ def test_writers_meet_in_the_background_and_the_first_calls_after(tmp_path):
     for writer in writers:
         writer.close()
     assert called == [0, 0]
-    assert [p.name for p in files.checkpoints_in(tmp_path)] == ["e1", "e2"]
+    assert [p.name for p in format.checkpoints_in(tmp_path)] == ["e1", "e2"]
 
 
 def test_a_run_that_stops_waits_for_the_others_only_for_its_grace(tmp_path, monkeypatch):
@@ -229,7 +228,7 @@ def test_what_a_killed_run_left_half_written_is_ignored_and_swept(tmp_path):
     write_slices(place, State(1).slices(), rank=1)
     old = disk.aside(tmp_path / "c", "old")
     old.mkdir()
-    assert files.newest_whole(tmp_path, note=pytest.fail) == tmp_path / "a"
+    assert format.newest_whole(tmp_path, note=pytest.fail) == tmp_path / "a"
     disk.sweep(tmp_path)
     assert place.temporary.exists(), "it may still be written"
     disk.sweep(tmp_path, abandoned=0.0, kinds=("tmp",))

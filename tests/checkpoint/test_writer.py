@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.writer import Writer
 from falconet.errors import CheckpointError
 
@@ -21,20 +21,20 @@ def weights(value=1.0):
 
 
 def read(folder):
-    return files.read_tensors(folder, "model", verified=files.verify(folder))["w"]
+    return format.read_tensors(folder, "model", verified=format.verify(folder))["w"]
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Writing waits until this event is set."""
     released = threading.Event()
-    write = files.write
+    write = format.write
 
     def slow(*args):
         assert released.wait(300)
         write(*args)
 
-    monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(format, "write", slow)
     return released
 
 
@@ -46,7 +46,7 @@ def test_training_may_go_on_while_the_state_is_written(tmp_path, held):
         told["progress"]["epoch"] = 99
         held.set()
     assert read(tmp_path / "a").tolist() == [1, 1, 1]
-    assert files.read_manifest(tmp_path / "a").progress.epoch == 1
+    assert format.read_manifest(tmp_path / "a").progress.epoch == 1
 
 
 def test_saving_returns_before_anything_is_written(tmp_path, held):
@@ -69,7 +69,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, held):
 def test_what_comes_after_comes_after_the_checkpoint_is_whole(tmp_path):
     seen = []
     with Writer() as writer:
-        writer.save(tmp_path / "a", weights(), content(), after=lambda: seen.append(files.verify(tmp_path / "a")))
+        writer.save(tmp_path / "a", weights(), content(), after=lambda: seen.append(format.verify(tmp_path / "a")))
     assert seen[0].progress.epoch == 1
 
 
@@ -125,7 +125,7 @@ def test_the_loop_waits_for_a_copy_not_for_the_disk(tmp_path, held):
         writer.save(tmp_path / "a", state, content())
         assert not held.is_set()  # back already, though nothing can be written before this
         held.set()
-    assert list(files.verify(tmp_path / "a").stems) == ["model"]
+    assert list(format.verify(tmp_path / "a").stems) == ["model"]
 
 
 KILLED = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.cli import main
 from tiny import TINY
 
@@ -35,7 +35,7 @@ def run(falconet, trained):
 
 
 def weights(folder, stem="model"):
-    return files.read_tensors(folder, stem, verified=files.verify(folder))
+    return format.read_tensors(folder, stem, verified=format.verify(folder))
 
 
 def by_hand(names, combine):
@@ -94,7 +94,7 @@ def test_the_average_is_the_one_made_by_hand(falconet, run, line):
     assert answer.out == f"averaged {said}\nwritten to {AVERAGED}\n"
     assert_same(weights(AVERAGED), by_hand(names, combine), exactly=combine is mean)
     assert_same(weights(AVERAGED, "optimizer"), weights(run / "checkpoints" / names[-1], "optimizer"))
-    assert files.verify(AVERAGED).content["averaged"]["of"] == names
+    assert format.verify(AVERAGED).content["averaged"]["of"] == names
 
 
 def test_the_average_at_the_end_of_training_is_that_of_the_command(falconet, run, trained):
@@ -126,7 +126,7 @@ def test_the_result_restores_and_trains_on(falconet, run):
     assert answer.code == 0, answer.err
     assert f"restored {AVERAGED}, update 40 of 50" in answer.out
     assert "Epoch 5/5" in answer.out
-    assert not files.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
+    assert not format.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
 
 
 def test_the_average_of_a_scaled_run_restores_with_its_scale(falconet):
@@ -164,9 +164,9 @@ def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averag
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 1000")
     assert "batch norm measured anew on 80 training images" in answer.out  # as many as there are
     from falconet.data.preprocessing import Normalise
-    from falconet.data.sources.generated import make
+    from falconet.data.sources.builtin import generate
 
-    splits = make(images=80, image_size=16, classes=10, seed=0)
+    splits = generate(images=80, image_size=16, classes=10, seed=0)
     pixels = torch.from_numpy(splits.train.images[range(80)]).permute(0, 3, 1, 2)
     found = weights(AVERAGED)
     hidden = torch.nn.functional.conv2d(Normalise(splits.preprocessing(16))(pixels), found["conv1.weight"], padding=1)
@@ -190,7 +190,7 @@ def test_nothing_is_written_when_batch_norm_cannot_be_measured(falconet, run):
 def test_the_result_can_go_elsewhere(falconet, run):
     answer = falconet("average --checkpoint-input-path r/checkpoints --checkpoint-output-path out/mean --validate")
     assert answer.code == 0, answer.err
-    assert files.verify(Path("out/mean")).averaged
+    assert format.verify(Path("out/mean")).averaged
     assert not AVERAGED.exists()
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from falconet.bench.command import build
+from falconet.bench.process import build_command
 from falconet.bench.spec import builtin_specs, find_spec, read_spec
+from falconet.config.commands import COMMANDS
+from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import options_of
-from falconet.config.schema import COMMANDS
 from falconet.config.settings import from_line
 
 # Options that other branches of this session bring; an entry goes when it is there.
@@ -155,7 +155,7 @@ def test_every_command_of_a_built_in_spec_is_a_legal_one(name, monkeypatch):
     monkeypatch.setenv("DATASETS_DIR", "data")
     for benchmark in read_spec(find_spec(name)):
         for parameters in benchmark.variants:
-            command = build(benchmark, parameters, wandb=True, profile=False, note=pytest.fail)
+            command = build_command(benchmark, parameters, wandb=True, profile=False, note=pytest.fail)
             words = list(command.argv[3:])
             two = " ".join(words[:2]) in COMMANDS
             options = COMMANDS[" ".join(words[: 1 + two])]

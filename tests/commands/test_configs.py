@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from falconet.commands import configs
-from falconet.config.load import parse
-from falconet.config.named import all_configs, families, from_config
-from falconet.config.options import options_of
-from falconet.config.schema import TrainOptions
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import all_configs, families, from_config, parse
 from falconet.models import splits
+from falconet.models.zoo import build_model
 from falconet.numerics.recompute import matching
-from falconet.wiring.building import build_model
 
 OPTIONS = {
     name: parse(TrainOptions, from_config(name, options_of(TrainOptions))).options for name in all_configs("train")

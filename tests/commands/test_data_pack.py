@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import layouts
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.data import native, packing
 from falconet.data.packing import Packer
 
@@ -156,7 +156,7 @@ def test_training_is_the_same_from_files_and_shards_and_across_a_restore(falcone
     )
     assert "from packed shards, 18 of them with boxes" in answer.out
     assert losses("shards") == losses("files")
-    first = files.checkpoints_in(Path("shards"))[0]
+    first = format.checkpoints_in(Path("shards"))[0]
     answer = falconet(f"restore --checkpoint-input-path {first} --imagenet-data-path {root} --run-dir again")
     assert answer.code == 0, answer.err
     assert losses("again") == losses("files")[-len(losses("again")) :]

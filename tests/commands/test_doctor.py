@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.commands import decoders, doctor, selftest
+from falconet.commands import doctor, selftest
 from falconet.data import native
 
 
 def test_versions_cores_and_devices_are_told(falconet, monkeypatch):
-    monkeypatch.setattr(decoders, "findings", lambda device, seconds: [])
+    monkeypatch.setattr(doctor, "findings", lambda device, seconds: [])
     answer = falconet("doctor")
     assert answer.code == 0
     assert f"torch {torch.__version__}" in answer.out
@@ -20,7 +20,7 @@ def test_versions_cores_and_devices_are_told(falconet, monkeypatch):
 
 
 def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
-    monkeypatch.setattr(decoders, "PHOTOS", 4)
+    monkeypatch.setattr(doctor, "PHOTOS", 4)
     monkeypatch.setattr(doctor, "MEASURED", 0.05)
     answer = falconet("doctor --device cpu")
     assert answer.code == 0, answer.err
@@ -39,7 +39,7 @@ def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
     ],
 )
 def test_the_device_is_recommended_where_it_is_clearly_faster(rates, wanted):
-    assert decoders.recommended(rates) == f"--decode-device {wanted}"
+    assert doctor.recommended(rates) == f"--decode-device {wanted}"
 
 
 @pytest.mark.gpu

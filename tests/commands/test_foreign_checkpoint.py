@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.checkpoint import files, manifest
+from falconet.checkpoint import format, manifest
 from falconet.cli import main
-from falconet.config.schema import BenchServeOptions, ServeOptions
-from falconet.wiring.reading import load_options, read_line
+from falconet.config.commands import BenchServeOptions, ServeOptions
+from falconet.config.load import load_options, read_line
 from tiny import TINY
 
 NAME = "resnet8-cifar_generated_1"
@@ -64,7 +64,7 @@ def test_a_recorded_run_folder_is_not_written_to(falconet, trained, victim):
     assert "--run-dir: is needed, the folder to continue in: alone/inner does not lie in a run folder" in answer.err
     assert falconet(f"{line} --plan").code == 0
     assert falconet(f"{line} --run-dir r").code == 0
-    assert files.checkpoints_in(Path("r/checkpoints"))[-1].name == "resnet8-cifar_generated_2"
+    assert format.checkpoints_in(Path("r/checkpoints"))[-1].name == "resnet8-cifar_generated_2"
     assert sorted(path.name for path in Path("alone").iterdir()) == ["inner"]
 
 
@@ -77,17 +77,17 @@ def test_a_run_folder_among_the_options_is_not_written_to(falconet, trained, vic
 
 def test_a_folder_of_checkpoints_is_not_taken_and_nothing_is_removed_there(falconet, trained, victim):
     line = downloaded(trained, checkpoint_output_path=str(victim / "checkpoints"), checkpoints_kept="1")
-    before = {folder.name for folder in files.checkpoints_in(Path("dl"))}
+    before = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     answer = falconet(line)
     assert answer.code == 0, answer.err
     assert (
         "note: --checkpoints-kept is not taken from a checkpoint; add it to the line to remove older checkpoints"
         in answer.out
     )
-    after = {folder.name for folder in files.checkpoints_in(Path("dl"))}
+    after = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     assert before | {"resnet8-cifar_generated_2"} <= after, "none is removed where the line does not ask for it"
     assert falconet(f"{line[:-1]}3 --checkpoints-kept 1").code == 0
-    assert len(files.checkpoints_in(Path("dl"))) <= 2, "the newest and the best"
+    assert len(format.checkpoints_in(Path("dl"))) <= 2, "the newest and the best"
 
 
 SINKS = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import options_of
-from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
-from falconet.wiring import loading
+from falconet.data import input
 from runs import assert_bitwise
 
 pytestmark = pytest.mark.gpu
@@ -63,14 +63,14 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
-    from falconet.data.feed import Feed
-    from falconet.wiring.launching import prepare
-    from falconet.wiring.running import Run
+    from falconet.data.loader import Feed
+    from falconet.train.phase import Run
+    from falconet.train.processes import prepare
 
     run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
     state = run.new_state()
     step = run.step(state)
-    loader = loading.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
     updates = list(Feed(loader.updates(0), device=run.world.device))
     for number, micro_batches in enumerate(updates[:2]):
         step(micro_batches, update=number, lr=0.01)
@@ -86,7 +86,7 @@ def test_no_update_waits_for_the_device(extra):
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, extra):
-    from falconet.train.record import Record
+    from falconet.train.log import Record
 
     line = f"train {LINE} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -99,7 +99,7 @@ def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, ext
 
 @pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
 def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_folder, monkeypatch, options):
-    from falconet.train.record import Record
+    from falconet.train.log import Record
 
     line = (
         "train --data folder --data-dir photos --model resnet20-cifar --image-size 32 --micro-batch-size 4 --epoch 2"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from runs import LIMIT, begin, finish, updates, wait_for
 from tiny import TINY
 from watched import children
@@ -31,8 +31,8 @@ def test_a_run_whose_terminal_is_lost_saves(tmp_path, replicas):
     wait_for(lambda: len(updates(tmp_path / "r")) > 2, "updates")
     os.close(there)
     assert process.wait(timeout=LIMIT) == 130
-    (saved,) = files.checkpoints_in(tmp_path / "r")  # at the interruption, and none before
-    assert files.verify(saved).progress.update >= updates(tmp_path / "r")[-1]
+    (saved,) = format.checkpoints_in(tmp_path / "r")  # at the interruption, and none before
+    assert format.verify(saved).progress.update >= updates(tmp_path / "r")[-1]
 
 
 def test_behind_nohup_a_run_of_two_processes_goes_on(tmp_path):

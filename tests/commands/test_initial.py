@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from tiny import TINY
 
 STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights stay where they begin
 
 
 def weights(run):
-    folder = files.checkpoints_in(run)[-1]
-    return files.read_tensors(folder, "model", verified=files.verify(folder))
+    folder = format.checkpoints_in(run)[-1]
+    return format.read_tensors(folder, "model", verified=format.verify(folder))
 
 
 def assert_same_parameters(left, right):
@@ -33,7 +33,7 @@ def test_a_run_begins_with_the_newest_weights_of_another_or_of_a_file(falconet, 
     assert answer.code == 0, answer.err
     assert "begins with the weights of a\n" in answer.out
     assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    file = files.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
+    file = format.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
     assert falconet(f"train {TINY} {STILL} --run-dir c --init-path {file}").code == 0
     assert_same_parameters(load_file(file), weights(tmp_path / "c"))
 

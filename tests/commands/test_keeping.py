@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.models import zoo
 from falconet.parallel import resources
 from tiny import TINY
@@ -23,11 +23,11 @@ def temporary(tmp_path, monkeypatch):
 
 
 def saved(run):
-    return [folder.name for folder in files.checkpoints_in(run)]
+    return [folder.name for folder in format.checkpoints_in(run)]
 
 
 def weights(folder):
-    return files.read_tensors(folder, "model", verified=files.verify(folder))
+    return format.read_tensors(folder, "model", verified=format.verify(folder))
 
 
 def test_the_weights_before_the_first_update_are_saved_and_kept(falconet, tmp_path):
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_it_as_a_straight_one(falconet, tmp_path):
     answer = falconet(f"restore --checkpoint-input-path {first} --run-dir b")
     assert answer.code == 0, answer.err
     assert saved(tmp_path / "b") == ["resnet8-cifar_generated_1", "resnet8-cifar_generated_2"]
-    one, other = (weights(files.checkpoints_in(tmp_path / run)[-1]) for run in "ab")
+    one, other = (weights(format.checkpoints_in(tmp_path / run)[-1]) for run in "ab")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from falconet.config.model import MODELS
+from falconet.config.options import MODELS
 
 # torchvision's figures; for CIFAR the networks of He et al. with parameterless shortcuts (0.27 and 1.7 million), whose
 # convolutions, norms and head add up to these.

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import options_of
-from falconet.config.schema import TrainOptions
 from falconet.config.settings import from_line
-from falconet.data.feed import Feed
+from falconet.data import input
+from falconet.data.loader import Feed
 from falconet.numerics.precision import REGIMES
-from falconet.wiring import loading
-from falconet.wiring.launching import prepare
-from falconet.wiring.running import Run
+from falconet.train.phase import Run
+from falconet.train.processes import prepare
 from runs import state
 from tiny import TINY
 
@@ -50,7 +50,7 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = loading.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
+    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
     micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
     step(micro_batches, update=0, lr=0.001)
     loader.close()

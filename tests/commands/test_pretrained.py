@@ -76,7 +76,7 @@ def test_where_they_cannot_be_had_pretrained_is_refused_in_one_line(falconet):
 
 
 def test_random_weights_and_plans_ask_nobody(falconet, measured, monkeypatch):
-    monkeypatch.setattr("falconet.models.published.fetch", lambda _: pytest.fail("fetched"))
+    monkeypatch.setattr("falconet.models.pretrained.fetch", lambda _: pytest.fail("fetched"))
     assert falconet(LINE).out == ""
     assert len(measured) == 1
     assert "would measure resnet18" in falconet(f"{LINE} --weights pretrained --plan").out

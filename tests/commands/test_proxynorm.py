@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import runs
-from falconet.train.record import Record
+from falconet.train.log import Record
 from runs import assert_bitwise, state
 from tiny import TINY
 

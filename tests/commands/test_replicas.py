@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gloo
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.parallel import environment, resources
 from tiny import TINY
 
@@ -83,9 +83,9 @@ def test_another_one_says_what_the_first_has_not_seen(falconet, monkeypatch):
 def test_a_run_started_again_in_fewer_processes_keeps_its_global_batch(falconet, monkeypatch):
     line = f"train {TINY} --run-dir r --epoch 3"
     falconet(f"train {TINY} --run-dir r --epoch 1")
-    manifest = files.read_manifest(files.checkpoints_in(Path("r"))[-1])
+    manifest = format.read_manifest(format.checkpoints_in(Path("r"))[-1])
     stored = manifest.config | {"replicas": {"value": "4", "source": "default"}, "epoch": {"value": "3", "source": "x"}}
-    monkeypatch.setattr(files, "read_manifest", lambda folder: replace(manifest, config=stored))
+    monkeypatch.setattr(format, "read_manifest", lambda folder: replace(manifest, config=stored))
     assert "micro-batch 8 x accumulation 1 x replicas 1" in falconet(f"{line} --plan").out
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert "global batch 32 = micro-batch 8 x" in falconet(f"{line} --plan").out
@@ -111,7 +111,7 @@ def test_a_run_goes_on_in_two_processes_with_the_images_it_would_have_had_in_one
     restore = "restore --checkpoint-input-path r --epoch 2 --replicas 2"
     answer = falconet(restore)
     assert answer.code == 0, answer.err
-    assert files.verify(files.checkpoints_in(Path("r"))[-1]).progress.update == 8
+    assert format.verify(format.checkpoints_in(Path("r"))[-1]).progress.update == 8
 
     def losses(run):
         lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]

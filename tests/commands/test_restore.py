@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from runs import assert_bitwise, wait_for
 from tiny import TINY
 
@@ -39,7 +39,7 @@ def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, 
     line = f"train {TINY} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
 
-    from falconet.train.record import Record
+    from falconet.train.log import Record
 
     target = random.randrange(1, 8)
     with monkeypatch.context() as patched:
@@ -71,12 +71,12 @@ def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, mo
         stopped = falconet(f"{line} --run-dir other")
     assert (stopped.code, stopped.err) == (130, "")
     assert stopped.out.count("Accuracy on test set:") == stopped_in - 1
-    assert files.newest_whole(Path("other"), note=print).name == f"resnet8-cifar_generated_{stopped_in}"
+    assert format.newest_whole(Path("other"), note=print).name == f"resnet8-cifar_generated_{stopped_in}"
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
     assert again.out.count("Accuracy on test set:") == epochs - stopped_in + 1
     assert_bitwise(Path("straight"), Path("other"))
-    one, other = (files.read_manifest(files.checkpoints_in(Path(run))[-1]) for run in ("straight", "other"))
+    one, other = (format.read_manifest(format.checkpoints_in(Path(run))[-1]) for run in ("straight", "other"))
     assert one.metrics.keys() == other.metrics.keys()
     assert one.content["best"] == other.content["best"]
 
@@ -85,7 +85,7 @@ def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, mo
 STANDING = """
 import sys, time
 from falconet.cli import main
-from falconet.train.record import Record
+from falconet.train.log import Record
 plain = Record.log
 def log(record, meter):
     plain(record, meter)
@@ -120,7 +120,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_is_named(falconet
     assert answer.code == 0, answer.err
     assert "passed over r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
     assert "restored r/checkpoints/resnet8-cifar_generated_2, update 8 of 12" in answer.out
-    assert files.verify(newest).progress.update == 12
+    assert format.verify(newest).progress.update == 12
 
 
 def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_whole_one_offered(falconet):
@@ -155,7 +155,7 @@ def test_an_older_checkpoint_goes_on_in_a_folder_of_its_own(falconet):
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
     again = falconet(f"{line} --run-dir other")
     assert again.code == 0, again.err
-    assert [folder.name[-1] for folder in files.checkpoints_in(Path("other"))] == ["2", "3"]
+    assert [folder.name[-1] for folder in format.checkpoints_in(Path("other"))] == ["2", "3"]
 
 
 def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(falconet):
@@ -202,7 +202,7 @@ def test_a_full_disk_is_said_the_run_goes_on_and_the_older_checkpoint_stays_whol
     answer = falconet(f"train {TINY} --run-dir r --epoch 3")
     assert answer.code == 0, answer.err
     assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run goes on" in answer.out
-    assert [folder.name[-1] for folder in files.checkpoints_in(Path("r")) if files.verify(folder)] == ["1", "3"]
+    assert [folder.name[-1] for folder in format.checkpoints_in(Path("r")) if format.verify(folder)] == ["1", "3"]
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
@@ -221,4 +221,4 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_and_the_older_checkpoint_sta
     assert answer.code == 2
     assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device" in answer.err
     assert "; make room; to continue: falconet restore --checkpoint-input-path r\n" in answer.err
-    assert files.verify(files.newest_whole(Path("r"), note=print)).progress.epoch == 1
+    assert format.verify(format.newest_whole(Path("r"), note=print)).progress.epoch == 1

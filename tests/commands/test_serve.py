@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from falconet.checkpoint import files
-from falconet.infer.protocol import HEADER
-from falconet.wiring.opening import open_checkpoint
+from falconet.checkpoint import format
+from falconet.serve.protocol import HEADER
+from falconet.train.saved_model import open_checkpoint
 from served import LIMIT, binary
 from tiny import TINY
 
@@ -85,8 +85,8 @@ def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_scores(falcon
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
             connection.request("GET", f"/v2/models/{name}")
             about = json.loads(connection.getresponse().read())
-        folder = files.newest_whole(files.Path("r"), print)
-        manifest = files.verify(folder)
+        folder = format.newest_whole(format.Path("r"), print)
+        manifest = format.verify(folder)
         assert about["parameters"]["class_names"] == list(manifest.class_names)
         assert about["parameters"]["preprocessing"] == manifest.preprocessing
         opened = next(open_checkpoint(folder, []))

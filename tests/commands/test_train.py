@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from runs import updates, wait_for
 from tiny import TINY
 
@@ -26,7 +26,7 @@ def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
         "summary.json",
         "checkpoints",
     }
-    assert [p.name for p in files.checkpoints_in(Path("r"))] == [
+    assert [p.name for p in format.checkpoints_in(Path("r"))] == [
         "resnet8-cifar_generated_1",
         "resnet8-cifar_generated_2",
     ]
@@ -93,7 +93,7 @@ def test_folders_of_photos_train(falconet, image_folder):
         f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 3 --threads 1"
     )
     assert answer.code == 0, answer.err
-    manifest = files.read_manifest(files.checkpoints_in(next(Path("runs").iterdir()))[-1])
+    manifest = format.read_manifest(format.checkpoints_in(next(Path("runs").iterdir()))[-1])
     assert manifest.class_names == ("dark", "light")
     assert manifest.preprocessing["resize"] == 36
 
@@ -103,7 +103,7 @@ def test_the_best_checkpoint_outlives_the_newest_three(falconet):
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     accuracies = {line["update"]: line["validation/accuracy"] for line in lines if "validation/accuracy" in line}
     best = max(accuracies, key=lambda update: (accuracies[update], -update))
-    left = {files.read_manifest(folder).progress.update for folder in files.checkpoints_in(Path("r"))}
+    left = {format.read_manifest(folder).progress.update for folder in format.checkpoints_in(Path("r"))}
     assert left == {best, 20, 24}
 
 
@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     answer = falconet("restore --checkpoint-input-path r --epoch 3 --lr 1e30 --lr-schedule step")
     assert answer.code == 2
     assert re.search(r"falconet restore: update \d+: the loss is (nan|inf); the last good checkpoint is r/", answer.err)
-    files.verify(files.checkpoints_in(Path("r"))[-1])
+    format.verify(format.checkpoints_in(Path("r"))[-1])
 
 
 def test_a_corrupt_photo_is_named_and_stops_the_run_only_beyond_what_is_allowed(falconet, image_folder):
@@ -209,7 +209,7 @@ def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, numb
     assert process.returncode == 130, err
     assert "to continue: falconet restore --checkpoint-input-path r" in out
     saved = Path(re.search(r"^saved (.*)$", out, re.M).group(1))
-    update = files.verify(tmp_path / saved).progress.update
+    update = format.verify(tmp_path / saved).progress.update
     answer = falconet(f"restore --checkpoint-input-path r --epoch {update // 4 + 1}")
     assert answer.code == 0, answer.err
     assert f"update {update:,} of" in answer.out
@@ -266,7 +266,7 @@ def test_without_a_terminal_a_run_says_that_it_begins(falconet):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
-    from falconet.train.record import Record
+    from falconet.train.log import Record
 
     plain = Record.stop_requested
 
@@ -289,8 +289,8 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
 
 
 def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatch):
-    from falconet.train.record import Record
-    from falconet.train.saving import Saving
+    from falconet.train.log import Record
+    from falconet.train.save import Saving
 
     plain, finish = Record.stop_requested, Saving.finish
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pipeline_scenarios
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.models import zoo
 from falconet.parallel.world import World
 from runs import assert_bitwise
@@ -14,8 +14,8 @@ HARSH = "--weight-decay 0.1 --momentum 0.9 --lr 0.1"  # what would move a weight
 
 
 def tensors(run, stem="model"):
-    folder = files.checkpoints_in(run)[-1]
-    return files.read_tensors(folder, stem, verified=files.verify(folder))
+    folder = format.checkpoints_in(run)[-1]
+    return format.read_tensors(folder, stem, verified=format.verify(folder))
 
 
 LINES = {
@@ -56,7 +56,7 @@ def test_recomputing_changes_nothing(falconet, tmp_path):
 def test_a_restored_run_trains_the_same_weights_bit_for_bit(falconet, tmp_path):
     line = f"train {TINY} {HARSH} --trainable .*bias --lr-schedule step"
     assert falconet(f"{line} --run-dir a --checkpoints-kept all").code == 0
-    first = files.checkpoints_in(tmp_path / "a")[0]
+    first = format.checkpoints_in(tmp_path / "a")[0]
     assert falconet(f"restore --checkpoint-input-path {first} --run-dir b").code == 0
     one, other = tensors(tmp_path / "a"), tensors(tmp_path / "b")
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.originals import main
+from falconet.legacy.programs import main
 from tiny import TINY
 
 

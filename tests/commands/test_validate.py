@@ -11,11 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.cli import main
-from falconet.config.schema import ValidateOptions
+from falconet.config.commands import ValidateOptions
+from falconet.data import input
+from falconet.train import saved_model
 from falconet.train.evaluate import Evaluation
-from falconet.wiring import loading, opening
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -44,8 +45,8 @@ def foreign(tmp_path_factory):
     """Weights of a run whose data any line can name, their accuracy, and the model that they fit."""
     folder = tmp_path_factory.mktemp("foreign") / "r"
     assert main(f"train {DATA} --run-dir {folder}".split()) == 0
-    newest = files.checkpoints_in(folder)[-1]
-    weights = files.read_tensors(newest, "model", verified=files.verify(newest))
+    newest = format.checkpoints_in(folder)[-1]
+    weights = format.read_tensors(newest, "model", verified=format.verify(newest))
     return weights, logged(folder)["validation/accuracy"][30]
 
 
@@ -95,13 +96,13 @@ def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(f
 @pytest.fixture
 def batches(monkeypatch):
     """The sizes of the batches that validations ask for."""
-    asked, loader = [], loading.evaluation_loader
+    asked, loader = [], input.evaluation_loader
 
     def spy(*given, shape, **more):
         asked.append(shape.micro_batch)
         return loader(*given, shape=shape, **more)
 
-    monkeypatch.setattr(loading, "evaluation_loader", spy)
+    monkeypatch.setattr(input, "evaluation_loader", spy)
     return asked
 
 
@@ -139,7 +140,7 @@ def test_one_checkpoint_is_measured_alone_and_nothing_is_put_into_it(falconet, c
 
 def test_the_best_is_marked_by_exact_accuracy_not_by_what_two_places_show(falconet, checkpoints, monkeypatch):
     right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
-    monkeypatch.setattr(opening, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
+    monkeypatch.setattr(saved_model, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
     falconet("validate --checkpoint-input-path r")
     assert [row["best"] for row in rows("r/validation.csv")] == ["", "", "best", "", "", ""]
 
@@ -273,11 +274,11 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 
 def test_a_loss_that_is_no_number_is_said(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
-    monkeypatch.setattr(opening.evaluating, "evaluator", lambda *given, **named: lambda model, stopping: found)
-    monkeypatch.setattr(opening, "check_classes", lambda *given, **named: None)
-    monkeypatch.setattr(opening.resources, "open_machine", lambda machine: None)
+    monkeypatch.setattr(saved_model.evaluating, "evaluator", lambda *given, **named: lambda model, stopping: found)
+    monkeypatch.setattr(saved_model, "check_classes", lambda *given, **named: None)
+    monkeypatch.setattr(saved_model.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()
-    opened = opening.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
+    opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
     said = []
-    assert opening.measure(opened, said.append) is found
+    assert saved_model.measure(opened, said.append) is found
     assert said[0].startswith("warning: old_7: the validation loss is nan")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from runs import begin, finish
 from tiny import TINY
 
@@ -24,8 +24,8 @@ def drawn(run):
 
 
 def assert_of_last_checkpoint(run):
-    folder = files.checkpoints_in(run)[-1]
-    weights = files.read_tensors(folder, "model", verified=files.verify(folder))
+    folder = format.checkpoints_in(run)[-1]
+    weights = format.read_tensors(folder, "model", verified=format.verify(folder))
     found, steps = drawn(run)
     assert steps == [2, 4, 6, 8]
     buffers = ("running_mean", "running_var", "num_batches_tracked")

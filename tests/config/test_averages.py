@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.config.averages import further
+from falconet.config.options import further_average
 
 TYPED = {
     "mean:5": ("mean", 5, "mean_5"),
@@ -14,10 +14,10 @@ TYPED = {
 
 @pytest.mark.parametrize(("text", "expected"), TYPED.items())
 def test_an_average_is_read(text, expected):
-    found = further(text)
+    found = further_average(text)
     assert (found.strategy, found.last, found.suffix) == expected
 
 
 @pytest.mark.parametrize("text", ["mean", "mean:0", "mean:-1", "exponential:1.5", "exponential:", "ema:0.9", ""])
 def test_anything_else_is_none(text):
-    assert further(text) is None
+    assert further_average(text) is None

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from falconet.config.document import page
+from falconet.config.docs import options_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_of_options_is_not_stale():
-    assert (ROOT / "docs/options.md").read_text() == page(), "run `make docs`"
+    assert (ROOT / "docs/options.md").read_text() == options_page(), "run `make docs`"

@@ -2,18 +2,18 @@
 
 import pytest
 
-from falconet.config import schema
+from falconet.config import commands
 from falconet.config.effects import ELSEWHERE, OTHERWISE, notes
+from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import options_of
 from falconet.config.settings import from_checkpoint, from_line
 
 COMMANDS = {
-    "train": schema.TrainOptions,
-    "validate": schema.ValidateOptions,
-    "average": schema.AverageOptions,
-    "bench infer": schema.InferOptions,
-    "data bench": schema.DataBenchOptions,
+    "train": commands.TrainOptions,
+    "validate": commands.ValidateOptions,
+    "average": commands.AverageOptions,
+    "bench infer": commands.InferOptions,
+    "data bench": commands.DataBenchOptions,
 }
 
 
@@ -69,8 +69,8 @@ def test_an_option_with_effect_is_not(line):
 
 
 def test_what_a_checkpoint_brings_along_is_not_said():
-    options = options_of(schema.AverageOptions)
-    loaded = load(schema.AverageOptions, from_checkpoint({"micro-batch-size": {"value": "8"}}, options))
+    options = options_of(commands.AverageOptions)
+    loaded = load(commands.AverageOptions, from_checkpoint({"micro-batch-size": {"value": "8"}}, options))
     assert list(notes(loaded.options, loaded.sources)) == []
 
 

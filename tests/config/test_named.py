@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from falconet.config import effects, named, rules
-from falconet.config.catalogue import page
-from falconet.config.load import load, parse
-from falconet.config.options import options_of
-from falconet.config.schema import InferOptions, TrainOptions
+from falconet.config import effects, rules
+from falconet.config.commands import InferOptions, TrainOptions
+from falconet.config.docs import configs_page
+from falconet.config.fields import options_of
+from falconet.config.load import EXTENDS, about, all_configs, deviations, from_config, load, parse, values_of
 from falconet.config.settings import Setting
-from falconet.dialects import named as originals
-from falconet.dialects.table import Place
-from falconet.dialects.translate import translate, translate_mapping
 from falconet.errors import ConfigError
+from falconet.legacy.table import Place
+from falconet.legacy.translate import read_configs, translate, translate_mapping
 
 ROOT = Path(__file__).parents[2]
 TRAIN, INFER = options_of(TrainOptions), options_of(InferOptions)
 OURS = {"digits", "cifar10-resnet20"}
-PYTORCH = originals.read(ROOT / "compat/pytorch/train/configs.yml")
-TENSORFLOW = originals.read(ROOT / "compat/tensorflow/configs.yml")
-INFERENCE = originals.read(ROOT / "compat/pytorch/inference/configs.yml")
+PYTORCH = read_configs(ROOT / "compat/pytorch/train/configs.yml")
+TENSORFLOW = read_configs(ROOT / "compat/tensorflow/configs.yml")
+INFERENCE = read_configs(ROOT / "compat/pytorch/inference/configs.yml")
 PLACE = Setting("data-dir", ("imagenet",), "test")
 NO_MODEL = {
     "efficientnet-g16-gn-pod16-base",
@@ -33,7 +32,7 @@ NO_SPLITS = "mk2_efficientnet_b4_16ipus_base"  # documented: stages without spli
 
 
 def trained(name):
-    return load(TrainOptions, [PLACE, *named.from_config(name, TRAIN)])
+    return load(TrainOptions, [PLACE, *from_config(name, TRAIN)])
 
 
 def by_dialect(program, name, configs):
@@ -58,7 +57,7 @@ def test_a_training_config_is_what_the_dialect_makes_of_the_originals(name):
 def test_an_inference_config_is_what_the_dialect_makes_of_the_originals(name):
     settings = by_dialect("pytorch:inference/run_benchmark.py", name, INFERENCE)
     wanted = parse(InferOptions, settings).options
-    found = load(InferOptions, named.from_config(name, INFER, use="bench infer")).options
+    found = load(InferOptions, from_config(name, INFER, use="bench infer")).options
     assert found == replace(wanted, data=replace(wanted.data, data="generated"))
 
 
@@ -72,8 +71,8 @@ def test_a_dialects_own_line_reads_the_same_file():
 
 
 def test_no_config_of_the_originals_is_left_out_and_none_is_made_up():
-    assert named.all_configs().keys() == PYTORCH.keys() | TENSORFLOW.keys() | OURS
-    assert named.all_configs("bench infer").keys() == INFERENCE.keys()
+    assert all_configs().keys() == PYTORCH.keys() | TENSORFLOW.keys() | OURS
+    assert all_configs("bench infer").keys() == INFERENCE.keys()
 
 
 WORKED_OUT = {  # by hand from the originals' formulas: global batch, stages, peak learning rate
@@ -102,7 +101,7 @@ def test_the_recipe_is_the_one_worked_out_by_hand(name):
     assert (batch, stages, pytest.approx(rate)) == WORKED_OUT[name]
 
 
-@pytest.mark.parametrize("name", named.all_configs())
+@pytest.mark.parametrize("name", all_configs())
 def test_nothing_in_a_config_is_without_effect(name):
     loaded = trained(name)
     unused = {"--data-dir has no effect without --data imagenet, folder, cifar10 or cifar100"}
@@ -111,9 +110,9 @@ def test_nothing_in_a_config_is_without_effect(name):
 
 @pytest.mark.parametrize("use", ["train", "bench infer"])
 def test_every_config_says_what_it_is_and_the_originals_what_differs(use):
-    for name, entry in named.all_configs(use).items():
-        assert 20 < len(named.about(name, use=use)) < 200
-        assert named.deviations(name, use=use) or named.EXTENDS in entry or name in OURS
+    for name, entry in all_configs(use).items():
+        assert 20 < len(about(name, use=use)) < 200
+        assert deviations(name, use=use) or EXTENDS in entry or name in OURS
 
 
 MISTAKES = {
@@ -133,19 +132,19 @@ MISTAKES = {
 def test_a_wrong_name_is_answered_with_the_right_one(name):
     use, message = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
-        named.from_config(name, TRAIN if use == "train" else INFER, use=use)
+        from_config(name, TRAIN if use == "train" else INFER, use=use)
     assert message in str(caught.value)
 
 
 def test_values_are_those_of_the_whole_chain():
-    values = named.values_of("resnet50-pod4")
+    values = values_of("resnet50-pod4")
     assert (values["replicas"], values["lr"]) == ("4", "2.0")
-    assert named.values_of("resnet50", use="bench infer")["micro-batch-size"] == "90"
-    assert named.values_of("nobody") == {}
+    assert values_of("resnet50", use="bench infer")["micro-batch-size"] == "90"
+    assert values_of("nobody") == {}
 
 
 def test_the_page_of_configs_is_not_stale():
-    assert (ROOT / "docs/configs.md").read_text() == page(), "run `make docs`"
+    assert (ROOT / "docs/configs.md").read_text() == configs_page(), "run `make docs`"
 
 
 def test_the_list_is_printed_without_torch():

@@ -5,22 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet import cli
-from falconet.config import model, schema
-from falconet.config.effective import EFFECTIVE_WHEN
+from falconet.config import commands, options
+from falconet.config.effects import EFFECTIVE_WHEN
+from falconet.config.fields import options_of
 from falconet.config.load import INVOCATION
-from falconet.config.options import options_of
 from falconet.config.settings import from_line
 from falconet.models import zoo
 
-ALL = sorted({option for command in schema.COMMANDS.values() for option in options_of(command).items()}, key=str)
+ALL = sorted({option for command in commands.COMMANDS.values() for option in options_of(command).items()}, key=str)
 
 
 def test_every_command_has_options_and_words_about_it_in_the_same_order():
-    assert list(cli.COMMANDS) == list(schema.COMMANDS)
+    assert list(cli.COMMANDS) == list(commands.COMMANDS)
 
 
 def test_the_names_of_the_models_are_those_of_the_zoo():
-    assert zoo.names() == model.MODELS
+    assert zoo.names() == options.MODELS
 
 
 @pytest.mark.parametrize(("name", "option"), ALL, ids=[f"{o.path[0]}-{n}" for n, o in ALL])
@@ -46,18 +46,18 @@ def test_whether_a_checkpoint_may_supply_a_path_or_a_sink_is_decided_at_the_opti
 
 
 def test_every_default_is_within_its_own_range():
-    for command in schema.COMMANDS.values():
+    for command in commands.COMMANDS.values():
         for option in options_of(command).values():
             assert option.out_of_range(option.default) is None, option.name
 
 
 def test_rules_about_effects_name_real_options():
-    assert {name for name, _, _ in EFFECTIVE_WHEN} <= options_of(schema.TrainOptions).keys()
+    assert {name for name, _, _ in EFFECTIVE_WHEN} <= options_of(commands.TrainOptions).keys()
 
 
 NUMBERS = {
     name: option
-    for name, option in options_of(schema.TrainOptions).items()
+    for name, option in options_of(commands.TrainOptions).items()
     if isinstance(option.default, float) and not option.choices()
 }
 
@@ -68,9 +68,9 @@ def test_a_number_is_taken_exactly_or_refused_by_its_range(name, value):
     from falconet.config.load import parse, value_of
     from falconet.errors import ConfigError
 
-    option = options_of(schema.TrainOptions)[name]
+    option = options_of(commands.TrainOptions)[name]
     try:
-        options = parse(schema.TrainOptions, from_line([f"--{name}", repr(value)], options_of(schema.TrainOptions)))
+        options = parse(commands.TrainOptions, from_line([f"--{name}", repr(value)], options_of(commands.TrainOptions)))
     except ConfigError:
         assert option.out_of_range(value)
     else:

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from falconet.config.load import load
-from falconet.config.named import from_config
-from falconet.config.options import options_of
-from falconet.config.schema import DoctorOptions, TrainOptions
+from falconet.config.commands import DoctorOptions, TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import from_config, load
 from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line, from_mapping
 from falconet.errors import ConfigError
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from falconet.data.ahead import in_order
+from falconet.data.loader import in_order
 
 
 class Square:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torchvision.transforms import RandomResizedCrop, transforms
 
-from falconet.data import augment
-from falconet.data.augment import CROP_DRAWS
+from falconet.data import crops
+from falconet.data.crops import CROP_DRAWS
 
 INDICES = np.arange(20_000, dtype=np.int64)
 
@@ -39,8 +39,8 @@ class NumbersFor:
 def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, least, monkeypatch):
     width, height = size
     image = torch.empty(3, height, width)
-    draws = augment.crop_draws(np.arange(50, dtype=np.int64), seed=9, epoch=0)
-    boxes = augment.random_resized_crop(np.full(50, width), np.full(50, height), draws, least=least)
+    draws = crops.crop_draws(np.arange(50, dtype=np.int64), seed=9, epoch=0)
+    boxes = crops.random_resized_crop(np.full(50, width), np.full(50, height), draws, least=least)
     for box, numbers in zip(boxes.tolist(), draws, strict=True):
         monkeypatch.setattr(transforms, "torch", NumbersFor(numbers))
         top, left, rows, columns = RandomResizedCrop.get_params(image, [least, 1.0], [3 / 4, 4 / 3])
@@ -50,7 +50,7 @@ def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, least, monkeyp
 def test_random_crops_of_many_sizes_at_once_lie_inside_their_images():
     generator = np.random.default_rng(0)
     widths, heights = generator.integers(1, 700, (2, len(INDICES)))
-    boxes = augment.random_resized_crop(widths, heights, augment.crop_draws(INDICES, seed=1, epoch=0))
+    boxes = crops.random_resized_crop(widths, heights, crops.crop_draws(INDICES, seed=1, epoch=0))
     x0, y0, x1, y1 = boxes.T
     assert (x0 >= 0).all()
     assert (y0 >= 0).all()
@@ -60,22 +60,22 @@ def test_random_crops_of_many_sizes_at_once_lie_inside_their_images():
 
 def test_the_area_of_random_crops_is_uniform_where_every_box_fits():
     # A ratio of 1 and a square image: each first attempt fits, so the area is the drawn one.
-    draws = augment.crop_draws(INDICES, seed=1, epoch=0)
+    draws = crops.crop_draws(INDICES, seed=1, epoch=0)
     draws[:, 1:20:2] = 0.5
     sides = np.full(len(INDICES), 10_000)
-    x0, _, x1, _ = augment.random_resized_crop(sides, sides, draws).T
+    x0, _, x1, _ = crops.random_resized_crop(sides, sides, draws).T
     area = np.sort(((x1 - x0) / 10_000) ** 2)
     uniform = np.linspace(0.08, 1, len(area))
     assert np.abs(area - uniform).max() < 0.92 * 1.95 / math.sqrt(len(area))  # Kolmogorov-Smirnov, 0.1 %
 
 
 def test_each_image_has_as_many_draws_as_a_crop_uses():
-    assert augment.crop_draws(INDICES[:3], seed=1, epoch=0).shape == (3, CROP_DRAWS)
+    assert crops.crop_draws(INDICES[:3], seed=1, epoch=0).shape == (3, CROP_DRAWS)
 
 
 @pytest.mark.parametrize(("side", "reach"), [(8, 1), (4, 1), (32, 4), (64, 8)])
 def test_shifts_take_every_value_within_an_eighth_equally_often(side, reach):
-    shifts = augment.shifts(INDICES, side=side, seed=1, epoch=0)
+    shifts = crops.shifts(INDICES, side=side, seed=1, epoch=0)
     for column in shifts.T:
         values, counts = np.unique(column, return_counts=True)
         assert values.tolist() == list(range(-reach, reach + 1))
@@ -85,22 +85,22 @@ def test_shifts_take_every_value_within_an_eighth_equally_often(side, reach):
 
 @pytest.mark.parametrize(("kind", "share"), [("none", 0), ("shift", 0), ("shift-flip", 0.5), ("crop-flip", 0.5)])
 def test_half_the_images_are_flipped_where_the_kind_flips(kind, share):
-    flipped = augment.flips(kind, INDICES, seed=1, epoch=0).mean()
+    flipped = crops.flips(kind, INDICES, seed=1, epoch=0).mean()
     assert flipped == pytest.approx(share, abs=5 * 0.5 / math.sqrt(len(INDICES)) if share else 0)
 
 
 def test_another_epoch_draws_other_crops():
-    first, second = (augment.shifts(INDICES, side=32, seed=1, epoch=epoch) for epoch in (0, 1))
+    first, second = (crops.shifts(INDICES, side=32, seed=1, epoch=epoch) for epoch in (0, 1))
     assert (first == second).all(axis=1).mean() < 0.05
 
 
 @pytest.mark.parametrize("size", [(1, 1), (333, 500), (500, 333), (7, 5000), (256, 256), (227, 226)])
 def test_the_evaluation_box_lies_inside_the_image(size):
-    x0, y0, x1, y1 = augment.evaluation_box(*size, resize=256, crop=224)
+    x0, y0, x1, y1 = crops.evaluation_box(*size, resize=256, crop=224)
     assert 0 <= x0 < x1 <= size[0]
     assert 0 <= y0 < y1 <= size[1]
 
 
 def test_a_rounding_error_does_not_carry_the_box_over_the_border():
     assert 224 * (29 / 224) > 29  # the case at hand, in floating point
-    assert augment.evaluation_box(29, 29, resize=224, crop=224) == (0, 0, 29, 29)
+    assert crops.evaluation_box(29, 29, resize=224, crop=224) == (0, 0, 29, 29)

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.cache import PixelCache
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import reader_for
+from falconet.data.readers import PixelCache, reader_for
 from falconet.data.source import FileSource
 
 COUNT = 21

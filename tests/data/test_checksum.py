@@ -6,7 +6,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tenso
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from falconet.data import native
-from falconet.data.checksum import crc32c, crc32c_numpy, unmasked
+from falconet.data.shards import crc32c, crc32c_numpy, unmasked
 
 # RFC 3720, appendix B.4, and the check value of the CRC catalogue.
 PUBLISHED = {

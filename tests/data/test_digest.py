@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from falconet.data.digest import folder_md5, is_imagenet
+from falconet.data.measure import folder_md5, is_imagenet
 from falconet.errors import DataError
 
 

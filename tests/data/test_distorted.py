@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from falconet.data.augment import CROP_DRAWS, CropRule, Crops, random_resized_crop
+from falconet.data.crops import CROP_DRAWS, CropRule, Crops, random_resized_crop
 from falconet.data.keyed import Purpose, uniform
-from falconet.data.objects import Objects
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.source import Objects
 
 PREPROCESSING = Preprocessing(image_size=32, resize=36, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 TENSORFLOW = CropRule(draw="height", least=0.05)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from falconet.data.feed import Feed, singly
-from falconet.data.loader import Batch
-from falconet.data.memory import Ring, Shape
+from falconet.data.buffers import Ring, Shape
+from falconet.data.loader import Batch, Feed, singly
 from falconet.data.mixing import Mix
 
 

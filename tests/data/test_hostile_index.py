@@ -14,7 +14,7 @@ from safetensors.numpy import load
 import layouts
 from falconet.data import index
 from falconet.data.index import FOLDER, Found
-from falconet.data.sources import boxes, photos
+from falconet.data.sources import photos
 
 XML = (
     "<a><size><width>9</width><height>9</height></size><object><bndbox>"
@@ -43,8 +43,10 @@ def made(tmp_path_factory):
         (roots["class folders"] / "bbox" / name / f"{name}_0.xml").write_text(XML)
     for root in roots.values():
         old(root)
-        photos.load(root)
-    boxes.read(roots["class folders"])  # the index is beside what it is of, so that no user's folder is looked into
+        photos.load_photos(root)
+    photos.read_boxes(
+        roots["class folders"]
+    )  # the index is beside what it is of, so that no user's folder is looked into
     return {name: (root, next((root / FOLDER).glob("[ft]*.safetensors"))) for name, root in roots.items()} | {
         "boxes": (roots["class folders"], roots["class folders"] / FOLDER / "boxes-bbox.safetensors")
     }
@@ -70,8 +72,8 @@ def forged(made, capfd):
 def seen(layout, root):
     """What is found in a folder, as plain values; every file that would be read is below it."""
     if layout == "boxes":
-        return {name: own.tolist() for name, own in boxes.read(root)[0].items()}
-    splits = photos.load(root)
+        return {name: own.tolist() for name, own in photos.read_boxes(root)[0].items()}
+    splits = photos.load_photos(root)
     every = []
     for source in (splits.train, splits.validation):
         for number in range(len(source)):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from falconet.data import augment
-from falconet.data.landing import Allowance, PixelLanding, StandardLanding, ValueLanding
+from falconet.data import crops
+from falconet.data.buffers import Allowance, PixelLanding, StandardLanding, ValueLanding
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing, normaliser
 from falconet.data.readers import ArrayReader
 from falconet.data.source import ArraySource
@@ -83,8 +83,8 @@ def test_images_in_memory_are_standardised_before_they_are_shifted(dtype):
 
     double = images.astype(np.float64)
     wanted = (double - double.mean((1, 2, 3), keepdims=True)) / double.std((1, 2, 3), keepdims=True)
-    moves = augment.shifts(indices, side=16, seed=3, epoch=2).tolist()
-    mirrored = augment.flips("shift-flip", indices, seed=3, epoch=2).tolist()
+    moves = crops.shifts(indices, side=16, seed=3, epoch=2).tolist()
+    mirrored = crops.flips("shift-flip", indices, seed=3, epoch=2).tolist()
     assert True in mirrored
     for found, index, (down, right), flip in zip(room.images, indices, moves, mirrored, strict=True):
         padded = np.pad(wanted[index], ((2, 2), (2, 2), (0, 0)))[2 - down : 18 - down, 2 - right : 18 - right]

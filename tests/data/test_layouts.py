@@ -11,7 +11,7 @@ from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.sources import boxes, photos
+from falconet.data.sources import photos
 
 PREPROCESSING = Preprocessing(image_size=24, resize=27, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 SHAPE = BatchShape(micro_batch=4)
@@ -75,30 +75,32 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_every_layout_gives_the_batches_of_class_folders(roots, decoder, name):
-    plain, other = photos.load(roots["class folders"]), photos.load(roots[name])
-    plain, other = boxes.without_objects(plain), boxes.without_objects(other)
+    plain, other = photos.load_photos(roots["class folders"]), photos.load_photos(roots[name])
+    plain, other = photos.without_objects(plain), photos.without_objects(other)
     assert training(other) == training(plain)
     assert validation(other) == validation(plain)
 
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_crops_that_look_at_boxes_are_the_same_in_every_layout(roots, decoder, name):
-    plain, other = (boxes.with_objects(photos.load(roots[layout]), roots[layout]) for layout in ("class folders", name))
+    plain, other = (
+        photos.with_objects(photos.load_photos(roots[layout]), roots[layout]) for layout in ("class folders", name)
+    )
     assert training(other) == training(plain)
-    assert training(other) != training(boxes.without_objects(plain))
+    assert training(other) != training(photos.without_objects(plain))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 5])
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_any_number_of_threads_gives_the_same_batches(roots, name, workers):
-    splits = photos.load(roots[name])
+    splits = photos.load_photos(roots[name])
     assert training(splits, workers=workers) == training(splits, workers=2)
     assert validation(splits, workers=workers) == validation(splits, workers=2)
 
 
 @pytest.mark.parametrize(("before", "after"), [("class folders", "packed shards"), ("TFRecords", "tar archives")])
 def test_a_run_continues_with_the_same_batches_from_another_layout(roots, before, after):
-    straight = training(boxes.without_objects(photos.load(roots[before])), epochs=(1,))
-    continued = training(boxes.without_objects(photos.load(roots[after])), epochs=(1,), skip=2)
+    straight = training(photos.without_objects(photos.load_photos(roots[before])), epochs=(1,))
+    continued = training(photos.without_objects(photos.load_photos(roots[after])), epochs=(1,), skip=2)
     assert straight[2:] == continued
     assert len(continued) == 2

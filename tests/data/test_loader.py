@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 
 from falconet.data import keyed
+from falconet.data.buffers import Allowance, PixelLanding, Ring
 from falconet.data.decode import BadImages
-from falconet.data.landing import Allowance, PixelLanding
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
-from falconet.data.memory import Ring
 from falconet.data.mixing import Mixing, draw
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from falconet.data.memory import Ring, Shape, fresh
+from falconet.data.buffers import Ring, Shape, fresh_room
 
 
 class Copy:
@@ -22,7 +22,7 @@ class Copy:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("images", [1, 3, 8])
 def test_a_room_has_its_tensors_side_by_side_and_overlapping_nowhere(images, dtype):
-    room = fresh(Shape(images, 5, dtype))
+    room = fresh_room(Shape(images, 5, dtype))
     tensors = [room.images, room.labels, room.mixup, room.box]
     assert [tuple(tensor.shape) for tensor in tensors] == [(images, 5, 5, 3), (images,), (images,), (4,)]
     assert [tensor.dtype for tensor in tensors] == [dtype, torch.int64, torch.float32, torch.int64]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from falconet.data import augment
-from falconet.data.augment import OBJECT_COVERED, Crops, covered
-from falconet.data.objects import Objects
+from falconet.data import crops as augment
+from falconet.data.crops import OBJECT_COVERED, Crops, covered
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.source import Objects
 
 PREPROCESSING = Preprocessing(image_size=32, resize=36, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 WIDTH, HEIGHT = 200, 120

@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.data.open import KINDS, RandomImages, open_source
+from falconet.data.dataset import KINDS, RandomImages, open_source
 from falconet.errors import ConfigError, DataError
 
 RANDOM = {"data_dir": None, "random": RandomImages(image_size=12, classes=7, images=40, seed=1)}

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as reference
 
-from falconet.data import augment, native
+from falconet.data import crops, native
 from falconet.data.decode import BadImages
-from falconet.data.native.reader import NativeReader
+from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import ArrayReader, FileReader, reader_for, shifted
 from falconet.data.source import ArraySource, FileSource
@@ -52,8 +52,8 @@ def test_none_gives_the_images_themselves():
 @pytest.mark.parametrize("kind", ["shift", "shift-flip"])
 def test_a_shift_is_torchvisions_pad_crop_and_flip(kind):
     images, _ = read(array_reader(kind))
-    shifts = augment.shifts(INDICES, side=16, seed=5, epoch=4)
-    flips = augment.flips(kind, INDICES, seed=5, epoch=4)
+    shifts = crops.shifts(INDICES, side=16, seed=5, epoch=4)
+    flips = crops.flips(kind, INDICES, seed=5, epoch=4)
     assert kind == "shift" or 0 < flips.sum() < len(flips)
     for image, index, (down, right), flip in zip(images, INDICES, shifts.tolist(), flips, strict=True):
         wanted = reference.pad(channels_first(array_source().images[index]), [2, 2, 2, 2])
@@ -78,9 +78,9 @@ def test_another_size_is_pillows_antialiased_resize(image_size):
 
 def test_a_random_crop_of_an_array_resizes_its_box():
     images, _ = read(array_reader("crop-flip", side=32, image_size=24))
-    draws = augment.crop_draws(INDICES, seed=5, epoch=4)
-    boxes = augment.random_resized_crop(np.full(6, 32), np.full(6, 32), draws)
-    flips = augment.flips("crop-flip", INDICES, seed=5, epoch=4)
+    draws = crops.crop_draws(INDICES, seed=5, epoch=4)
+    boxes = crops.random_resized_crop(np.full(6, 32), np.full(6, 32), draws)
+    flips = crops.flips("crop-flip", INDICES, seed=5, epoch=4)
     for image, index, (x0, y0, x1, y1), flip in zip(images, INDICES, boxes.tolist(), flips, strict=True):
         original = Image.fromarray(array_source(32).images[index])
         wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [24, 24])
@@ -93,7 +93,7 @@ def test_a_random_crop_of_an_array_resizes_its_box():
         assert difference.size == 0 or np.abs(difference).max() <= 1
 
 
-@pytest.mark.parametrize("kind", get_args(augment.Augment))
+@pytest.mark.parametrize("kind", get_args(crops.Augment))
 def test_an_image_is_read_the_same_in_any_company(kind):
     together, _ = read(array_reader(kind))
     for row, index in enumerate(INDICES):
@@ -137,12 +137,12 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(photos, size):
 
 def test_a_random_crop_of_a_file_is_torchvisions_but_for_its_rim(photos):
     images, _ = read(file_reader(photos, "crop-flip"), np.arange(4))
-    draws = augment.crop_draws(np.arange(4), seed=5, epoch=4)
-    flips = augment.flips("crop-flip", np.arange(4), seed=5, epoch=4)
+    draws = crops.crop_draws(np.arange(4), seed=5, epoch=4)
+    flips = crops.flips("crop-flip", np.arange(4), seed=5, epoch=4)
     for index, image in enumerate(images):
         original = Image.open(photos.path(index))
         size = np.array([original.width]), np.array([original.height])
-        x0, y0, x1, y1 = augment.random_resized_crop(*size, draws[index : index + 1])[0].tolist()
+        x0, y0, x1, y1 = crops.random_resized_crop(*size, draws[index : index + 1])[0].tolist()
         wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [28, 28])
         wanted = np.asarray(reference.hflip(wanted) if flips[index] else wanted).astype(int)
         assert np.abs(image[3:-3, 3:-3] - wanted[3:-3, 3:-3]).max() <= 1
@@ -180,11 +180,11 @@ def test_crops_that_may_not_be_smaller_than_the_image_are_all_of_it(kind, photos
     source = array_source() if kind == "in memory" else photos
     size, indices = preprocessing(16, 16), np.array([2])  # both are square
     options = {"preprocessing": size, "seed": 5, "bad": BadImages(0, note=lambda message: None)}
-    whole = reader_for(source, augment="crop-flip", rule=augment.CropRule(least=1.0), **options)
+    whole = reader_for(source, augment="crop-flip", rule=crops.CropRule(least=1.0), **options)
     free = reader_for(source, augment="crop-flip", **options)
     fixed = read(reader_for(source, augment="none", **options), indices)[0]
     for epoch in range(5):
-        flips = augment.flips("crop-flip", indices, seed=5, epoch=epoch)
+        flips = crops.flips("crop-flip", indices, seed=5, epoch=epoch)
         wanted = fixed[:, :, ::-1] if flips[0] else fixed
         assert np.array_equal(read(whole, indices, epoch=epoch)[0], wanted)
         assert not np.array_equal(read(free, indices, epoch=epoch)[0], wanted)

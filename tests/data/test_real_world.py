@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 import layouts
-from falconet.data import augment, readers
+from falconet.data import crops, readers
 from falconet.data.decode import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
@@ -99,7 +99,7 @@ def expected(data):
         wide = image.mode.startswith("I")
         plain = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if wide else image
         rgb = plain.convert("RGBA").convert("RGB") if plain.mode == "P" else plain.convert("RGB")
-        box = augment.evaluation_box(rgb.width, rgb.height, resize=36, crop=32)
+        box = crops.evaluation_box(rgb.width, rgb.height, resize=36, crop=32)
         return np.asarray(rgb.resize((32, 32), Image.Resampling.BILINEAR, box=box)).astype(np.int64)
 
 
@@ -113,7 +113,7 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_each_is_decoded_right_or_refused_by_name_and_counted(roots, decoder, name):
-    train = photos.load(roots[name]).train
+    train = photos.load_photos(roots[name]).train
     said = []
     bad = BadImages(len(REFUSED), note=said.append)
     reader = reader_for(train, preprocessing=PREPROCESSING, augment="none", seed=0, bad=bad)

@@ -5,12 +5,11 @@ import socket
 
 import pytest
 
-from falconet.data.decode import UnreadableImageError, open_rgb
-from falconet.data.regular import open_regular, read_regular
+from falconet.data.decode import UnreadableImageError, open_regular, open_rgb, read_regular
 from falconet.data.shards import open_shard
 from falconet.data.source import FileSource
 from falconet.data.sources import photos
-from falconet.data.sources.boxes import parse_xml
+from falconet.data.sources.photos import parse_xml
 from falconet.errors import DataError
 
 
@@ -83,6 +82,6 @@ def test_a_pipe_under_a_shards_name_is_refused_in_one_line(tmp_path, name, other
     os.mkfifo(tmp_path / name)
     (tmp_path / other).touch()
     with pytest.raises(DataError) as caught:
-        photos.load(tmp_path)
+        photos.load_photos(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name}: cannot be ")
     assert str(caught.value).endswith(" (a pipe, not a file)")

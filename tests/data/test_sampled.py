@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data import native, sampled
-from falconet.data.augment import evaluation_box
+from falconet.data import native, readers
+from falconet.data.crops import evaluation_box
 from falconet.data.native.binding import Status, Workspace
 
 BOXES = {  # width, height, box: whole pixels, as training crops them
@@ -53,7 +53,7 @@ def cropped(image, box, *, flip):
 def test_a_crop_is_tensorflows_to_the_rounding(case, flip):
     width, height, box = BOXES[case]
     image = noise(width, height)
-    found = sampled.resized(image, box, size=SIZE, flip=flip)
+    found = readers.resized_by_nearest(image, box, size=SIZE, flip=flip)
     assert np.abs(found - cropped(image, box, flip=flip)).max() <= 0.5 + 1e-9
 
 
@@ -66,7 +66,7 @@ def test_evaluation_is_resizing_all_of_it_and_cutting_out_the_middle(shape):
     whole = tensorflows(image.astype(float), (int(height * resize / short), int(width * resize / short)))
     top, left = round((whole.shape[0] - crop) / 2), round((whole.shape[1] - crop) / 2)
     box = evaluation_box(width, height, resize=resize, crop=crop)
-    found = sampled.resized(image, box, size=crop, flip=False)
+    found = readers.resized_by_nearest(image, box, size=crop, flip=False)
     assert np.abs(found - whole[top : top + crop, left : left + crop]).max() <= 0.5 + 1e-6
 
 
@@ -95,7 +95,7 @@ def test_far_apart_outputs_pass_over_what_lies_between():
     """A grid of single bright lines: antialiasing makes it grey, sampling finds all of a line or nothing."""
     image = np.zeros((96, 96, 3), np.uint8)
     image[:, ::8] = 255
-    found = sampled.resized(image, (0, 0, 96, 96), size=12, flip=False)
+    found = readers.resized_by_nearest(image, (0, 0, 96, 96), size=12, flip=False)
     assert found.min() == 255
-    shifted = sampled.resized(np.roll(image, 3, axis=1), (0, 0, 96, 96), size=12, flip=False)
+    shifted = readers.resized_by_nearest(np.roll(image, 3, axis=1), (0, 0, 96, 96), size=12, flip=False)
     assert shifted.max() == 0

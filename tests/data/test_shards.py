@@ -11,9 +11,8 @@ import pytest
 import layouts
 from falconet.data import native
 from falconet.data.native.binding import Workspace
-from falconet.data.native.reader import shard_opener
-from falconet.data.readahead import Readahead
-from falconet.data.shards import Shards
+from falconet.data.native.decoder import shard_opener
+from falconet.data.shards import Readahead, Shards
 from falconet.data.sources import photos
 from falconet.errors import DataError
 
@@ -102,7 +101,7 @@ def asked(monkeypatch):
 
 
 def test_shards_that_fit_into_memory_are_asked_for_in_order_and_once(paths, asked, monkeypatch):
-    monkeypatch.setattr("falconet.data.readahead.STRIDE", 150)
+    monkeypatch.setattr("falconet.data.shards.STRIDE", 150)
     ahead = Readahead(Shards(paths), memory=1200)
     for _ in range(9):
         ahead.advance()
@@ -119,7 +118,7 @@ def test_shards_that_do_not_fit_are_left_alone(paths, asked):
 def test_every_way_of_reading_a_shard_draws_the_next_ones_in(tmp_path, asked):
     root = layouts.tar_archives(layouts.class_folders(tmp_path / "folders"), tmp_path / "tar")
     for read in (read_natively, lambda source: source.encoded(0)):
-        source = photos.load(root).train
+        source = photos.load_photos(root).train
         asked.clear()
         read(source)
         assert sum(size for _, size in asked) == sum(path.stat().st_size for path in source.shards.paths)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torchvision import models as torchvision_models
 
-from falconet.models import initial, zoo
-from falconet.models.mobile import MobileNetShape
-from falconet.models.residual import ResidualShape
+from falconet.models import init, zoo
+from falconet.models.resnet import ResidualShape
+from falconet.models.zoo import MobileNetShape
 
 
 def layers(model):
@@ -119,7 +119,7 @@ def test_biases_begin_at_zero(kind):
 
 
 def test_the_cut_takes_what_is_made_up_for():
-    assert truncated(1.0).deviation == pytest.approx(initial.LEFT, abs=1e-12)
+    assert truncated(1.0).deviation == pytest.approx(init.LEFT, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["auto", *FORMULAS])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models.onepass import OnePassBatchNorm2d
+from falconet.models.norms import OnePassBatchNorm2d
 
 
 def images(mean=0.0, channels=6, dtype=torch.float32, seed=0):

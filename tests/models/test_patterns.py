@@ -3,7 +3,7 @@
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.models.patterns import matching
+from falconet.models.freezing import matching
 
 NAMES = ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight", "layer1.0.bn1.bias", "fc.weight", "fc.bias"]
 

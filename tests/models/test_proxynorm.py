@@ -27,7 +27,7 @@ from falconet.models.proxynorm import (
 )
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.recompute import recompute
-from falconet.optim.build import undecayed_names
+from falconet.optim.optimizers import undecayed_names
 
 ACTIVATIONS = ("silu", "relu")
 EPS = 0.03

@@ -5,12 +5,12 @@ import timm
 import torch
 
 from falconet.errors import CheckpointError
-from falconet.models import published, zoo
+from falconet.models import pretrained, zoo
 
 
-@pytest.mark.parametrize("name", published.TAGS)
+@pytest.mark.parametrize("name", pretrained.TAGS)
 def test_a_model_here_has_the_weights_of_timms_by_name_and_shape(name):
-    weights = published.published(name)
+    weights = pretrained.published(name)
     with torch.device("meta"):
         ours = zoo.build(name, classes=1000, seed=0).state_dict()
         theirs = timm.create_model(weights.tag, pretrained=False).state_dict()
@@ -20,14 +20,14 @@ def test_a_model_here_has_the_weights_of_timms_by_name_and_shape(name):
 
 
 def test_any_model_of_timm_has_the_weights_that_timm_takes():
-    assert published.published("timm:resnet10t").tag == "resnet10t.c3_in1k"
-    assert published.published("timm:resnet50.a2_in1k").repository == "timm/resnet50.a2_in1k"
+    assert pretrained.published("timm:resnet10t").tag == "resnet10t.c3_in1k"
+    assert pretrained.published("timm:resnet50.a2_in1k").repository == "timm/resnet50.a2_in1k"
 
 
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b7", "resnet26", "timm:efficientnet_b6"])
 def test_a_model_without_published_weights(name):
     with pytest.raises(CheckpointError, match=f"there are no published weights of {name}"):
-        published.published(name)
+        pretrained.published(name)
 
 
 def test_without_a_network_it_is_said_at_once(monkeypatch):
@@ -37,4 +37,4 @@ def test_without_a_network_it_is_said_at_once(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(CheckpointError, match=r"timm/resnet18.tv_in1k is not in .* http://127.0.0.1:9 cannot be"):
-        published.fetch(published.published("resnet18"))
+        pretrained.fetch(pretrained.published("resnet18"))

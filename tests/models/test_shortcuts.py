@@ -6,7 +6,7 @@ from torch import nn
 
 from falconet.models import zoo
 from falconet.models.norms import Norm
-from falconet.models.residual import ResidualShape
+from falconet.models.resnet import ResidualShape
 
 # The TensorFlow program's own figures for ImageNet: a projection at the beginning of every stage.
 TENSORFLOW = {"resnet10": 5_423_016, "resnet18": 11_693_736, "resnet34": 21_801_896, "resnet50": 25_557_032}

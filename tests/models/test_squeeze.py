@@ -5,9 +5,9 @@ import torch
 from torchvision.models import squeezenet1_0
 
 from falconet.errors import ConfigError
-from falconet.models import splits, squeeze, zoo
+from falconet.models import splits, zoo
 from falconet.models.norms import Norm
-from falconet.models.squeeze import SqueezeNetShape
+from falconet.models.zoo import SqueezeNetShape
 
 BYPASS = SqueezeNetShape(bypass=True)
 
@@ -21,7 +21,7 @@ def test_it_has_torchvisions_logits_parameters_and_names():
         torch.testing.assert_close(model.eval()(images), theirs.eval()(images))
 
 
-@pytest.mark.parametrize("name", squeeze.NAMES)
+@pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 def test_the_bypass_adds_the_input_of_every_second_fire_module(name):
     """Fire 3, 5, 7 and 9 by the names of torchvision's layers, against the sum worked out beside the model."""
     plain, bypassed = (zoo.build(name, classes=5, seed=0, shape=shape).eval() for shape in (None, BYPASS))
@@ -34,9 +34,9 @@ def test_the_bypass_adds_the_input_of_every_second_fire_module(name):
         assert not torch.equal(bypassed(x), plain(x))
 
 
-@pytest.mark.parametrize("name", squeeze.NAMES)
+@pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 def test_the_smallest_images_pass_and_smaller_ones_are_refused(name):
-    model, least = zoo.build(name, classes=5, seed=0).eval(), squeeze.SMALLEST[name]
+    model, least = zoo.build(name, classes=5, seed=0).eval(), zoo.SMALLEST_SQUEEZENET[name]
     zoo.check_image_size(name, least)
     assert model(torch.randn(1, 3, least, least)).shape == (1, 5)
     with pytest.raises(RuntimeError):
@@ -48,7 +48,7 @@ def test_the_smallest_images_pass_and_smaller_ones_are_refused(name):
 def test_the_one_for_small_images_keeps_more_of_them():
     """Its last map of 32 x 32 pixels is 4 x 4, torchvision's a single pixel."""
     x = torch.randn(1, 3, 32, 32)
-    sides = {name: zoo.build(name, classes=5, seed=0).features(x).shape[-1] for name in squeeze.NAMES}
+    sides = {name: zoo.build(name, classes=5, seed=0).features(x).shape[-1] for name in zoo.SQUEEZENETS}
     assert sides == {"squeezenet": 1, "squeezenet-cifar": 4}
     # 96 filters of 3 x 3 instead of 7 x 7 of 3 channels, 10 classes instead of 1000 with 513 numbers each.
     cifar = zoo.count_parameters(zoo.build("squeezenet-cifar", classes=10, seed=0))
@@ -73,7 +73,7 @@ def test_stages_change_no_bit(shape):
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
-@pytest.mark.parametrize("name", squeeze.NAMES)
+@pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 @pytest.mark.parametrize("shape", [None, BYPASS])
 def test_it_learns_a_few_images_by_heart(name, shape):
     """Which torchvision's own initial weights and a relu behind ten logits hardly ever do (docs/log.md)."""

@@ -9,9 +9,8 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from falconet.dialects.translate import translate
-from falconet.models.onepass import OnePassBatchNorm2d
-from falconet.models.statistics import move_once
+from falconet.legacy.translate import translate
+from falconet.models.norms import OnePassBatchNorm2d, move_once
 
 CHANNELS = 3
 

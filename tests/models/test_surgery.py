@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from falconet.errors import ConfigError
-from falconet.models import surgery, zoo
-from falconet.models.surgery import PaddedConv2d
+from falconet.models import padding, zoo
+from falconet.models.padding import PaddedConv2d
 
 FIRST_CONVS = {
     "resnet18": "conv1",
@@ -42,7 +42,7 @@ def test_the_kernel_sees_four_channels_and_the_gradient_has_three(monkeypatch, p
         return convolve(images, weight, *rest)
 
     convolve = functional.conv2d
-    padded = surgery.pad_input(nn.Sequential(conv))
+    padded = padding.pad_input(nn.Sequential(conv))
     monkeypatch.setattr("torch.nn.modules.conv.F.conv2d", spy)
     out = padded(images)
     (grad,) = torch.autograd.grad(out.square().sum(), conv.weight)
@@ -56,19 +56,19 @@ def test_images_that_already_have_four_channels_are_taken():
     images = torch.randn(2, 3, 9, 9)
     expected = conv(images)
     four = functional.pad(images, (0, 0, 0, 0, 0, 1), value=7.0)  # whatever the fourth holds, its weight is zero
-    torch.testing.assert_close(surgery.pad_input(nn.Sequential(conv))(four), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(padding.pad_input(nn.Sequential(conv))(four), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_parameters_are_the_same_objects_under_the_same_names():
     model = zoo.build("resnet8-cifar", classes=5, seed=0)
     before = dict(model.named_parameters())
-    after = dict(surgery.pad_input(model).named_parameters())
+    after = dict(padding.pad_input(model).named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
 
 
 def test_fx_traces_it_for_three_and_for_four_channels():
-    model = surgery.pad_input(nn.Sequential(nn.Conv2d(3, 6, 3)))
+    model = padding.pad_input(nn.Sequential(nn.Conv2d(3, 6, 3)))
     traced = torch.fx.symbolic_trace(model)
     for channels in (3, 4):
         images = torch.randn(1, channels, 5, 5)
@@ -76,7 +76,7 @@ def test_fx_traces_it_for_three_and_for_four_channels():
 
 
 def test_images_stay_channels_last():
-    model = surgery.pad_input(nn.Sequential(nn.Conv2d(3, 8, 3))).to(memory_format=torch.channels_last)
+    model = padding.pad_input(nn.Sequential(nn.Conv2d(3, 8, 3))).to(memory_format=torch.channels_last)
     images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     assert model(images).is_contiguous(memory_format=torch.channels_last)
 
@@ -100,5 +100,5 @@ def test_a_model_that_cannot_be_padded_says_why(name, message):
         }
         model = models[name]()
     with pytest.raises(ConfigError) as caught:
-        surgery.pad_input(model)
+        padding.pad_input(model)
     assert str(caught.value) == f"--input-image-padding: {message}"

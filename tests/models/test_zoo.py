@@ -12,7 +12,7 @@ from torchvision.models.resnet import Bottleneck
 from falconet.errors import ConfigError
 from falconet.models import zoo
 from falconet.models.norms import Norm
-from falconet.models.residual import ResidualShape
+from falconet.models.resnet import ResidualShape
 from falconet.models.zoo import EfficientNetShape
 
 ORIGINALS = EfficientNetShape(expand_ratio=4, group_dim=16)

@@ -93,7 +93,7 @@ def test_proxy_norm(dtype, silu, compiled):
 
 @pytest.mark.parametrize("antialias", [False, True])
 def test_resizing(antialias, compiled):
-    module, kernels = kernels_of("falconet.data.device.resize")
+    module, kernels = kernels_of("falconet.data.gpu_resize")
     out = torch.zeros((1, 12, 12, 3), dtype=torch.uint8)
     images = [torch.zeros((3, 20, 20), dtype=torch.uint8)]
     module.resize_boxes(images, np.array([[0.0, 0, 20, 20]]), np.array([True]), out, antialias=antialias)

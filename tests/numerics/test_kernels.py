@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from falconet.numerics.kernels.table import Group, Tables, _division, is_dense, same_layout
+from falconet.numerics.kernels.tensor_table import Group, Tables, _division, is_dense, same_layout
 from falconet.numerics.rounding import Part, Rounding
-from falconet.optim.half import HalfLars, HalfOptimizer
+from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from half_rules import MAKERS, optimizer_of
 
 MODULES = ("fused", "norms")
@@ -110,14 +110,14 @@ def test_lars_equals_its_plain_rule_where_the_norms_are_the_same(type_, interpre
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_kernels_of_lars_find_the_trust_ratios_of_float64(dtype, interpreter):
-    from falconet.numerics.kernels import norms
+    from falconet.numerics.kernels import trust_ratios
 
     weights = [torch.randn(40, 100), torch.zeros(3, 3), torch.randn(7, 5) * 1e-3, torch.randn(70, 900)]
     grads = [torch.randn_like(w) * 10 for w in weights]
     grads[2].zero_()
     group = Group([w.to(dtype) for w in weights], [g.to(dtype) for g in grads], [[]] * 4, [Part(0)] * 4)
-    trust = norms.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
-    found = norms.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
+    trust = trust_ratios.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
+    found = trust_ratios.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
     for w, g, (ratio, again) in zip(group.weights, group.grads, found.tolist(), strict=True):
         size, slope = w.double().norm().item(), g.double().norm().item() / 4
         wanted = 0.01 * size / (slope + 0.1 * size + 1e-6) if size and slope else 1.0

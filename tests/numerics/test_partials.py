@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from falconet.numerics.partials import half_partials
+from falconet.numerics.precision import half_partials
 
 
 def test_without_effect_it_says_so_in_one_line():

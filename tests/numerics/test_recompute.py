@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.numerics.footprint import measure
-from falconet.numerics.recompute import automatic, matching, recompute, recompute_stage
+from falconet.numerics.recompute import automatic, matching, measure_footprint, recompute, recompute_stage
 
 MODELS = {
     "resnet8-cifar": 16,
@@ -85,7 +84,7 @@ def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
 def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
     plain = build(name)
     changed = copy.deepcopy(plain)
-    footprint = measure(plain, images(name))
+    footprint = measure_footprint(plain, images(name))
     recompute_stage(changed, footprint.stored_layers(footprint.every))
     for first, second in zip(step(plain, images(name)), step(changed, images(name)), strict=True):
         assert torch.equal(first, second)
@@ -99,7 +98,7 @@ def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
 def test_what_named_layers_leave_stored_is_predicted():
     model = build("resnet8-cifar")
     names = ["layer1/0/conv2", "add", "add_2"]
-    footprint = measure(model, images("resnet8-cifar"), stored=names)
+    footprint = measure_footprint(model, images("resnet8-cifar"), stored=names)
     assert len(footprint.blocks) == 4
     recompute_stage(model, names)
     kept = saved_bytes(model, images("resnet8-cifar"))

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from falconet.errors import CheckpointError, ConfigError
-from falconet.numerics.scaling import (
+from falconet.numerics.loss_scale import (
     HISTORY,
     AutomaticScale,
     FixedScale,

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from falconet.numerics.workspace import limit_workspace, variables
+from falconet.numerics.precision import limit_workspace, variables
 
 LIMITS = {
     22 * 2**30: {"CUDNN_CONV_WSCAP_DBG": "22528"},  # cuBLASLt would allocate as much as it is told
@@ -29,7 +29,7 @@ def test_a_processor_says_that_there_is_nothing_to_bound(monkeypatch):
 
 PEAK = """
 import sys, torch
-from falconet.numerics.workspace import limit_workspace
+from falconet.numerics.precision import limit_workspace
 device = torch.device("cuda", 0)
 if sys.argv[1] != "none":
     limit_workspace(float(sys.argv[1]), device)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from falconet.optim.build import UpdateRule, build, decay_groups, set_lr, undecayed_names
 from falconet.optim.ema import Ema
+from falconet.optim.optimizers import UpdateRule, build_optimizer, decay_groups, set_lr, undecayed_names
 
 NAMES = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
 
@@ -80,7 +80,7 @@ def give(p, gradient):
 def test_six_updates_follow_the_formula(name, decay, momentum, network):
     rule = UpdateRule(name=name, momentum=momentum, weight_decay=decay, eps=1e-3, rmsprop_decay=0.9, lars_trust=0.05)
     model = network()
-    optimizer = build(model, rule)
+    optimizer = build_optimizer(model, rule)
     wanted = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
     state = {n: {} for n in wanted}
     for update, lr in enumerate([0.0, 0.1, 0.2, 0.2, 0.05, 0.01]):
@@ -99,7 +99,7 @@ def test_six_updates_follow_the_formula(name, decay, momentum, network):
 def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(name, network):
     model = network()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = build(model, UpdateRule(name=name, weight_decay=0.1, lars_trust=1.0))
+    optimizer = build_optimizer(model, UpdateRule(name=name, weight_decay=0.1, lars_trust=1.0))
     set_lr(optimizer, 1e-3)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -115,7 +115,7 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors_alone(name, network):
 def test_lars_does_not_adapt_where_a_norm_is_zero(zero):
     model = nn.Linear(2, 2, bias=False)
     nn.init.constant_(model.weight, 0.0 if zero == "weight" else 1.0)
-    optimizer = build(model, UpdateRule(name="lars", weight_decay=0.5, eps=0.0))
+    optimizer = build_optimizer(model, UpdateRule(name="lars", weight_decay=0.5, eps=0.0))
     set_lr(optimizer, 0.1)
     model.weight.grad = torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)
     optimizer.step()
@@ -124,7 +124,7 @@ def test_lars_does_not_adapt_where_a_norm_is_zero(zero):
 
 
 def test_adamw_keeps_the_librarys_betas_whatever_the_momentum(network):
-    optimizer = build(network(), UpdateRule(name="adamw", momentum=0.3))
+    optimizer = build_optimizer(network(), UpdateRule(name="adamw", momentum=0.3))
     assert all(group["betas"] == (0.9, 0.999) for group in optimizer.param_groups)
 
 
@@ -145,7 +145,7 @@ def test_groups_hold_each_trainable_parameter_once():
 def test_a_model_without_vectors_or_without_matrices_can_be_trained(name):
     for model in (nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)):
         before = model.weight.detach().clone()
-        optimizer = build(model, UpdateRule(name=name))
+        optimizer = build_optimizer(model, UpdateRule(name=name))
         set_lr(optimizer, 0.5)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -154,7 +154,7 @@ def test_a_model_without_vectors_or_without_matrices_can_be_trained(name):
 
 
 def test_a_rate_kept_on_the_device_is_filled_not_replaced(network):
-    optimizer = build(network(), UpdateRule(name="sgd"))
+    optimizer = build_optimizer(network(), UpdateRule(name="sgd"))
     rate = torch.zeros(())
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -167,7 +167,7 @@ def test_a_rate_kept_on_the_device_is_filled_not_replaced(network):
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_and_averages_never_wait_for_the_device(name, network):
     model = network().cuda()
-    optimizer, ema = build(model, UpdateRule(name=name)), Ema(model, 0.9)
+    optimizer, ema = build_optimizer(model, UpdateRule(name=name)), Ema(model, 0.9)
     images = torch.randn(4, 3, 6, 6, device="cuda")
     update(model, optimizer, images, 0.01)  # the first may allocate, and wait
     ema.update(model)
@@ -204,7 +204,7 @@ def test_weight_decay_spares_what_was_asked_for(exclude, spared):
         for name, p in model.named_parameters():
             p.copy_(before[name])
             p.grad = torch.zeros_like(p)
-    optimizer = build(model, rule)
+    optimizer = build_optimizer(model, rule)
     set_lr(optimizer, 1.0)
     optimizer.step()
     same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from falconet.optim.combined import CombinedSGD
+from falconet.optim.optimizers import CombinedSGD
 
 RATES = [0.01 * (1 + update % 7) for update in range(20)]
 

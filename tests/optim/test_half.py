@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load, save
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim import half
-from falconet.optim.build import UpdateRule, build, decay_groups, set_lr
-from falconet.optim.half import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
-from falconet.optim.state_names import load_state_tensors, slot_names, state_tensors
+from falconet.optim import half_optimizers
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.optimizer_state import load_state_tensors, slot_names, state_tensors
+from falconet.optim.optimizers import UpdateRule, build_optimizer, decay_groups, set_lr
 
 DECAY, MOMENTUM, EPS = 0.1, 0.9, 1e-3
 
@@ -237,7 +237,7 @@ def test_fp32_weights_have_the_state_of_the_fp32_rule(name, network):
     """So a 16.32 run and a 32.32 run read each other's checkpoints."""
     rule = UpdateRule(name=name, weight_decay=DECAY, eps=EPS, rmsprop_decay=0.9, lars_trust=0.05)
     ours, theirs = network(), network()
-    first, second = make(name, ours), build(theirs, rule)
+    first, second = make(name, ours), build_optimizer(theirs, rule)
     train(ours, first, range(3))
     for update in range(3):
         set_lr(second, 0.01 * (1 + update % 3))
@@ -252,7 +252,7 @@ def test_fp32_weights_have_the_state_of_the_fp32_rule(name, network):
 def test_large_tensors_are_updated_in_pieces_with_the_same_result(monkeypatch, network):
     whole, pieces = network().half(), network().half()
     train(whole, make("adamw", whole, Rounding(1)), range(3))
-    monkeypatch.setattr(half, "PIECE", 16)
+    monkeypatch.setattr(half_optimizers, "PIECE", 16)
     train(pieces, make("adamw", pieces, Rounding(1)), range(3))
     for p, q in zip(whole.parameters(), pieces.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from timm.optim.lars import Lars as TimmLars
 
-from falconet.optim.lars import Lars, norms, trust_ratios
+from falconet.optim.half_optimizers import Lars, norms, trust_ratios
 
 
 def test_trust_ratios_follow_the_formula_and_are_1_where_a_norm_is_zero():

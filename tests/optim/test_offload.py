@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim.build import UpdateRule, build, build_scaled, set_lr
 from falconet.optim.offload import PLACES, HostedState
-from falconet.optim.state_names import load_state_tensors, state_tensors
+from falconet.optim.optimizer_state import load_state_tensors, state_tensors
+from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer, set_lr
 
 RULES = ("sgd", "adamw", "rmsprop", "rmsprop_tf", "lars")
 SMALL = 0.002  # megabytes: a dozen buckets
@@ -45,7 +45,11 @@ def train(model, optimizer, step, updates):
 
 def make(rule, dtype, model):
     rule = UpdateRule(name=rule, weight_decay=0.01, eps=1e-3)
-    return build(model, rule) if dtype == torch.float32 else build_scaled(model, rule, rounding=Rounding(3))
+    return (
+        build_optimizer(model, rule)
+        if dtype == torch.float32
+        else build_scaled_optimizer(model, rule, rounding=Rounding(3))
+    )
 
 
 CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for rule in RULES]
@@ -125,7 +129,7 @@ def test_a_restored_state_goes_on_with_the_same_bits():
 
 def test_an_optimizer_without_state_has_nothing_to_host():
     model = network()
-    optimizer = build(model, UpdateRule(name="sgd", momentum=0.0))
+    optimizer = build_optimizer(model, UpdateRule(name="sgd", momentum=0.0))
     host = HostedState(optimizer, bucket_megabytes=SMALL, device=CPU)
     train(model, optimizer, host.step, range(3))
     assert sum(t.numel() for t in host.tensors()) == 0

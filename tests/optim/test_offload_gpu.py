@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim.build import UpdateRule, build, build_scaled, set_lr
 from falconet.optim.offload import PLACES, HostedState
-from falconet.optim.state_names import load_state_tensors, state_tensors
+from falconet.optim.optimizer_state import load_state_tensors, state_tensors
+from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer, set_lr
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +33,8 @@ def network(dtype=torch.float32):
 def make(rule, dtype, model):
     rule = UpdateRule(name=rule, weight_decay=0.01, eps=1e-3)
     if dtype == torch.float32:
-        return build(model, rule)
-    optimizer = build_scaled(model, rule, rounding=Rounding(3))
+        return build_optimizer(model, rule)
+    optimizer = build_scaled_optimizer(model, rule, rounding=Rounding(3))
     optimizer.found = torch.tensor(False, device="cuda")
     return optimizer
 
@@ -115,7 +115,7 @@ def test_the_device_holds_three_buckets_instead_of_the_state():
     held = {}
     for offloads in (False, True):
         model = nn.ModuleList(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(values >> 20))
-        optimizer = build(model, UpdateRule(name="adamw"))
+        optimizer = build_optimizer(model, UpdateRule(name="adamw"))
         host = hosted(optimizer, bucket) if offloads else None
         before = torch.cuda.memory_allocated()
         for _ in range(2):

@@ -6,8 +6,8 @@ from safetensors.torch import load, save
 from torch import nn
 
 from falconet.errors import CheckpointError
-from falconet.optim.build import UpdateRule, build, set_lr
-from falconet.optim.state_names import load_state_tensors, state_tensors
+from falconet.optim.optimizer_state import load_state_tensors, state_tensors
+from falconet.optim.optimizers import UpdateRule, build_optimizer, set_lr
 
 NAMES = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
 
@@ -31,14 +31,14 @@ def through_a_file(tensors):
 def test_a_restored_run_equals_the_straight_one_bitwise(done, name, momentum, network, accumulate):
     rule = UpdateRule(name=name, momentum=momentum, weight_decay=0.01, lars_trust=0.1)
     straight = network()
-    optimizer = build(straight, rule)
+    optimizer = build_optimizer(straight, rule)
     train(straight, optimizer, accumulate, range(done))
     weights, state = through_a_file(straight.state_dict()), through_a_file(state_tensors(optimizer, straight))
     train(straight, optimizer, accumulate, range(done, 10))
 
     restored = network()
     restored.load_state_dict(weights)
-    again = build(restored, rule)
+    again = build_optimizer(restored, rule)
     load_state_tensors(again, restored, state)
     train(restored, again, accumulate, range(done, 10))
 
@@ -54,10 +54,10 @@ def test_a_restored_run_equals_the_straight_one_bitwise(done, name, momentum, ne
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loaded_state_has_the_types_and_strides_of_the_saved_one(name, network, accumulate):
     model = network()
-    optimizer = build(model, UpdateRule(name=name))
+    optimizer = build_optimizer(model, UpdateRule(name=name))
     train(model, optimizer, accumulate, range(2))
     other = network()
-    again = build(other, UpdateRule(name=name))
+    again = build_optimizer(other, UpdateRule(name=name))
     load_state_tensors(again, other, through_a_file(state_tensors(optimizer, model)))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert optimizer.state[p].keys() == again.state[q].keys()
@@ -74,7 +74,7 @@ def test_a_loaded_state_has_the_types_and_strides_of_the_saved_one(name, network
 def test_a_state_restored_onto_the_gpu_lies_where_the_straight_runs_lies(name, network):
     images = torch.randn(4, 3, 6, 6, device="cuda")
     model, other = network().cuda(), network().cuda()
-    optimizer, again = (build(m, UpdateRule(name=name)) for m in (model, other))
+    optimizer, again = (build_optimizer(m, UpdateRule(name=name)) for m in (model, other))
     for update in range(4):
         if update == 2:
             other.load_state_dict(through_a_file({k: v.cpu() for k, v in model.state_dict().items()}))
@@ -94,7 +94,7 @@ def test_a_state_restored_onto_the_gpu_lies_where_the_straight_runs_lies(name, n
 
 def test_a_count_that_is_a_python_number_comes_back_as_one(network, accumulate):
     model = network()
-    optimizer = build(model, UpdateRule(name="rmsprop_tf"))
+    optimizer = build_optimizer(model, UpdateRule(name="rmsprop_tf"))
     train(model, optimizer, accumulate, range(1))
     for p in model.parameters():
         optimizer.state[p]["step"] = 7  # what older timm keeps
@@ -107,7 +107,7 @@ def test_a_count_that_is_a_python_number_comes_back_as_one(network, accumulate):
 
 def test_state_is_named_by_slot_and_parameter(network, accumulate):
     model = network()
-    optimizer = build(model, UpdateRule(name="sgd"))
+    optimizer = build_optimizer(model, UpdateRule(name="sgd"))
     train(model, optimizer, accumulate, range(1))
     assert set(state_tensors(optimizer, model)) == {
         f"momentum_buffer/{name}" for name in ("conv.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
@@ -118,7 +118,7 @@ def test_a_tied_parameter_has_one_state_and_a_frozen_one_none(accumulate):
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
     model["c"].requires_grad_(False)
-    optimizer = build(model, UpdateRule(name="lars"))
+    optimizer = build_optimizer(model, UpdateRule(name="lars"))
     model["b"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert set(state_tensors(optimizer, model)) == {"velocity/a.weight", "velocity/b.bias"}
@@ -126,11 +126,11 @@ def test_a_tied_parameter_has_one_state_and_a_frozen_one_none(accumulate):
 
 def test_a_parameter_that_never_had_a_gradient_comes_back_without_state():
     model = nn.ModuleDict({"used": nn.Linear(3, 3, bias=False), "unused": nn.Linear(3, 3, bias=False)})
-    optimizer = build(model, UpdateRule(name="adamw"))
+    optimizer = build_optimizer(model, UpdateRule(name="adamw"))
     model["used"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = through_a_file(state_tensors(optimizer, model))
-    again = build(model, UpdateRule(name="adamw"))
+    again = build_optimizer(model, UpdateRule(name="adamw"))
     load_state_tensors(again, model, state)
     assert set(again.state) == {model["used"].weight}
 
@@ -169,7 +169,7 @@ MISTAKES = {
 def test_a_state_that_does_not_fit_is_refused_in_one_line_and_changes_nothing(mistake, network, accumulate):
     spoil, message = MISTAKES[mistake]
     model = network()
-    optimizer = build(model, UpdateRule(name="lars"))
+    optimizer = build_optimizer(model, UpdateRule(name="lars"))
     train(model, optimizer, accumulate, range(2))
     before = {name: t.clone() for name, t in state_tensors(optimizer, model).items()}
     with pytest.raises(CheckpointError) as caught:

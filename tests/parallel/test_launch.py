@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gloo
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.errors import WorldError
 from falconet.parallel import launch
 from runs import assert_bitwise, begin, finish, metrics, updates, wait_for
@@ -38,7 +38,7 @@ def test_two_workers_train_the_first_alone_prints_and_each_saves_its_share(strai
     assert out.count("global batch 8 = micro-batch 4 x accumulation 1 x replicas 2") == 1
     assert len(re.findall(r"^Epoch \d+/12$", out, re.M)) == 12
     assert updates(home / "r") == list(range(1, 49))
-    manifest = files.verify(files.checkpoints_in(home / "r")[-1])
+    manifest = format.verify(format.checkpoints_in(home / "r")[-1])
     assert manifest.runtime["processes"] == 2
     assert {f"{stem}-{rank:05d}.safetensors" for stem in manifest.stems for rank in (0, 1)} == manifest.files.keys()
 
@@ -151,7 +151,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
     code, out, err = finish(process)
     assert (code, err) == (130, "")
     assert out.count("to continue: falconet restore --checkpoint-input-path r") == 1
-    assert len(files.checkpoints_in(tmp_path / "r")) == 1
+    assert len(format.checkpoints_in(tmp_path / "r")) == 1
     assert all(map(is_gone, workers))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gloo
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 DIGITS = "train --epoch 1 --micro-batch-size 32 --threads 1 --dataloader-workers 1 --device cpu --run-dir"
@@ -52,7 +52,7 @@ def srun(size):
 
 
 def poprun(size):
-    return [sys.executable, "-m", "falconet.commands.poprun", f"--num-replicas={size}"]
+    return [sys.executable, "-m", "falconet.legacy.poprun", f"--num-replicas={size}"]
 
 
 def torchrun(size):
@@ -66,10 +66,10 @@ def run(line, home):
 
 
 def weights(run_dir):
-    folder = files.checkpoints_in(run_dir)[-1]
-    manifest = files.verify(folder)
+    folder = format.checkpoints_in(run_dir)[-1]
+    manifest = format.verify(folder)
     assert manifest.progress.update > 5
-    return manifest.runtime["processes"], files.read_tensors(folder, "model", verified=manifest)
+    return manifest.runtime["processes"], format.read_tensors(folder, "model", verified=manifest)
 
 
 @pytest.fixture(scope="module")

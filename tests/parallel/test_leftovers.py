@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from falconet.errors import Interrupted
-from falconet.parallel import leftovers
+from falconet.parallel import host
 from falconet.parallel.launch import failures_of
 
 LIMIT = 300  # seconds; 1 on a quiet machine
@@ -32,7 +32,7 @@ KINDS = {"with a child": (WITH_A_CHILD, 300), "deaf": (DEAF, 0.2), "with a deaf 
 
 @pytest.mark.parametrize(("line", "grace"), KINDS.values(), ids=KINDS)
 def test_a_worker_that_the_agent_forgot_ends_with_its_own_children(monkeypatch, line, grace):
-    monkeypatch.setattr(leftovers, "GRACE", grace)
+    monkeypatch.setattr(host, "GRACE", grace)
     forgotten = []
 
     def agent():
@@ -53,9 +53,9 @@ def test_who_was_there_before_stays():
         time.sleep(0.1)
         assert process.poll() is None
     finally:
-        leftovers._end({process.pid})
+        host._end({process.pid})
         process.communicate(timeout=LIMIT)
 
 
 def test_a_process_may_be_called_anything():
-    assert leftovers._read("12 (a) 3 (b)) S 7 12 12 0 -1") == (12, 7, 12)
+    assert host._read("12 (a) 3 (b)) S 7 12 12 0 -1") == (12, 7, 12)

@@ -7,8 +7,8 @@ import socket
 import pytest
 from torch.distributed import HashStore
 
-from falconet.parallel import environment, liveness
-from falconet.parallel.liveness import Liveness
+from falconet.parallel import collectives, environment
+from falconet.parallel.collectives import Liveness
 from runs import wait_for
 
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
@@ -21,7 +21,7 @@ RESUME = "; the same line with --resume goes on from the newest checkpoint"
 def quick(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     for name, seconds in {"EVERY": 0.01, "BEAT": 0.02, "SILENCE": 0.1, "PATIENCE": 300, "COURTESY": 0.01}.items():
-        monkeypatch.setattr(liveness, name, seconds)
+        monkeypatch.setattr(collectives, name, seconds)
     yield
     signal.signal(signal.SIGTERM, before)
 
@@ -51,7 +51,9 @@ def test_a_process_that_is_gone_is_named_with_its_host_and_what_it_was_about(two
 
 def test_where_all_are_there_the_reason_is_not_kept_under_our_own_launcher(two, monkeypatch):
     """Such as a device that fails: the launcher sees no more than that this process ended."""
-    monkeypatch.setattr(liveness, "SILENCE", 5.0)  # in which the other's thread gets a core, however busy the machine
+    monkeypatch.setattr(
+        collectives, "SILENCE", 5.0
+    )  # in which the other's thread gets a core, however busy the machine
     monkeypatch.setenv(environment.OWN, "1")
     said = str(two[0].lost("summing over the processes", BROKEN))
     assert said == f"{BEGIN}every process gives signs of life, so a device or the network of {HERE} is to blame"

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.parallel import memory
+from falconet.parallel import host
 
 MIB = 1 << 20
-pytestmark = pytest.mark.skipif(not memory.peak_of(os.getpid()), reason="this system does not tell a peak")
+pytestmark = pytest.mark.skipif(not host.peak_of(os.getpid()), reason="this system does not tell a peak")
 
 
 def test_a_small_program_of_a_large_one_has_its_own_peak():
     ballast = b"x" * (300 * MIB)
-    program = "from falconet.parallel.memory import own_peak; print(own_peak())"
+    program = "from falconet.parallel.host import own_peak; print(own_peak())"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 2 * MIB < int(found.stdout) < len(ballast)
 
 
 def test_a_process_that_is_not_there_has_none():
-    assert memory.peak_of(os.getpid()) > MIB
-    assert memory.peak_of(2**22 + 1) == 0  # above the largest number of a process
+    assert host.peak_of(os.getpid()) > MIB
+    assert host.peak_of(2**22 + 1) == 0  # above the largest number of a process
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_a_process_that_is_not_there_has_none():
 )
 def test_the_account_of_what_ended_is_believed_where_it_cannot_be_ours(account, seen, told):
     usage = SimpleNamespace(ru_maxrss=account * 1024)
-    assert memory.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == told * MIB
+    assert host.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == told * MIB

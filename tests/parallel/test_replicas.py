@@ -7,7 +7,7 @@ from torch import nn
 
 import gloo
 from falconet.data.preprocessing import Normalise
-from falconet.parallel.replicas import MEGABYTE, divided, running_statistics
+from falconet.parallel.data_parallel import MEGABYTE, divided, running_statistics
 from replica_scenarios import PREPROCESSING, alone, images, messages, model_of, several, train
 
 pytestmark = pytest.mark.dist

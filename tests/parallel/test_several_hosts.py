@@ -65,7 +65,7 @@ class Hosts:
         mpi = f"--mca plm_rsh_agent {self.shell} --mca btl_tcp_if_include {self.network}.0/24 -x PYTHONPATH"
         flags = ["--num-replicas", "4", "--host", hosts.format(self.network), f"--mpi-global-args={mpi}"]
         return subprocess.Popen(
-            [sys.executable, "-m", "falconet.commands.poprun", *flags, sys.executable, *program],
+            [sys.executable, "-m", "falconet.legacy.poprun", *flags, sys.executable, *program],
             cwd=cwd,
             env=os.environ | variables,
             stdout=subprocess.PIPE,

@@ -4,25 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.report import counting
-from falconet.report.counting import Counting
+from falconet.report import console
+from falconet.report.console import Counting
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test moves."""
     now = [0.0]
-    monkeypatch.setattr(counting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_a_line_is_said_after_a_while_and_not_before(clock, capsys):
     with Counting("listing photos", total=5000) as count:
         count.add(10)
-        clock[0] = counting.SILENCE
+        clock[0] = console.SILENCE
         count.add(1234)
         count.add(1)
-        clock[0] = 2.5 * counting.SILENCE
+        clock[0] = 2.5 * console.SILENCE
         count.add(1)
     assert capsys.readouterr().err == "listing photos: 1,244 of 5,000\nlisting photos: 1,246 of 5,000\n"
 

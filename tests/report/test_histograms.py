@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.report.histograms import BINS, counted, nothing, read
+from falconet.report.sinks import BINS, count_histograms, no_histograms, read_histograms
 
 VALUES = {
     "normal": torch.randn(5000, generator=torch.Generator().manual_seed(0)),
@@ -27,7 +27,7 @@ def numpys(values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_histogram_is_numpys(name, dtype):
     values = VALUES[name].to(dtype)
-    (found,) = read(counted(values)[None])
+    (found,) = read_histograms(count_histograms(values)[None])
     counts, edges = numpys(values)
     np.testing.assert_allclose(found.edges, edges, rtol=1e-6, atol=1e-6)
     assert sum(found.counts) == found.count == values.numel()
@@ -41,26 +41,26 @@ def test_a_histogram_is_numpys(name, dtype):
 
 def test_what_is_not_finite_is_left_out():
     values = torch.tensor([1.0, float("nan"), 3.0, float("inf"), -float("inf"), 3.0])
-    (found,) = read(counted(values)[None])
+    (found,) = read_histograms(count_histograms(values)[None])
     assert (found.smallest, found.largest, found.count, found.sum) == (1.0, 3.0, 3, 7.0)
     assert (found.counts[0], found.counts[-1], sum(found.counts)) == (1, 2, 3)
 
 
 def test_nothing_but_what_is_not_finite_is_an_empty_histogram():
-    (found,) = read(counted(torch.full((4,), float("nan")))[None])
+    (found,) = read_histograms(count_histograms(torch.full((4,), float("nan")))[None])
     assert (found.smallest, found.largest, found.count, sum(found.counts)) == (0.0, 0.0, 0, 0)
     assert all(np.diff(found.edges) > 0)
 
 
 def test_a_row_of_another_process_is_added_to_nothing():
-    row = counted(VALUES["normal"])
-    assert read((row + nothing(row.device))[None]) == read(row[None])
+    row = count_histograms(VALUES["normal"])
+    assert read_histograms((row + no_histograms(row.device))[None]) == read_histograms(row[None])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=50))
 def test_every_value_lies_in_one_bin_whatever_the_range(values):
-    (found,) = read(counted(torch.tensor(values))[None])
+    (found,) = read_histograms(count_histograms(torch.tensor(values))[None])
     assert sum(found.counts) == len(values)
     assert found.edges[0] <= min(values)
     assert max(values) <= found.edges[-1]
@@ -73,9 +73,9 @@ def test_counting_never_waits_for_the_device_and_is_reproducible():
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows = torch.stack([counted(weights), counted(weights.half())])
+        rows = torch.stack([count_histograms(weights), count_histograms(weights.half())])
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(before)
-    found, _ = read(rows)
-    assert list(found.counts) == list(read(counted(VALUES["normal"])[None])[0].counts)
+    found, _ = read_histograms(rows)
+    assert list(found.counts) == list(read_histograms(count_histograms(VALUES["normal"])[None])[0].counts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from falconet.errors import LinkError
-from falconet.report import tracing
+from falconet.report import trace
 from falconet.report.mlperf import MlperfLog, Submission
 from falconet.report.sinks import JsonLines, TensorBoard, UpdateTimes
 from falconet.report.styles import RunLog
@@ -18,7 +18,7 @@ def log(folder):
 
 def traced(folder):
     device = torch.device("cpu")
-    tracing.write(tracing.started(device), folder, device=device)
+    trace.write(trace.started(device), folder, device=device)
 
 
 WRITERS = {

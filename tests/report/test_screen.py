@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from falconet.report.screen import Lines, Screen
+from falconet.report.console import Lines, Screen
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError
-from falconet.report.histograms import Histogram
-from falconet.report.sinks import JsonLines, Several, TensorBoard, UpdateTimes, WeightsAndBiases
+from falconet.report.sinks import Histogram, JsonLines, Several, TensorBoard, UpdateTimes, WeightsAndBiases
 
 
 def strictly(line):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import falconet
-from falconet.report.words import are, counted
+from falconet.report.console import are, counted
 
 WORDS = {
     (1, "epoch"): "1 epoch is",

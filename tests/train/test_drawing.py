@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from falconet.parallel.world import World
-from falconet.report.histograms import counted, read
-from falconet.train.drawing import drawing, no_drawing
+from falconet.report.sinks import count_histograms, read_histograms
+from falconet.train.log import no_drawing, weight_drawing
 
 
 class Drawn(dict):
@@ -35,7 +35,11 @@ def model():
 
 
 def expected(whole):
-    return {name: read(counted(weight)[None])[0] for name, weight in whole.named_parameters() if weight.requires_grad}
+    return {
+        name: read_histograms(count_histograms(weight)[None])[0]
+        for name, weight in whole.named_parameters()
+        if weight.requires_grad
+    }
 
 
 CPU = torch.device("cpu")
@@ -45,7 +49,7 @@ def test_every_trained_weight_is_drawn_under_its_name_and_a_frozen_one_is_not():
     whole, sink = model(), Drawn()
     whole[2].bias.requires_grad_(False)
     names = [name for name, weight in whole.named_parameters() if weight.requires_grad]
-    drawing(whole, names, stages=World(device=CPU), sinks=[sink], pause=contextlib.nullcontext)(5)
+    weight_drawing(whole, names, stages=World(device=CPU), sinks=[sink], pause=contextlib.nullcontext)(5)
     assert sink == {5: expected(whole)}
     assert "2.bias" not in sink[5]
 
@@ -55,9 +59,9 @@ def test_stages_draw_the_weights_of_the_whole_model():
     names = [name for name, _ in whole.named_parameters()]
     stages = Stages(device=CPU, size=2)
     last = nn.Sequential(nn.Identity(), nn.Identity(), whole[2])
-    drawing(last, names, stages=replace(stages, rank=1), sinks=[], pause=contextlib.nullcontext)(3)
+    weight_drawing(last, names, stages=replace(stages, rank=1), sinks=[], pause=contextlib.nullcontext)(3)
     first = nn.Sequential(whole[0], whole[1])
-    drawing(first, names, stages=stages, sinks=[sink], pause=contextlib.nullcontext)(3)
+    weight_drawing(first, names, stages=stages, sinks=[sink], pause=contextlib.nullcontext)(3)
     assert sink == {3: expected(whole)}
 
 
@@ -74,6 +78,6 @@ def test_the_clock_stands_while_weights_are_drawn():
         def write_weights(self, update, histograms):
             moments.append(update)
 
-    drawing(model(), ["0.weight"], stages=World(device=CPU), sinks=[Sink()], pause=pause)(9)
+    weight_drawing(model(), ["0.weight"], stages=World(device=CPU), sinks=[Sink()], pause=pause)(9)
     assert moments == ["stands", 9, "runs"]
     assert no_drawing(9) is None

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.optim.build import UpdateRule, build
 from falconet.optim.offload import HostedState
+from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.parallel.data_parallel import OneReplica
 from falconet.parallel.grid import Grid
-from falconet.parallel.replicas import OneReplica
 from falconet.parallel.world import ALONE
-from falconet.train.memory import Held, measure
+from falconet.train.metrics import Held, measure_memory
 
 VALUES = 1000 * 100 + 100  # of the layer
 GRID = Grid(ALONE, ALONE, ALONE)
@@ -19,7 +19,7 @@ GRID = Grid(ALONE, ALONE, ALONE)
 
 def updated(rule, *, hosted=False):
     layer = nn.Linear(1000, 100)
-    optimizer = build(layer, UpdateRule(name=rule))
+    optimizer = build_optimizer(layer, UpdateRule(name=rule))
     state = TrainState(layer, optimizer)
     if hosted:
         state.hosted = HostedState(optimizer, bucket_megabytes=0.01, device=torch.device("cpu"))
@@ -31,7 +31,7 @@ def updated(rule, *, hosted=False):
 
 
 def test_weights_gradients_and_both_moments_are_counted_once():
-    found = measure(updated("adamw"), OneReplica(), GRID)
+    found = measure_memory(updated("adamw"), OneReplica(), GRID)
     assert found.weights.host == found.gradients.host == 4 * VALUES
     counts = 2 * 4  # of updates, one a parameter
     assert found.optimizer_state.host == found.whole_state == 2 * 4 * VALUES + counts
@@ -39,14 +39,14 @@ def test_weights_gradients_and_both_moments_are_counted_once():
 
 
 def test_a_velocity_that_is_the_gradient_is_a_gradient():
-    found = measure(updated("sgd_combined"), OneReplica(), GRID)
+    found = measure_memory(updated("sgd_combined"), OneReplica(), GRID)
     assert found.gradients.host == 4 * VALUES
     assert found.optimizer_state.both == 0
 
 
 def test_offloaded_state_is_counted_with_the_places_it_is_brought_to():
     state = updated("sgd", hosted=True)
-    found = measure(state, OneReplica(), GRID)
+    found = measure_memory(state, OneReplica(), GRID)
     places = sum(t.numel() for t in state.hosted.tensors() if t.dtype == torch.uint8)
     homes = 4 * (1000 * 100 + 32 + 128)  # each state begins at a multiple of 64 values
     assert found.whole_state == homes
@@ -54,7 +54,7 @@ def test_offloaded_state_is_counted_with_the_places_it_is_brought_to():
 
 
 def test_the_end_of_a_run_says_it_and_what_dividing_and_offloading_saved():
-    found = measure(updated("sgd"), OneReplica(), GRID)
+    found = measure_memory(updated("sgd"), OneReplica(), GRID)
     assert found.lines() == [
         "weights              0.4 MB, gradients 0.4 MB",
         "optimizer state      0.4 MB on the host",

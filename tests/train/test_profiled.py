@@ -6,11 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from falconet.report import tracing
+from falconet.report import trace
 from falconet.report.throughput import Stopwatch
-from falconet.report.tracing import TABLE, TRACE
-from falconet.train.profiled import ProfiledStep
-from falconet.train.timed import TimedStep
+from falconet.report.trace import TABLE, TRACE
+from falconet.train.step import ProfiledStep, TimedStep
 
 
 class Counted:
@@ -47,8 +46,8 @@ def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatc
 
         return call
 
-    monkeypatch.setattr(tracing, "started", lasting(tracing.started, 100.0))
-    monkeypatch.setattr(tracing, "write", lasting(tracing.write, 1000.0))
+    monkeypatch.setattr(trace, "started", lasting(trace.started, 100.0))
+    monkeypatch.setattr(trace, "write", lasting(trace.write, 1000.0))
     step = TimedStep(lasting(Counted(), 3.0), watch)
     profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates, pause=watch.standing)
     for number in range(updates):

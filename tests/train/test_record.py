@@ -8,21 +8,21 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.errors import CheckpointError
-from falconet.numerics.scaling import Offender
-from falconet.optim.build import UpdateRule, build
+from falconet.numerics.loss_scale import Offender
 from falconet.optim.ema import Ema
+from falconet.optim.optimizers import UpdateRule, build_optimizer
 from falconet.optim.schedules import Schedule
-from falconet.report.screen import Screen
+from falconet.report.console import Screen
 from falconet.report.throughput import Stopwatch
 from falconet.train.evaluate import Evaluation
+from falconet.train.log import Record
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.plan import Plan
-from falconet.train.record import Record
-from falconet.train.saving import Identity, Saving
+from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
 
 UPDATES = 4  # in an epoch, of 8 images
@@ -65,7 +65,7 @@ class Desk:
 
     def __init__(self, folder, writer, *, update=0, ema=False, **changes):
         model = nn.Linear(2, 3)
-        state = TrainState(model, build(model, UpdateRule(name="sgd")), Progress(update=update))
+        state = TrainState(model, build_optimizer(model, UpdateRule(name="sgd")), Progress(update=update))
         state.ema = Ema(model, 0.5) if ema else None
         self.clock, self.notes, self.text, self.accuracies = Clock(), Notes(), io.StringIO(), []
         self.progress = changes.pop("progress", state.progress)
@@ -237,7 +237,7 @@ def test_a_validation_loss_that_is_no_number_is_said_and_the_run_goes_on(desk):
     at.record.validate()
     assert f"warning: the moving average's validation {WARNING}\n" in at.text.getvalue()
     at.record.save()
-    assert files.verify(at.record.saving.finish()).progress.update == 0
+    assert format.verify(at.record.saving.finish()).progress.update == 0
 
 
 def test_a_validation_loss_that_is_a_number_is_not_warned_of(desk):
@@ -257,7 +257,7 @@ def test_a_checkpoint_knows_its_place_its_sums_and_the_metrics_of_its_own_update
     at.train(4.0)
     at.record.save()
     at.record.saving.finish()
-    first, second = (files.verify(folder) for folder in files.checkpoints_in(at.record.saving.folder))
+    first, second = (format.verify(folder) for folder in format.checkpoints_in(at.record.saving.folder))
     assert (first.progress.epoch, first.progress.images, first.progress.update) == (0, 16, 2)
     assert first.metrics["validation_accuracy"] == first.metrics["score"] == 75.0
     assert first.metrics["train_loss"] == 1.5
@@ -283,7 +283,7 @@ def test_the_newest_and_the_best_are_kept(desk):
         at.record.validate()
         at.record.save()
     at.record.saving.finish()
-    assert [folder.name[-1] for folder in files.checkpoints_in(at.record.saving.folder)] == ["2", "4"]
+    assert [folder.name[-1] for folder in format.checkpoints_in(at.record.saving.folder)] == ["2", "4"]
 
 
 def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, mon
     at.record.save()
     at.record.saving.finish()
     assert at.text.getvalue().count("No space left on device; the run goes on and will save again") == 1
-    assert [files.verify(folder).progress.update for folder in files.checkpoints_in(at.record.saving.folder)] == [1]
+    assert [format.verify(folder).progress.update for folder in format.checkpoints_in(at.record.saving.folder)] == [1]
 
 
 def _no_space(descriptor):

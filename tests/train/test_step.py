@@ -11,11 +11,9 @@ from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo
 from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
-from falconet.optim.build import UpdateRule, build
 from falconet.optim.ema import Ema
-from falconet.train.loss import Loss
-from falconet.train.moving import Moving, PlainMove
-from falconet.train.step import LocalStep
+from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
 CLASSES = 4
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -48,7 +46,7 @@ def split(batch, sizes):
 
 def stepper(model, *, rule=None, smoothing=0.0, regime="32.32", seed=0, averages=()):
     rule = rule or UpdateRule(name="sgd", momentum=0.0, weight_decay=0.0)
-    move = PlainMove(build(model, rule), device=torch.device("cpu"))
+    move = PlainMove(build_optimizer(model, rule), device=torch.device("cpu"))
     return LocalStep(
         Moving(model=model, move=move, seed=seed, averages=averages),
         normalise=Normalise(PREPROCESSING),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from falconet.report.throughput import HostMoments, Stopwatch
-from falconet.train.timed import DeviceMoments, TimedStep, moments_of
+from falconet.train.step import DeviceMoments, TimedStep, moments_of
 
 
 def test_a_timed_step_is_the_step_and_tells_the_stopwatch():

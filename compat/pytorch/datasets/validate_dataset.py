@@ -1,5 +1,5 @@
 """The PyTorch program's validate_dataset.py: its command line, handed over to Falconet."""
 
-from falconet.originals import run
+from falconet.legacy.programs import run
 
 run("pytorch:datasets/validate_dataset.py", __file__)

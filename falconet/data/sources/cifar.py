@@ -1,18 +1,170 @@
-"""CIFAR-10 and CIFAR-100: the official binary and python layouts, downloaded where they are missing."""
+"""The class names of CIFAR-10 and CIFAR-100, in the order of their labels."""
 
+import hashlib
+import pickle  # noqa: TID251, the official files are pickles; the reader below can call nothing of the file's choosing
+import struct
+import sys
+import tarfile
+import tempfile
+import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.error import HTTPError
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from falconet.data.keyed import IntArray
 from falconet.data.preprocessing import Channels
 from falconet.data.source import ArraySource, PixelArray, Splits
-from falconet.data.sources import cifar_names
-from falconet.data.sources.download import Archive, fetch
-from falconet.data.sources.unpickle import read_arrays
 from falconet.errors import DataError
+
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+
+_HUNDRED = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle
+    bowl boy bridge bus butterfly camel can castle caterpillar cattle
+    chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur
+    dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard
+    lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
+    mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree
+    plain plate poppy porcupine possum rabbit raccoon ray road rocket
+    rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor
+    train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+CIFAR10 = tuple(_TEN.split())
+CIFAR100 = tuple(_HUNDRED.split())
+
+
+TIMEOUT = 20  # seconds without a byte
+CHUNK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """A gzipped tar file and its official checksum."""
+
+    address: str
+    md5: str
+
+    @property
+    def name(self) -> str:
+        return self.address.rsplit("/", 1)[-1]
+
+
+def download(archive: Archive, *, into: Path, folder: str, wanted: str) -> None:
+    """Put the archive's `folder` under `into`; `wanted` says what is missing, for the line shown on failure."""
+    place = f"put {archive.name}, unpacked, there"
+    try:
+        response = urllib.request.urlopen(archive.address, timeout=TIMEOUT)
+    except (OSError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it is an open answer as well
+        raise DataError(f"{wanted} and {archive.address} cannot be reached ({_reason(error)}); {place}") from None
+    try:
+        with response:
+            into.mkdir(parents=True, exist_ok=True)
+            # In a folder of its own, renamed when whole: a kill leaves a stray folder, never half a data set.
+            with tempfile.TemporaryDirectory(prefix=f".{folder}-", dir=into) as temporary:
+                packed = Path(temporary) / archive.name
+                found = _save(response, packed)
+                if found != archive.md5:
+                    raise DataError(f"{wanted}; {archive.address} came with md5 {found}, wanted {archive.md5}; {place}")
+                with tarfile.open(packed) as tar:
+                    tar.extractall(temporary, filter="data")
+                if not (into / folder).exists():  # another process may have been faster
+                    (Path(temporary) / folder).rename(into / folder)
+    except (OSError, HTTPException, tarfile.TarError) as error:
+        raise DataError(f"{wanted}; {archive.address}: download failed ({_reason(error)}); {place}") from None
+
+
+def _save(response: HTTPResponse, target: Path) -> str:
+    """Write what comes into the file; its md5."""
+    digest = hashlib.md5(usedforsecurity=False)
+    size = response.headers.get("Content-Length")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    shown = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with shown as progress, target.open("wb") as file:
+        task = progress.add_task(target.name, total=int(size) if size else None)
+        while chunk := response.read(CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+            progress.advance(task, len(chunk))
+    return digest.hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    return " ".join(str(reason).split()) or type(error).__name__
+
+
+# What the unpickler raises on bytes that are no pickle, or not all of one, besides its own error.
+DAMAGE = (EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, struct.error)
+EXHAUSTION = (MemoryError, RecursionError)
+
+
+class _Stored:
+    """An array or a dtype as the pickle describes it: what it was made with, and its state."""
+
+    def __init__(self, *made_with: object) -> None:
+        self.made_with = made_with
+        self.state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+_HARMLESS = {
+    ("numpy.core.multiarray", "_reconstruct"): _Stored,
+    ("numpy._core.multiarray", "_reconstruct"): _Stored,
+    ("numpy", "ndarray"): _Stored,
+    ("numpy", "dtype"): _Stored,
+}
+
+
+class _Reader(pickle._Unpickler):
+    # The one in Python: the one in C gives a few hostile bytes tens of gigabytes for its memo.
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return _HARMLESS[module, name]
+
+    def persistent_load(self, pid: object) -> Any:
+        raise pickle.UnpicklingError(f"it asks for the object {pid!r:.40}")
+
+
+def read_arrays(path: Path) -> dict[bytes, object]:
+    """The mapping in a CIFAR python file, its keys as bytes, its arrays of uint8 as arrays."""
+    try:
+        with path.open("rb") as file:
+            stored = _Reader(file, encoding="bytes").load()
+        if not isinstance(stored, dict):
+            raise DataError(f"{path}: holds a {type(stored).__name__}, wanted the mapping of a CIFAR python file")
+        return {_key(key): _array(value) if isinstance(value, _Stored) else value for key, value in stored.items()}
+    except (pickle.UnpicklingError, *DAMAGE, *EXHAUSTION) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path}: not a CIFAR python file ({reason})") from None
+
+
+def _key(key: object) -> bytes:
+    return key.encode() if isinstance(key, str) else bytes(key) if isinstance(key, bytes) else b""
+
+
+def _array(stored: _Stored) -> PixelArray:
+    state = stored.state
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError("an array without its state")
+    _, shape, dtype, columns_first, content = state
+    if not isinstance(dtype, _Stored) or dtype.made_with[:1] not in ((b"u1",), ("u1",)) or columns_first:
+        raise ValueError("an array that is not of plain bytes")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
 
 Kind = Literal["cifar10", "cifar100"]
 Records = tuple[PixelArray, IntArray]  # N x 3072 planes, N labels
@@ -61,7 +213,7 @@ CIFARS: dict[Kind, Cifar] = {
         label_bytes=1,
         labels_key=b"labels",
         archive=Archive(address=f"{ADDRESS}cifar-10-binary.tar.gz", md5="c32a1d4ab5d03f1284b67883e8d87530"),
-        class_names=cifar_names.CIFAR10,
+        class_names=CIFAR10,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
@@ -71,7 +223,7 @@ CIFARS: dict[Kind, Cifar] = {
         label_bytes=2,
         labels_key=b"fine_labels",
         archive=Archive(address=f"{ADDRESS}cifar-100-binary.tar.gz", md5="03b5dce01913d631647c71ecec9e9cb8"),
-        class_names=cifar_names.CIFAR100,
+        class_names=CIFAR100,
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
     ),
@@ -86,7 +238,7 @@ def load(data_dir: Path | None, *, kind: Kind) -> Splits:
     cifar = CIFARS[kind]
     data_dir = DEFAULT_DIR if data_dir is None else data_dir
     if not _found(data_dir, cifar):
-        fetch(cifar.archive, into=data_dir, folder=cifar.binary.folder, wanted=_wanted(kind, data_dir))
+        download(cifar.archive, into=data_dir, folder=cifar.binary.folder, wanted=_wanted(kind, data_dir))
     found = _found(data_dir, cifar)
     if found is None:
         raise DataError(_wanted(kind, data_dir))

@@ -11,16 +11,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from falconet.data.asides import say
-from falconet.data.columns import Array, check_below, check_lengths, check_paths, check_types
-from falconet.data.index import Found, indexed
+from falconet.data.decode import kind
+from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.regular import kind
 from falconet.data.roots import require_folder
 from falconet.data.source import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
-from falconet.report.counting import Counting
+from falconet.report.console import Counting
 
 VALIDATION_NAMES = ("val", "validation")
 SPLITS = ("train", "validation")

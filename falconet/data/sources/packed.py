@@ -20,12 +20,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save
 
-from falconet.data.checksum import crc32c
-from falconet.data.columns import Array, check_below, check_class_names, check_lengths, check_offsets, check_types
 from falconet.data.free_memory import available
-from falconet.data.shards import open_shard, pread
+from falconet.data.index import Array, check_below, check_class_names, check_lengths, check_offsets, check_types
+from falconet.data.shards import crc32c, open_shard, pread
 from falconet.data.source import Names, Splits
-from falconet.data.sources.gather import MOST_CLASSES, source_of, splits_of
+from falconet.data.sources.sharded import MOST_CLASSES, source_of, splits_of
 from falconet.errors import DataError
 
 ENDING = ".falconet"

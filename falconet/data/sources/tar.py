@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from falconet.data.columns import Array, check_class_names
-from falconet.data.index import Found, indexed
-from falconet.data.regular import open_regular
+from falconet.data.decode import open_regular
+from falconet.data.index import Array, Found, check_class_names, indexed
 from falconet.data.source import Splits
 from falconet.data.sources.folder import image_extensions
-from falconet.data.sources.gather import (
+from falconet.data.sources.sharded import (
     MOST_CLASSES,
     Gathered,
     check_split,
@@ -26,7 +25,7 @@ from falconet.data.sources.gather import (
 )
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
-from falconet.report.counting import Counting
+from falconet.report.console import Counting
 
 SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|$)")
 LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample's counts

@@ -1,27 +1,175 @@
-"""ImageNet as TFRecords, read without TensorFlow: train-00000-of-01024, validation-00000-of-00128.
+"""One tf.train.Example of a TFRecord: where its image lies, and its label, without reading the image.
 
-A record is its length (8 bytes), the masked CRC-32C of these, the data, and the masked CRC-32C of the data. The index
-is built from the heads alone; the checksum of the data is compared whenever its image is read.
+Example { Features features = 1; }   Features { map<string, Feature> feature = 1; }
+Feature { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }   each list: { repeated value = 1; }
 """
 
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from falconet.data.checksum import crc32c, unmasked
-from falconet.data.columns import Array, check_class_names
-from falconet.data.index import Found, indexed
-from falconet.data.shards import open_shard, pread
-from falconet.data.source import Splits
-from falconet.data.sources import example
-from falconet.data.sources.example import Example, MalformedError
-from falconet.data.sources.gather import COLUMNS, MOST_CLASSES, Gathered, check_split, class_names, source_of, splits_of
+import numpy as np
+
+from falconet.data.index import Array, Found, check_class_names, indexed
+from falconet.data.shards import crc32c, open_shard, pread, unmasked
+from falconet.data.source import BoxArray, Splits, proper
+from falconet.data.sources.sharded import (
+    COLUMNS,
+    MOST_CLASSES,
+    Gathered,
+    check_split,
+    class_names,
+    source_of,
+    splits_of,
+)
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
-from falconet.report.counting import Counting
+from falconet.report.console import Counting
+
+IMAGE, LABEL = b"image/encoded", b"image/class/label"
+SYNSET, TEXT = b"image/class/synset", b"image/class/text"
+SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax", b"ymax"))
+WANTED = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
+
+MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
+WINDOW = 4096  # bytes looked at at once; all of a record but the image itself usually fits
+VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
+Read = Callable[[int, int], bytes]  # from where, how many
+
+
+class MalformedError(Exception):
+    """Bytes that are no Example; the text is the reason, in a few words."""
+
+
+class Example(NamedTuple):
+    skip: int  # bytes of the record before the image
+    length: int  # bytes of the image
+    label: int  # as it is stored
+    name: str  # of the class; empty if the record has none
+    boxes: BoxArray
+
+
+def parse_example(read: Read, size: int) -> Example:
+    """The Example in a record of `size` bytes."""
+    image: list[tuple[int, int]] = []
+    small: dict[bytes, bytes] = {}  # features but the image, taken along as they are passed
+    for number, begin, end in _fields(read, 0, size):
+        for inner, entry, entry_end in _fields(read, begin, end) if number == 1 else ():
+            key, place, place_end = _entry(read, entry, entry_end) if inner == 1 else (b"", 0, 0)
+            if key == IMAGE:
+                image = _values(read, place, place_end, kind=1)
+            elif key in WANTED:
+                small[key] = read(place, min(place_end - place, MOST_SMALL))
+    if not image or LABEL not in small:
+        raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}' in it")
+    labels = _integers(small[LABEL])
+    if len(image) != 1 or len(labels) != 1:
+        raise MalformedError(f"{len(image)} images and {len(labels)} labels in it, wanted one of each")
+    return Example(image[0][0], image[0][1] - image[0][0], labels[0], _name(small), _boxes(small))
+
+
+def _name(small: dict[bytes, bytes]) -> str:
+    for key in (SYNSET, TEXT):
+        values = _lists(small.get(key, b""), kind=1)
+        if values:
+            return values[0].decode("utf-8", "replace")
+    return ""
+
+
+def _boxes(small: dict[bytes, bytes]) -> BoxArray:
+    if not all(side in small for side in SIDES):
+        return np.zeros((0, 4), np.float32)
+    sides = [_floats(small[side]) for side in SIDES]
+    if len({len(side) for side in sides}) != 1:
+        raise MalformedError("its object boxes have sides of different numbers")
+    return proper(np.array(sides, np.float32).T)
+
+
+def _entry(read: Read, begin: int, end: int) -> tuple[bytes, int, int]:
+    """Key, and the place of the value, of one entry of the map."""
+    key, place = b"", (end, end)
+    for number, inner, inner_end in _fields(read, begin, end):
+        if number == 1:
+            key = read(inner, min(inner_end - inner, 64))  # longer ones are none of ours
+        elif number == 2:
+            place = (inner, inner_end)
+    return (key, *place)
+
+
+def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, int]]:
+    """The places of the values in a Feature that holds a list of this kind."""
+    return [
+        (inner, inner_end)
+        for number, values, values_end in _fields(read, begin, end)
+        if number == kind
+        for inner_number, inner, inner_end in _fields(read, values, values_end)
+        if inner_number == 1
+    ]
+
+
+def _lists(data: bytes, *, kind: int) -> list[bytes]:
+    """The values of a Feature that is at hand."""
+    places = _values(lambda at, count: data[at : at + count], 0, len(data), kind=kind)
+    return [data[begin:end] for begin, end in places]
+
+
+def _integers(data: bytes) -> list[int]:
+    numbers = []
+    for packed in _lists(data, kind=3):
+        at = 0
+        while at < len(packed):
+            value, at = _varint(packed, at)
+            numbers.append(value - (1 << 64) if value >> 63 else value)
+    return numbers
+
+
+def _floats(data: bytes) -> list[float]:
+    numbers: list[float] = []
+    for packed in _lists(data, kind=2):
+        if len(packed) % 4:
+            raise MalformedError("a list of numbers ends within one")
+        numbers += struct.unpack(f"<{len(packed) // 4}f", packed)
+    return numbers
+
+
+def _fields(read: Read, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Number, begin and end of each field of a message; a single number's bytes are its value."""
+    fields = []
+    while begin < end:
+        head = read(begin, min(20, end - begin))  # two varints at most
+        tag, at = _varint(head, 0)
+        wire = tag & 7
+        if wire == DELIMITED:
+            length, at = _varint(head, at)
+        elif wire == VARINT:
+            length = _varint(head, at)[1] - at
+        elif wire in (FIXED64, FIXED32):
+            length = 8 if wire == FIXED64 else 4
+        else:
+            raise MalformedError("not a tf.train.Example")
+        begin += at
+        if length > end - begin:
+            raise MalformedError("not a tf.train.Example")
+        fields.append((tag >> 3, begin, begin + length))
+        begin += length
+    return fields
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and where it ends."""
+    value = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+    raise MalformedError("not a tf.train.Example")
+
 
 NAME = re.compile(r"(train|validation|val)-(\d{5})-of-(\d{5})")
 HEAD, TAIL = 12, 4  # bytes before and after a record's data
@@ -133,7 +281,7 @@ def _records(path: Path) -> Iterator[Record]:
 
 def _record(file: int, path: Path, at: int, total: int) -> Record:
     """One record, of which only what is not the image is read."""
-    window = pread(file, at, HEAD + example.WINDOW)
+    window = pread(file, at, HEAD + WINDOW)
     if len(window) < HEAD:
         raise DataError(f"{path}: ends within the record at byte {at}; cut short?")
     size, stored = struct.unpack("<QI", window[:HEAD])
@@ -148,12 +296,12 @@ def _record(file: int, path: Path, at: int, total: int) -> Record:
         nonlocal window, base
         offset = place - base
         if offset < 0 or offset + count > len(window):
-            window, base = pread(file, begin + place, max(count, example.WINDOW)), place
+            window, base = pread(file, begin + place, max(count, WINDOW)), place
             offset = 0
         return window[offset : offset + count]
 
     try:
-        parsed = example.parse(read, size)
+        parsed = parse_example(read, size)
     except MalformedError as error:
         raise DataError(f"{path}: the record at byte {at} cannot be used: {error}") from None
     if not 1 <= parsed.label <= MOST_CLASSES:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.augment import evaluation_box
+from falconet.data.crops import evaluation_box
 from falconet.data.native.binding import Status, Workspace
 
 CROPS = {  # of a width and height: whole, evaluation's, and crops as training draws them

@@ -9,7 +9,7 @@ from PIL import Image
 from falconet.data import native
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, Intake, Loader
-from falconet.data.native.keeping import EncodedCache, can_keep, encoded_bytes
+from falconet.data.native.decoder import EncodedCache, can_keep, encoded_bytes
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.source import FileSource

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data import augment
+from falconet.data.crops import Crops, crop_draws, flips, random_resized_crop
 from falconet.data.decode import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
 from falconet.data.native.binding import Status, Workspace
-from falconet.data.native.reader import NativeReader
+from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import FileReader, reader_for
 from falconet.data.source import FileSource
@@ -48,7 +48,7 @@ def folder(tmp_path_factory, photo):
 
 def readers(library, source, kind, *, allowed=0, noted=None):
     bad = BadImages(allowed, note=(noted if noted is not None else []).append)
-    crops = augment.Crops.of(PREPROCESSING, augment=kind, seed=3, objects=source.objects)
+    crops = Crops.of(PREPROCESSING, augment=kind, seed=3, objects=source.objects)
     pillow = FileReader(source, crops=crops, bad=bad)
     native = NativeReader(source, library=library, crops=crops, pillow=pillow)
     return native, pillow
@@ -211,9 +211,9 @@ def test_the_box_is_drawn_from_the_size_in_the_header(library, folder):
     native, _ = readers(library, folder, "crop-flip")
     images, _ = read(native, [3], epoch=5)
     image = Image.open(io.BytesIO(folder.path(3).read_bytes())).convert("RGB")
-    draws = augment.crop_draws(np.array([3]), seed=3, epoch=5)
-    box = augment.random_resized_crop(np.array([image.width]), np.array([image.height]), draws)[0].tolist()
+    draws = crop_draws(np.array([3]), seed=3, epoch=5)
+    box = random_resized_crop(np.array([image.width]), np.array([image.height]), draws)[0].tolist()
     wanted = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box))
-    if augment.flips("crop-flip", np.array([3]), seed=3, epoch=5)[0]:
+    if flips("crop-flip", np.array([3]), seed=3, epoch=5)[0]:
         wanted = wanted[:, ::-1]
     assert psnr(images[0], wanted) > 45

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import layouts
-from falconet.data.sources import boxes, photos
-from falconet.data.sources.boxes import with_objects
+from falconet.data.sources import photos
+from falconet.data.sources.photos import with_objects
 from falconet.errors import DataError
 
 CSV = "imagenet_2012_bounding_boxes.csv"
@@ -19,7 +19,7 @@ def root(tmp_path):
 
 def found(root):
     """Boxes by image name, those of images that have some."""
-    train = with_objects(photos.load(root), root).train
+    train = with_objects(photos.load_photos(root), root).train
     every = {train.name(index): train.objects[index] for index in range(len(train))}
     return {name: own.tolist() for name, own in every.items() if len(own)}
 
@@ -56,7 +56,7 @@ def xml(width, height, *objects):
     return f"<annotation><folder>n1</folder><filename>%s</filename>{size}<segmented>0</segmented>{places}</annotation>"
 
 
-@pytest.mark.parametrize("folder", boxes.XML_FOLDERS)
+@pytest.mark.parametrize("folder", photos.XML_FOLDERS)
 def test_xml_files_give_shares_of_their_own_size(root, folder):
     place = root / folder / "n01440764"
     place.mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_xml_files_give_shares_of_their_own_size(root, folder):
 
 
 def test_boxes_are_clipped_and_empty_ones_left_out():
-    proper = boxes.proper(np.array([[-0.5, 0, 2, 1], [0.5, 0.2, 0.5, 0.9], [0.9, 0.1, 0.2, 0.8], [np.nan, 0, 1, 1]]))
+    proper = photos.proper(np.array([[-0.5, 0, 2, 1], [0.5, 0.2, 0.5, 0.9], [0.9, 0.1, 0.2, 0.8], [np.nan, 0, 1, 1]]))
     assert proper.tolist() == [[0, 0, 1, 1]]
 
 
@@ -78,21 +78,21 @@ def test_archives_and_packed_shards_are_matched_by_name_too(root, tmp_path):
 
 def test_records_bring_their_own(root, tmp_path):
     records = layouts.tfrecords(root, tmp_path / "records", boxes=((0.0, 0.0, 0.5, 0.5),))
-    assert with_objects(photos.load(records), records).train.objects.annotated == 18
-    assert boxes.without_objects(photos.load(records)).train.objects is None
+    assert with_objects(photos.load_photos(records), records).train.objects.annotated == 18
+    assert photos.without_objects(photos.load_photos(records)).train.objects is None
 
 
 def test_where_there_are_none_crops_are_plain_if_they_were_only_wanted_if_there(root, tmp_path):
-    assert boxes.with_objects_if_there(photos.load(root), root).train.objects is None
+    assert photos.with_objects_if_there(photos.load_photos(root), root).train.objects is None
     (root / CSV).write_text("b.JPEG,0,0,1,1\n")  # of no image here
-    assert boxes.with_objects_if_there(photos.load(root), root).train.objects is None
+    assert photos.with_objects_if_there(photos.load_photos(root), root).train.objects is None
     (root / CSV).write_text(f"{FIRST}.JPEG,0,0,1,1\n")
-    assert boxes.with_objects_if_there(photos.load(root), root).train.objects.annotated == 1
+    assert photos.with_objects_if_there(photos.load_photos(root), root).train.objects.annotated == 1
 
     empty = layouts.tfrecords(root, tmp_path / "empty", boxes=())
-    assert boxes.with_objects_if_there(photos.load(empty), empty).train.objects is None
+    assert photos.with_objects_if_there(photos.load_photos(empty), empty).train.objects is None
     records = layouts.tfrecords(root, tmp_path / "records", boxes=((0.0, 0.0, 0.5, 0.5),))
-    assert boxes.with_objects_if_there(photos.load(records), records).train.objects.annotated == 18
+    assert photos.with_objects_if_there(photos.load_photos(records), records).train.objects.annotated == 18
 
 
 def bomb():
@@ -135,12 +135,12 @@ def test_a_csv_that_is_no_text_is_refused(root):
 def test_a_csv_file_that_cannot_be_read_is_told_in_one_line(root):
     (root / CSV).mkdir()
     with pytest.raises(DataError) as caught:
-        with_objects(photos.load(root), root)
+        with_objects(photos.load_photos(root), root)
     assert str(caught.value) == f"{root / CSV}: cannot be read (a folder, not a file)"
 
 
 def test_a_csv_file_that_leads_nowhere_is_told_in_one_line(root):
     (root / CSV).symlink_to("nowhere")
     with pytest.raises(DataError) as caught:
-        with_objects(photos.load(root), root)
+        with_objects(photos.load_photos(root), root)
     assert str(caught.value) == f"{root / CSV}: cannot be read (No such file or directory)"

@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from falconet.data.sources import digits
+from falconet.data.sources import builtin
 
 FROZEN = "372a4c70578975c0690e4a8d036169012ff3524dce040fbc11cb8ecc6c3efa9e"  # of the validation images and labels
 
 
 @pytest.fixture(scope="module")
 def splits():
-    return digits.load()
+    return builtin.load_digits()
 
 
 def test_the_file_is_the_one_its_provenance_describes():
-    described = digits.FILE.with_suffix(".md").read_text()
-    assert hashlib.sha256(Path(digits.FILE).read_bytes()).hexdigest() in described
+    described = builtin.FILE.with_suffix(".md").read_text()
+    assert hashlib.sha256(Path(builtin.FILE).read_bytes()).hexdigest() in described
 
 
 def test_there_are_1797_grey_digits_of_8_by_8(splits):

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from falconet.data.sources.download import Archive, fetch
+from falconet.data.sources.cifar import Archive, download
 from falconet.errors import DataError
 
 
@@ -66,14 +66,14 @@ GOOD = packed("set/train.bin", b"records" * 1000)
 
 
 def test_the_folder_is_unpacked_and_nothing_else_stays(tmp_path, serve):
-    fetch(archive_of(serve(GOOD), GOOD), into=tmp_path / "new", folder="set", wanted="set: not found")
+    download(archive_of(serve(GOOD), GOOD), into=tmp_path / "new", folder="set", wanted="set: not found")
     assert (tmp_path / "new/set/train.bin").read_bytes() == b"records" * 1000
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["set"]
 
 
 def refused(tmp_path, archive):
     with pytest.raises(DataError) as caught:
-        fetch(archive, into=tmp_path, folder="set", wanted="set: not found")
+        download(archive, into=tmp_path, folder="set", wanted="set: not found")
     assert list(tmp_path.iterdir()) == []
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -132,12 +132,12 @@ def test_a_place_that_is_no_folder_is_named_and_the_answer_closed(tmp_path, monk
     answer = io.BytesIO(GOOD)
     monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: answer)
     with pytest.raises(DataError, match="download failed"):
-        fetch(archive_of("http://x", GOOD), into=tmp_path / "file", folder="set", wanted="set: not found")
+        download(archive_of("http://x", GOOD), into=tmp_path / "file", folder="set", wanted="set: not found")
     assert answer.closed
 
 
 def test_a_folder_that_came_meanwhile_is_kept(tmp_path, serve):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/train.bin").write_bytes(b"of another process")
-    fetch(archive_of(serve(GOOD), GOOD), into=tmp_path, folder="set", wanted="set: not found")
+    download(archive_of(serve(GOOD), GOOD), into=tmp_path, folder="set", wanted="set: not found")
     assert (tmp_path / "set/train.bin").read_bytes() == b"of another process"

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from falconet.data.sources import generated
+from falconet.data.sources import builtin
 
 
 def made(seed=1):
-    return generated.make(images=2000, image_size=8, classes=7, seed=seed)
+    return builtin.generate(images=2000, image_size=8, classes=7, seed=seed)
 
 
 def everything(source):
@@ -42,5 +42,5 @@ def test_an_image_is_the_same_whoever_asks_and_another_with_another_seed():
 
 
 def test_many_large_images_cost_no_memory_until_they_are_asked_for():
-    splits = generated.make(images=10_000_000, image_size=600, classes=1000, seed=1)
+    splits = builtin.generate(images=10_000_000, image_size=600, classes=1000, seed=1)
     assert splits.train.images[np.array([9_999_999])].shape == (1, 600, 600, 3)

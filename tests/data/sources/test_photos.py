@@ -9,13 +9,13 @@ from falconet.errors import DataError
 
 @pytest.mark.parametrize(("name", "made"), layouts.LAYOUTS.items())
 def test_every_layout_is_recognised(tmp_path, name, made):
-    splits = photos.load(made(layouts.class_folders(tmp_path / "folders"), tmp_path / "made"))
+    splits = photos.load_photos(made(layouts.class_folders(tmp_path / "folders"), tmp_path / "made"))
     assert (splits.layout, len(splits.train), len(splits.validation)) == (name, 18, 6)
 
 
 def test_a_folder_with_nothing_of_all_this_says_what_was_wanted(tmp_path):
     with pytest.raises(DataError) as caught:
-        photos.load(tmp_path)
+        photos.load_photos(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}: none of these in it: train/<class>/, train-00000-of-01024 (TFRecords), tar archives with train in"
         " their name, train-00000.falconet (packed shards)"
@@ -37,7 +37,7 @@ def test_class_folders_that_are_not_whole_say_what_is_missing(tmp_path, made, me
     if made == ("none/train",):
         (tmp_path / "none/val/cat").mkdir(parents=True)
     with pytest.raises(DataError) as caught:
-        photos.load(tmp_path / "none")
+        photos.load_photos(tmp_path / "none")
     assert str(caught.value) == f"{tmp_path}/{message}"
 
 
@@ -47,5 +47,5 @@ def test_a_folder_that_may_not_be_looked_into_is_told_in_one_line(tmp_path, monk
 
     monkeypatch.setattr(photos, "_from", refused)
     with pytest.raises(DataError) as caught:
-        photos.load(tmp_path)
+        photos.load_photos(tmp_path)
     assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"

@@ -19,7 +19,7 @@ def folders(tmp_path):
     ("label", "names"), [("cls", ("0", "1", "2")), ("json", ("0", "1", "2")), ("txt", layouts.CLASSES)]
 )
 def test_images_and_labels_are_those_that_were_written(folders, tmp_path, label, names):
-    splits = photos.load(layouts.tar_archives(folders, tmp_path / "tar", label=label))
+    splits = photos.load_photos(layouts.tar_archives(folders, tmp_path / "tar", label=label))
     assert (splits.layout, splits.class_names) == ("tar archives", names)
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
         written = list(layouts.photos_of(folders, split))
@@ -31,7 +31,7 @@ def test_images_and_labels_are_those_that_were_written(folders, tmp_path, label,
 def test_names_come_from_a_file_beside_the_archives(folders, tmp_path):
     root = layouts.tar_archives(folders, tmp_path / "tar")
     (root / "classnames.txt").write_text("tench\ngoldfish\nspaniel\n")
-    assert photos.load(root).class_names == ("tench", "goldfish", "spaniel")
+    assert photos.load_photos(root).class_names == ("tench", "goldfish", "spaniel")
 
 
 def archive(path, **members):
@@ -52,7 +52,7 @@ def test_long_names_folders_and_odd_members_do_no_harm(root):
     image, far = layouts.encoded(layouts.photo(2)), "f" * 120 + "/x"
     names = {"__MACOSX/a.jpg": b"", "readme": b"hi", f"{far}/k.1.JPG": image, f"{far}/k.cls": b"2", "._b.jpg": b""}
     archive(root / "train.tar", **names)
-    train = photos.load(root).train
+    train = photos.load_photos(root).train
     assert [(train.name(0), train.labels.tolist(), train.encoded(0))] == [(f"{far}/k.1.JPG", [2], image)]
 
 
@@ -68,21 +68,21 @@ MISTAKES = {
 def test_a_mistake_names_its_archive(root, message, members):
     archive(root / "train.tar", **members)
     with pytest.raises(DataError) as caught:
-        photos.load(root)
+        photos.load_photos(root)
     assert str(caught.value) == f"{root}/train.tar: {message}"
 
 
 def test_numbers_and_names_do_not_mix(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"dog"})
     with pytest.raises(DataError) as caught:
-        photos.load(root)
+        photos.load_photos(root)
     assert str(caught.value) == f"{root}: labels that are numbers, such as 1, and others that are not: 'dog'"
 
 
 def test_a_label_that_no_class_can_have_is_refused(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"99999999999"})
     with pytest.raises(DataError, match=r"the label 99999999999 in an archive; wanted less than 1,000,000"):
-        photos.load(root)
+        photos.load_photos(root)
 
 
 @pytest.mark.parametrize("damage", [gzip.compress, lambda data: data[:700], lambda data: b"", lambda data: b"x" * 5000])
@@ -90,13 +90,13 @@ def test_what_is_no_plain_archive_is_refused(root, damage):
     path = root / "train.tar"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"train.tar: .*(not a whole|cut short|no image in it)"):
-        photos.load(root)
+        photos.load_photos(root)
 
 
 def test_archives_without_a_validation_set_are_refused(root):
     (root / "validation.tar").unlink()
     with pytest.raises(DataError, match="tar archives, but none with validation in its name"):
-        photos.load(root)
+        photos.load_photos(root)
 
 
 @pytest.mark.parametrize("at", [0, 100, 148])  # its name, its mode, its checksum
@@ -108,7 +108,7 @@ def test_a_damaged_header_in_the_middle_does_not_end_the_archive_unseen(root, at
     data[second + at] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
-        photos.load(root)
+        photos.load_photos(root)
     assert str(caught.value) == (f"{path}: not a whole, uncompressed tar archive (a damaged header at byte {second})")
 
 
@@ -122,7 +122,7 @@ def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
     data[last + 148 : last + 156] = b"%06o\0 " % sum(data[last : last + 512])
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"train.tar: not a whole, uncompressed tar archive \(a member of -512 bytes\)"):
-        photos.load(root)
+        photos.load_photos(root)
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
 def test_a_label_made_to_be_unreadable_is_refused_in_one_line(root, name, label, message):
     archive(root / "train.tar", **{"a.jpg": IMAGE, name: label})
     with pytest.raises(DataError) as caught:
-        photos.load(root)
+        photos.load_photos(root)
     assert str(caught.value).startswith(f"{root}/train.tar: {message}")

@@ -25,7 +25,7 @@ def records(folders, tmp_path):
 
 
 def test_images_labels_and_names_are_those_that_were_written(folders, records):
-    splits = photos.load(records)
+    splits = photos.load_photos(records)
     assert splits.layout == "TFRecords"
     assert splits.class_names == layouts.CLASSES
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
@@ -35,7 +35,7 @@ def test_images_labels_and_names_are_those_that_were_written(folders, records):
 
 
 def test_boxes_come_along(records):
-    objects = photos.load(records).train.objects
+    objects = photos.load_photos(records).train.objects
     assert objects.annotated == 18
     np.testing.assert_allclose(objects[7], BOXES, rtol=1e-6)
 
@@ -45,7 +45,7 @@ def test_the_inner_folder_of_the_original_is_searched(records, tmp_path, inner):
     if inner != ".":
         (tmp_path / "outer").mkdir()
         records = records.rename(tmp_path / "outer" / inner).parent
-    assert len(photos.load(records).train) == 18
+    assert len(photos.load_photos(records).train) == 18
 
 
 def test_records_may_lie_in_a_folder_a_split(records):
@@ -53,7 +53,7 @@ def test_records_may_lie_in_a_folder_a_split(records):
         (records / split).mkdir()
         for path in records.glob(f"{split}-*"):
             path.rename(records / split / path.name)
-    assert len(photos.load(records).train) == 18
+    assert len(photos.load_photos(records).train) == 18
 
 
 def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
@@ -65,7 +65,7 @@ def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
     made.features.feature["image/class/label"].int64_list.value.append(3)
     for split in ("train", "validation"):
         layouts.write_records(tmp_path / f"{split}-00000-of-00001", [made.SerializeToString(deterministic=True)] * 2)
-    splits = photos.load(tmp_path)
+    splits = photos.load_photos(tmp_path)
     assert splits.train.encoded(1) == image
     assert splits.train.labels.tolist() == [2, 2]
     assert splits.class_names == ("0", "1", "2")
@@ -76,10 +76,10 @@ def test_names_come_from_a_file_where_records_have_none(tmp_path):
     for split in ("train", "validation"):
         layouts.write_records(tmp_path / f"{split}-00000-of-00001", [layouts.example(image, 2)])
     (tmp_path / "labels.txt").write_text("cat\ndog\nrat\n")
-    assert photos.load(tmp_path).class_names == ("cat", "dog", "rat")
+    assert photos.load_photos(tmp_path).class_names == ("cat", "dog", "rat")
     (tmp_path / "labels.txt").write_text("cat\n")
     with pytest.raises(DataError, match=r"labels.txt: names 1 class, the labels go to 1, from 0"):
-        photos.load(tmp_path)
+        photos.load_photos(tmp_path)
 
 
 def flipped(path, at):
@@ -92,7 +92,7 @@ def flipped(path, at):
 def test_a_flipped_bit_in_an_image_is_named_when_it_is_read(records, monkeypatch, native):
     if not native:
         monkeypatch.setattr("falconet.data.native.library", lambda: None)
-    source = photos.load(records).train
+    source = photos.load_photos(records).train
     begin, _, skip, _ = source._range(2)
     flipped(records / "train-00000-of-00003", begin + skip + 40)
     source.encoded(1)
@@ -143,34 +143,34 @@ def test_damage_that_would_lead_astray_is_named(records, message, damage):
     path = records / "train-00001-of-00003"
     damage(path)
     with pytest.raises(DataError) as caught:
-        photos.load(records)
+        photos.load_photos(records)
     assert str(caught.value) == f"{path}: {message.strip()}"
 
 
 def test_a_missing_shard_is_named(records):
     (records / "train-00001-of-00003").unlink()
     with pytest.raises(DataError) as caught:
-        photos.load(records)
+        photos.load_photos(records)
     assert str(caught.value) == f"{records}: no train-00001-of-00003; 2 of 3 are there"
 
 
 def test_records_without_a_validation_set_are_refused(records):
     (records / "validation-00000-of-00001").unlink()
     with pytest.raises(DataError, match="TFRecords, but none is named validation-00000-of-"):
-        photos.load(records)
+        photos.load_photos(records)
 
 
 def test_shards_of_two_sets_are_refused(records):
     (records / "train-00003-of-00004").write_bytes(b"")
     with pytest.raises(DataError, match="train shards of several sets: -of-00003 and -of-00004"):
-        photos.load(records)
+        photos.load_photos(records)
 
 
 def test_a_shard_that_is_there_twice_is_not_read_twice(records):
     (records / "train").mkdir()
     (records / "train/train-00001-of-00003").write_bytes((records / "train-00001-of-00003").read_bytes())
     with pytest.raises(DataError) as caught:
-        photos.load(records)
+        photos.load_photos(records)
     assert str(caught.value) == f"{records}: train shards twice, in {records} and {records}/train"
 
 
@@ -178,12 +178,12 @@ def test_a_folder_in_place_of_a_shard_is_told_in_one_line(records):
     (records / "train-00001-of-00003").unlink()
     (records / "train-00001-of-00003").mkdir()
     with pytest.raises(DataError, match=r"cannot be opened \(a folder, not a file\)"):
-        photos.load(records)
+        photos.load_photos(records)
 
 
 def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
     """A thousand random changes of a record: an Example or a MalformedError, nothing else."""
-    from falconet.data.sources.example import MalformedError, parse
+    from falconet.data.sources.tfrecord import MalformedError, parse_example
 
     record = layouts.example(b"i" * 50, 7, synset="n1", boxes=BOXES)
     rng = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
         for _ in range(rng.integers(0, 4)):
             data[rng.integers(0, len(data))] = rng.integers(0, 256)
         try:
-            found = parse(lambda at, count, data=data: bytes(data[at : at + count]), len(data))
+            found = parse_example(lambda at, count, data=data: bytes(data[at : at + count]), len(data))
             assert 0 <= found.skip <= found.skip + found.length <= len(data)
             seen.add("read")
         except MalformedError:
@@ -208,5 +208,5 @@ def test_only_the_heads_are_read_for_the_index(records, monkeypatch):
     read = []
     plain = tfrecord.pread
     monkeypatch.setattr(tfrecord, "pread", lambda *place: read.append(len(plain(*place))) or plain(*place))
-    photos.load(records)
+    photos.load_photos(records)
     assert sum(read) < 400_000

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from falconet.data.sources.unpickle import read_arrays
+from falconet.data.sources.cifar import read_arrays
 from falconet.errors import DataError
 
 DATA = np.arange(12, dtype=np.uint8).reshape(3, 4)

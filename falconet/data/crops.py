@@ -1,0 +1,318 @@
+"""Random crops as TensorFlow's sample_distorted_bounding_box draws them: an even ratio, then an even whole height."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
+from falconet.data.preprocessing import Preprocessing
+from falconet.data.source import BoolArray, BoxArray, Objects
+from falconet.errors import ConfigError
+
+TENSORFLOW_RATIO = (0.75, 1.33)  # width over height, as TensorFlow's programs for ImageNet have it
+COVERED = 0.1  # of an object's area, or of the photo's where it has none
+
+
+@dataclass(frozen=True, eq=False)
+class Attempts:
+    """Boxes that were drawn for each of N images, and which of them are within the bounds."""
+
+    boxes: IntArray  # N x A x 4: x0, y0, x1, y1
+    fit: BoolArray  # N x A
+
+
+def attempt(widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float) -> Attempts:  # draws: N x A x 4
+    """Boxes of at least that share of their image.
+
+    The last place down and right is never drawn unless it is the only one: so it is there.
+    """
+    width, height = widths[:, None], heights[:, None]
+    ratio = TENSORFLOW_RATIO[0] + draws[..., 0] * (TENSORFLOW_RATIO[1] - TENSORFLOW_RATIO[0])
+    area = (widths * heights)[:, None].astype(np.float64)
+    lowest, highest = _whole(np.sqrt(least * area / ratio)), _whole(np.sqrt(area / ratio))
+    narrow = ((width + 0.5 - 1e-7) / ratio).astype(np.int64)  # the greatest height whose width rounds to the image's
+    highest = np.where(_whole(highest * ratio) > width, narrow, highest)
+    highest = np.minimum(highest, height)
+    lowest = np.minimum(lowest, highest)
+    rows = lowest + (draws[..., 1] * (highest - lowest + 1)).astype(np.int64)
+    rows = np.where(rows * _whole(rows * ratio) < least * area, rows + 1, rows)  # what rounding took away
+    rows = np.where(rows * _whole(rows * ratio) > area, rows - 1, rows)
+    columns = _whole(rows * ratio)
+    y = (draws[..., 2] * (height - rows)).astype(np.int64)
+    x = (draws[..., 3] * (width - columns)).astype(np.int64)
+    fit = (rows > 0) & (columns > 0) & (rows <= height) & (columns <= width) & (rows * columns >= least * area)
+    return Attempts(np.stack((x, y, x + columns, y + rows), axis=-1), fit)
+
+
+def covers_image(boxes: IntArray, widths: IntArray, heights: IntArray) -> BoolArray:  # N x A x 4 -> N x A
+    """Whether a box has its share of a photo that has no objects, and so is one itself."""
+    x0, y0, x1, y1 = np.moveaxis(boxes, -1, 0)
+    enough: BoolArray = (x1 - x0) * (y1 - y0) / (widths * heights)[:, None] >= COVERED
+    return enough
+
+
+def covers_object(boxes: IntArray, objects: BoxArray, *, width: int, height: int) -> BoolArray:  # A x 4; M x 4 -> A
+    """Whether a box has its share of an object of one photo; objects are cut to whole pixels, and may vanish so."""
+    sizes = np.array([width, height, width, height], np.float32)
+    pixels = (objects * sizes).astype(np.int64)
+    there = pixels[(pixels[:, 2:] - pixels[:, :2]).prod(axis=1) > 0]
+    if len(there) == 0:
+        return np.zeros(len(boxes), np.bool_)
+    low = np.maximum(boxes[:, None, :2], there[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], there[None, :, 2:])
+    common = np.clip(high - low, 0, None).prod(axis=-1)
+    found: BoolArray = (common / (there[:, 2:] - there[:, :2]).prod(axis=1) >= COVERED).any(axis=1)
+    return found
+
+
+def _whole(values: npt.NDArray[np.float64]) -> IntArray:
+    return np.rint(values).astype(np.int64)
+
+
+CropDraw = Literal["area", "height"]
+Overlap = Literal["object", "crop"]
+Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
+FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
+
+RATIO = (3 / 4, 4 / 3)  # its width over its height
+ATTEMPTS = 10
+CROP_DRAWS = 2 * ATTEMPTS + 2  # area and ratio of each attempt, then the place down and right
+OBJECT_ATTEMPTS = 100  # to find a crop that overlaps an object
+OBJECT_COVERED = 0.1  # of the object's area, at the least
+OBJECT_DRAWS = 4  # of one attempt: area, ratio, place down, place right
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropRule:
+    """How random crops are drawn."""
+
+    draw: CropDraw = "area"  # evenly: area and logarithm of the ratio, or ratio and height as in TensorFlow
+    least: float = 0.08  # smallest share of an image that a crop covers; the largest is all of it
+    least_of_object: float = 0.08  # of crops that must overlap an object
+    overlap: Overlap = "object"  # a tenth of an object is in the crop, or a tenth of the crop is in an object
+
+
+CROP_RULE = CropRule()
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the original image
+
+
+def evaluation_box(width: int, height: int, *, resize: int, crop: int) -> Box:
+    """The part of the image that resizing its short side to `resize` and a centre crop of `crop` keep.
+
+    Resizing this box to crop x crop gives torchvision's Resize and CenterCrop, including their rounding: the long side
+    of the resized image is cut to whole pixels, the crop begins at a whole pixel.
+    """
+    short, long = min(width, height), max(width, height)
+    long_resized = int(resize * long / short)
+    resized_width, resized_height = (resize, long_resized) if width <= height else (long_resized, resize)
+    left, top = round((resized_width - crop) / 2), round((resized_height - crop) / 2)
+    x, y = width / resized_width, height / resized_height  # original pixels per resized one
+    # Clipped, because Pillow refuses a box that a rounding error carries over the border.
+    return (left * x, top * y, min((left + crop) * x, width), min((top + crop) * y, height))
+
+
+def crop_draws(indices: IntArray, *, seed: int, epoch: int) -> FloatArray:  # N x CROP_DRAWS
+    return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=CROP_DRAWS)
+
+
+def random_resized_crop(  # N x 4: x0, y0, x1, y1
+    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = CROP_RULE.least
+) -> IntArray:
+    """The first of ten random boxes that fits into each image, else the largest centred one of a permitted ratio."""
+    images = np.arange(len(widths))
+    area = (widths * heights)[:, None] * (least + draws[:, 0 : 2 * ATTEMPTS : 2] * (1 - least))
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    ratio = np.exp(low + draws[:, 1 : 2 * ATTEMPTS : 2] * (high - low))
+    tried_widths = np.rint(np.sqrt(area * ratio)).astype(np.int64)  # N x ATTEMPTS
+    tried_heights = np.rint(np.sqrt(area / ratio)).astype(np.int64)
+    fits = (
+        (tried_widths > 0)
+        & (tried_widths <= widths[:, None])
+        & (tried_heights > 0)
+        & (tried_heights <= heights[:, None])
+    )
+    first = np.argmax(fits, axis=1)
+    fitted = fits[images, first]
+
+    most_width = np.minimum(widths, np.rint(heights * RATIO[1]).astype(np.int64))
+    most_height = np.minimum(heights, np.rint(widths / RATIO[0]).astype(np.int64))
+    box_widths = np.where(fitted, tried_widths[images, first], most_width)
+    box_heights = np.where(fitted, tried_heights[images, first], most_height)
+    free_y, free_x = heights - box_heights, widths - box_widths
+    y = np.where(fitted, (draws[:, -2] * (free_y + 1)).astype(np.int64), free_y // 2)
+    x = np.where(fitted, (draws[:, -1] * (free_x + 1)).astype(np.int64), free_x // 2)
+    return np.stack((x, y, x + box_widths, y + box_heights), axis=1)
+
+
+def object_crop(
+    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = CROP_RULE.least_of_object
+) -> Box | None:
+    """The first of the drawn boxes that fits into the image and covers enough of an object, if one does.
+
+    The rule of TensorFlow's sample_distorted_bounding_box, with the ratios of the plain random crop.
+    """
+    area, ratio, down, right = draws.T  # A each
+    share = least + area * (1 - least)
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    across = np.exp(low + ratio * (high - low))
+    widths = np.rint(np.sqrt(width * height * share * across)).astype(np.int64)
+    heights = np.rint(np.sqrt(width * height * share / across)).astype(np.int64)
+    x0 = (right * (width - widths + 1)).astype(np.int64)
+    y0 = (down * (height - heights + 1)).astype(np.int64)
+    boxes = np.stack((x0, y0, x0 + widths, y0 + heights), axis=1)
+    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+    fits &= covered(boxes, objects * np.array([width, height, width, height])).max(axis=1) >= OBJECT_COVERED
+    if not fits.any():
+        return None
+    found: Box = tuple(boxes[np.argmax(fits)].tolist())
+    return found
+
+
+def covered(boxes: IntArray, objects: npt.NDArray[np.floating]) -> FloatArray:  # A x 4, M x 4 -> A x M
+    """The share of each object's area that lies within each box."""
+    low = np.maximum(boxes[:, None, :2], objects[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], objects[None, :, 2:])
+    within = np.clip(high - low, 0, None).prod(axis=-1)
+    return np.asarray(within / (objects[:, 2:] - objects[:, :2]).prod(axis=-1), np.float64)
+
+
+def shifts(indices: IntArray, *, side: int, seed: int, epoch: int) -> IntArray:  # N x 2: down, right
+    """How far each image moves, up to an eighth of its side each way: padding with zeros and cropping back."""
+    reach = max(1, side // 8)
+    drawn = uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=2)
+    return (drawn * (2 * reach + 1)).astype(np.int64) - reach
+
+
+def flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> BoolArray:  # N
+    """Which images are mirrored left to right: half of them, or none where the kind does not flip."""
+    if augment not in FLIPPING:
+        return np.zeros(len(indices), dtype=np.bool_)
+    return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.FLIP, draws=1)[:, 0] < 0.5
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Crops:
+    """Which box of each photo is read, and whether it is mirrored: the same whoever decodes it."""
+
+    augment: Augment  # "none" or "crop-flip"
+    resize: int  # short side before evaluation's centre crop, pixels
+    size: int  # side of what is read, pixels
+    seed: int
+    objects: Objects | None = None  # what random crops must overlap
+    rule: CropRule = CROP_RULE
+    antialias: bool = True  # when a box is resized
+
+    @classmethod
+    def of(
+        cls,
+        preprocessing: Preprocessing,
+        *,
+        augment: Augment,
+        seed: int,
+        objects: Objects | None,
+        rule: CropRule = CROP_RULE,
+    ) -> "Crops":
+        if augment not in ("none", "crop-flip"):
+            raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
+        return cls(
+            augment=augment,
+            resize=preprocessing.resize,
+            size=preprocessing.image_size,
+            seed=seed,
+            objects=objects,
+            rule=rule,
+            antialias=preprocessing.antialias,
+        )
+
+    def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
+        return flips(self.augment, indices, seed=self.seed, epoch=epoch)
+
+    def boxes(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> FloatArray:  # N; N x (width, height); N x 4
+        if self.augment == "none":
+            fixed = [evaluation_box(*size, resize=self.resize, crop=self.size) for size in sizes.tolist()]
+            return np.array(fixed, np.float64).reshape(-1, 4)
+        sizes = sizes.astype(np.int64)
+        if self.rule.draw == "height":
+            return self._distorted(indices, sizes, epoch=epoch).astype(np.float64)
+        draws = crop_draws(indices, seed=self.seed, epoch=epoch)
+        widths, heights = sizes.T
+        boxes = random_resized_crop(widths, heights, draws, least=self.rule.least).astype(np.float64)
+        object_box = self._object_box if self.rule.overlap == "object" else self._filled_box
+        for row in self._annotated(indices):
+            boxes[row] = object_box(int(indices[row]), sizes[row].tolist(), epoch)
+        return boxes
+
+    def _annotated(self, indices: IntArray) -> list[int]:
+        """Rows of the images that have objects to overlap."""
+        objects = self.objects
+        if objects is None:
+            return []
+        return [row for row, index in enumerate(indices.tolist()) if len(objects[index]) > 0]
+
+    def _object_box(self, index: int, size: list[int], epoch: int) -> Box:
+        """By ten attempts, which nearly always suffice, then by the rest of them; the whole image if all fail."""
+        assert self.objects is not None
+        width, height = size
+        for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
+            draws = self._attempts(np.array([index]), epoch, first=first, last=last)[0]
+            own, least = self.objects[index], self.rule.least_of_object
+            box = object_crop(width, height, objects=own, draws=draws, least=least)
+            if box is not None:
+                return box
+        return (0.0, 0.0, float(width), float(height))
+
+    def _filled_box(self, index: int, size: list[int], epoch: int) -> Box:
+        """The first of ten plain crops of which an object fills enough, else the last of them."""
+        assert self.objects is not None
+        width, height = np.full((2, ATTEMPTS), np.array(size)[:, None])
+        draws = uniform(
+            seed=self.seed,
+            epoch=epoch,
+            indices=np.array([index]),
+            purpose=Purpose.OBJECT_CROP,
+            draws=CROP_DRAWS * ATTEMPTS,
+        ).reshape(ATTEMPTS, CROP_DRAWS)
+        boxes = random_resized_crop(width, height, draws, least=self.rule.least_of_object)
+        pixels = self.objects[index] * np.array([*size, *size])
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+        shares = covered(boxes, pixels) * (pixels[:, 2:] - pixels[:, :2]).prod(axis=1) / areas[:, None]
+        enough = shares.max(axis=1) >= OBJECT_COVERED
+        box: Box = tuple(boxes[np.argmax(enough) if enough.any() else -1].tolist())
+        return box
+
+    def _distorted(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> IntArray:  # N; N x 2; N x 4
+        """TensorFlow's crops: of up to 100 boxes the first that covers enough of an object, else the whole image.
+
+        Where it has objects it must be one of them, else the image itself. Ten attempts nearly always suffice.
+        """
+        found = np.concatenate((np.zeros_like(sizes), sizes), axis=1)
+        left = np.arange(len(indices))
+        for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
+            widths, heights = sizes[left].T
+            draws = self._attempts(indices[left], epoch, first=first, last=last)
+            drawn = attempt(widths, heights, draws, least=self.rule.least)
+            enough = covers_image(drawn.boxes, widths, heights)
+            for row in self._annotated(indices[left]):
+                assert self.objects is not None
+                own, (width, height) = self.objects[int(indices[left[row]])], sizes[left[row]].tolist()
+                enough[row] = covers_object(drawn.boxes[row], own, width=width, height=height)
+            enough &= drawn.fit
+            rows = np.flatnonzero(enough.any(axis=1))
+            found[left[rows]] = drawn.boxes[rows, np.argmax(enough[rows], axis=1)]
+            left = np.delete(left, rows)
+        return found
+
+    def _attempts(self, indices: IntArray, epoch: int, *, first: int, last: int) -> FloatArray:  # N x A x OBJECT_DRAWS
+        draws = uniform(
+            seed=self.seed,
+            epoch=epoch,
+            indices=indices,
+            purpose=Purpose.OBJECT_CROP,
+            draws=OBJECT_DRAWS * (last - first),
+            first=OBJECT_DRAWS * first,
+        )
+        return draws.reshape(len(indices), last - first, OBJECT_DRAWS)

@@ -1,1 +1,0 @@
-"""JPEG files decoded, cropped, resized and flipped on a CUDA device."""

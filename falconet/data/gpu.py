@@ -1,0 +1,195 @@
+"""Which JPEG files the device decodes to the same picture as Pillow: told from their headers alone."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from falconet.data.buffers import Allowance, Room, Shape, fresh_room
+from falconet.data.crops import Crops
+from falconet.data.decode import UnreadableImageError
+from falconet.data.keyed import IntArray
+from falconet.data.readers import Reader
+from falconet.data.source import BoolArray, PhotoSource
+
+START, END = b"\xff\xd8", b"\xff\xd9"
+BASELINE, SCAN, ADOBE, JFIF = 0xC0, 0xDA, 0xEE, 0xE0
+OTHER_FRAMES = frozenset({*range(0xC1, 0xD0)} - {0xC4, 0xC8, 0xCC})  # extended, progressive, lossless, arithmetic
+# Horizontal and vertical factors of the luminance over the colours: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
+SAMPLINGS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
+
+
+class Size(NamedTuple):
+    width: int
+    height: int
+
+
+def plain_size(data: bytes | bytearray) -> Size | None:
+    """Width and height of a whole baseline JPEG, 8 bits, grey or YCbCr; None for what is left to the CPU's reader."""
+    if not data.startswith(START):
+        return None
+    at, size, adobe, jfif = 2, None, None, False
+    named_rgb = False
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # padding
+            at += 1
+            continue
+        length = data[at + 2] << 8 | data[at + 3]
+        if length < 2 or at + 2 + length > len(data) or marker in OTHER_FRAMES:
+            return None
+        if marker == SCAN:
+            # What ends too early may still give pixels on the device: wrong ones.
+            whole = data.rfind(END, at) != -1
+            colours = adobe == 0 or (adobe is None and not jfif and named_rgb)
+            return size if whole and not colours else None
+        if marker == BASELINE:
+            frame = _frame(data[at + 4 : at + 2 + length])
+            if frame is None or size is not None:
+                return None
+            size, named_rgb = frame
+        elif marker == JFIF:
+            jfif = jfif or data[at + 4 : at + 9] == b"JFIF\0"
+        elif marker == ADOBE and data[at + 4 : at + 9] == b"Adobe" and length >= 14:
+            adobe = data[at + 15]
+        at += 2 + length
+    return None
+
+
+def _frame(frame: bytes | bytearray) -> tuple[Size, bool] | None:
+    """The size, and whether the components are named R, G and B."""
+    if len(frame) < 6 or frame[0] != 8:
+        return None
+    height, width, components = frame[1] << 8 | frame[2], frame[3] << 8 | frame[4], frame[5]
+    if height == 0 or width == 0 or components not in (1, 3) or len(frame) != 6 + 3 * components:
+        return None
+    if components == 1:
+        return Size(width, height), False
+    luminance, blue, red = frame[7], frame[10], frame[13]
+    if luminance not in SAMPLINGS or (blue, red) != (0x11, 0x11):
+        return None
+    return Size(width, height), (frame[6], frame[9], frame[12]) == tuple(b"RGB")
+
+
+Encoded = Callable[[int], bytearray | None]  # the bytes of an image by its number; None: cannot be read
+PORTION = 128  # images of one call: nvJPEG wants many at once (bench/decode_device.py)
+
+
+class DeviceLanding:
+    """JPEG files through torchvision's nvJPEG; all else through the host's reader with the same crop and flip.
+
+    Its threads are the loader's. Each has a stream of its own and waits for it at the end of a part: then the pixels
+    are there, and what was decoded may go. (Torchvision writes on a stream that torch's allocator knows nothing of, so
+    a decoded image must not be freed before the last kernel that reads it is done.)
+    """
+
+    ring = None  # nothing is copied
+
+    def __init__(
+        self, device: torch.device, *, encoded: Encoded, crops: Crops, allowance: Allowance | None = None
+    ) -> None:
+        """Of the allowance, `most` is of the device's memory."""
+        self._device, self._allowance = device, allowance or Allowance()
+        self._encoded, self._crops = encoded, crops
+        self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the batches' memory belongs to it
+        self._own = threading.local()
+
+    def rows(self, reader: Reader) -> int:  # noqa: ARG002, the host's reader only gets what is left over
+        return self._allowance.portion or PORTION
+
+    def ahead(self, images: int, *, size: int) -> int:
+        return self._allowance.ahead(Shape(images, size))
+
+    def room(self, images: int, *, size: int) -> Room:
+        small = fresh_room(Shape(images, 0))
+        with torch.cuda.stream(self._home):
+            pixels = torch.empty((images, size, size, 3), dtype=torch.uint8, device=self._device)
+        # What the home stream did with this memory before was recorded by its users; padding is written there.
+        return Room(pixels, small.labels, small.mixup, small.box)
+
+    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
+        read = np.ones(len(indices), dtype=np.bool_)
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            decoded, left = self._decode(indices)
+            if decoded:
+                rows = np.array(list(decoded))
+                self._place(list(decoded.values()), indices[rows], images, rows, epoch)
+            if left:
+                pixels = np.empty((len(left), *images.shape[1:]), np.uint8)
+                read[left] = reader.read(indices[left], epoch=epoch, out=pixels)
+                images[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a stream is waited for spinning
+        done.record(stream)
+        done.synchronize()
+        return read
+
+    def _decode(self, indices: IntArray) -> tuple[dict[int, Tensor], list[int]]:
+        """The decoded images by their row, and the rows that are left to the host."""
+        encoded: dict[int, Tensor] = {}
+        sizes: dict[int, tuple[int, int]] = {}
+        for row, index in enumerate(indices.tolist()):
+            data = self._encoded(index)
+            size = plain_size(data) if data else None
+            if data and size and size.width * size.height <= (Image.MAX_IMAGE_PIXELS or 2**27):
+                encoded[row], sizes[row] = torch.frombuffer(data, dtype=torch.uint8), (size.height, size.width)
+        rows = list(encoded)
+        images = decode_jpegs(list(encoded.values()), self._device)
+        decoded = {
+            row: image
+            for row, image in zip(rows, images, strict=True)
+            if image is not None and tuple(image.shape) == (3, *sizes[row])
+        }
+        return decoded, [row for row in range(len(indices)) if row not in decoded]
+
+    def _place(self, decoded: list[Tensor], indices: IntArray, images: Tensor, rows: IntArray, epoch: int) -> None:
+        from falconet.data.gpu_resize import resize_boxes  # Triton: there where CUDA is
+
+        sizes = np.array([(image.shape[2], image.shape[1]) for image in decoded], np.int64)
+        boxes, flips = self._crops.boxes(indices, sizes, epoch=epoch), self._crops.flips(indices, epoch=epoch)
+        whole = len(rows) == len(images)
+        out = images if whole else torch.empty((len(rows), *images.shape[1:]), dtype=torch.uint8, device=self._device)
+        resize_boxes(decoded, boxes, flips, out, antialias=self._crops.antialias)
+        if not whole:
+            images[torch.from_numpy(rows).to(self._device)] = out
+
+    def _stream(self) -> torch.cuda.Stream:
+        """This thread's own."""
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._own.stream
+        return stream
+
+
+def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
+    """Each as 3 x H x W on the device; None for one that nvJPEG refuses."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    if not encoded:
+        return []
+    try:
+        decoded: list[Tensor | None] = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of one of them; which one, it does not say
+        if len(encoded) == 1:
+            return [None]
+        middle = len(encoded) // 2
+        return decode_jpegs(encoded[:middle], device) + decode_jpegs(encoded[middle:], device)
+    return decoded
+
+
+def bytes_of(source: PhotoSource) -> Encoded:
+    """Reads the encoded images of a source; what is wrong with one that cannot be read, the host's reader will say."""
+
+    def encoded(index: int) -> bytearray | None:
+        try:
+            return bytearray(source.encoded(index))  # torch wants memory that it could write to
+        except (OSError, UnreadableImageError):
+            return None
+
+    return encoded

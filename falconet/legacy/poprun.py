@@ -1,0 +1,394 @@
+"""poprun's command line, as the originals used it: who runs what, on which hosts. No torch in here."""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from falconet import exits
+from falconet.errors import ConfigError, did_you_mean
+
+YES, NO = ("1", "yes", "true", "on"), ("0", "no", "false", "off")
+# Flags of the IPU's own resources, which have no counterpart here; all take one value.
+OF_THE_IPU = (
+    *("--vipu-server-host", "--vipu-server-port", "--vipu-server-timeout", "--vipu-partition", "--vipu-cluster"),
+    *("--vipu-allocation", "--reset-partition", "--update-partition", "--remove-partition", "--num-ilds"),
+    *("--sync-type", "--offline-mode"),
+)
+# mpirun's arguments without a meaning here, and how many values each takes.
+OF_MPIRUN = {
+    **dict.fromkeys(("--allow-run-as-root", "--oversubscribe", "--display-map", "--report-bindings"), 0),
+    **dict.fromkeys(("--bind-to", "--map-by", "--rank-by"), 1),
+}
+PYTHONS_OWN = ("--help", "--version", "--help-env", "--help-xoptions", "--help-all", "--check-hash-based-pycs")
+FORGOTTEN = "4"  # the TensorFlow README's value of --ipus-per-replica: its mk2_resnet50_bn_16ipus is in 4 stages
+CACHE = "TRITON_CACHE_DIR"
+NETWORKS = ("btl_tcp_if_include", "oob_tcp_if_include")
+HELP = """usage: poprun [flags] PROGRAM [arguments]
+
+Runs a program as several processes, with the flags of Graphcore's poprun, by torchrun.
+
+  --num-replicas N       copies of the model over all hosts
+  --num-instances N      must divide the replicas; their number when --num-replicas is missing
+  --ipus-per-replica N   processes of one replica: the stages of a pipeline (1; 4 where the value is missing)
+  --host A,B             hosts, over ssh, each with this folder and this Python; the first one coordinates
+  --numa-aware yes|no    bind each process to a NUMA node
+  --mpi-global-args S    --tag-output, -x VAR[=VALUE], -H HOSTS, --mca btl_tcp_if_include NETWORK,
+  --mpi-local-args S     --mca plm_rsh_agent COMMAND; the other arguments of mpirun are named and have no effect
+  --only-output-from-instance N
+  --executable-cache-path FOLDER   where compiled kernels are kept (TRITON_CACHE_DIR)
+  --dry-run              print the command lines and exit
+  -v                     print them, and go on
+
+Flags of V-IPU partitions are accepted and have no effect. MASTER_PORT sets the port of the first host (29500).
+
+Example:
+  poprun --num-instances 2 --num-replicas 2 falconet train --epoch 2"""
+
+
+@dataclass(kw_only=True)
+class Poprun:
+    """What poprun was asked for."""
+
+    program: tuple[str, ...] = ()
+    replicas: int = 0  # 0: as many as instances
+    instances: int = 0  # 0: nobody said
+    stages: int = 1  # processes of one replica
+    hosts: tuple[str, ...] = ()
+    numa_aware: bool = False
+    tagged: bool = False  # each line of output with the rank before it
+    only_instance: int | None = None
+    exported: dict[str, str | None] = field(default_factory=dict)  # None: poprun's own value
+    network: str | None = None  # a subnet such as 10.1.3.0/24, or an interface
+    remote_shell: tuple[str, ...] = ("ssh",)
+    dry_run: bool = False
+    verbose: bool = False
+    help: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def read_poprun(argv: Sequence[str]) -> Poprun:
+    """The request that a poprun line makes; the first word that is no flag begins the program."""
+    asked, words, idle = Poprun(), list(argv), []
+    while words and words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        if name == "--":
+            break
+        if name in SWITCHES:
+            SWITCHES[name](asked)
+        elif name == "--numa-aware":
+            if not equals:
+                value = words.pop(0) if words and words[0].lower() in YES + NO else "yes"
+            asked.numa_aware = _yes(name, value)
+        elif name in VALUED or name in OF_THE_IPU:
+            if not equals:
+                value = _next(name, words, asked)
+            if name in OF_THE_IPU:
+                idle.append(name)
+            else:
+                VALUED[name](asked, name, value)
+        else:
+            raise ConfigError(f"{name}: poprun has no such flag{did_you_mean(name, FLAGS) or '; --help lists them'}")
+    asked.program = tuple(words)
+    if idle:
+        asked.notes.append(f"{', '.join(idle)}: no effect, there is no IPU here")
+    _check(asked)
+    return asked
+
+
+def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple[str, ...], str | None]:
+    """A program with train.py where Python is given options of a script and no script, and a line about it.
+
+    One original's README prints its POD128 command so. `scripts`: what lies in the folder where it is typed.
+    """
+    python, *words = program
+    if not re.fullmatch(r"python[\d.]*", python.rpartition("/")[2]) or not words or words[0] in PYTHONS_OWN:
+        return tuple(program), None
+    if not words[0].startswith("--"):
+        return tuple(program), None
+    if "train.py" not in scripts:
+        raise ConfigError(f"{python} {words[0]}: names no script; wanted `{python} train.py {words[0]} ...`")
+    return (python, "train.py", *words), f"{python} {words[0]}: names no script; taken as {python} train.py"
+
+
+def _next(name: str, words: list[str], asked: Poprun) -> str:
+    """The value of a flag: the next word, unless that is a flag; mpirun's arguments begin with a dash themselves."""
+    if words and (name in MPI or not words[0].startswith("-")):
+        return words.pop(0)
+    if name == "--ipus-per-replica":  # as one original's README printed it, of a model in 4 stages
+        asked.notes.append(
+            f"--ipus-per-replica: has no value; taken as {FORGOTTEN}, which was meant where it is printed so"
+        )
+        return FORGOTTEN
+    raise ConfigError(f"{name}: needs a value")
+
+
+def _yes(name: str, value: str) -> bool:
+    if value.lower() not in YES + NO:
+        raise ConfigError(f"{name}: got '{value}', wanted yes or no")
+    return value.lower() in YES
+
+
+def _number(name: str, value: str, least: int = 1) -> int:
+    if not re.fullmatch(r"\d+", value) or int(value) < least:
+        raise ConfigError(f"{name}: got '{value}', wanted a whole number, at least {least}")
+    return int(value)
+
+
+def _hosts(name: str, value: str) -> tuple[str, ...]:
+    """`a,b`; with mpirun's `a:2,b:2`, slots are dropped: processes are divided evenly."""
+    hosts = tuple(re.sub(r":\d+$", "", host.strip()) for host in value.split(","))
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9_@%][A-Za-z0-9_.:@%-]*", host):
+            raise ConfigError(f"{name}: got '{value}', wanted names or addresses of hosts with commas between them")
+    if len(set(hosts)) < len(hosts):
+        raise ConfigError(f"{name}: got '{value}', wanted each host once")
+    return hosts
+
+
+def _mpi(asked: Poprun, name: str, value: str) -> None:
+    """mpirun's own arguments, as far as they mean something without it."""
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: got '{value}', which a shell could not read: {error}") from None
+    idle = []
+    while words:
+        flag = "--" + words[0].lstrip("-") if len(words[0].lstrip("-")) > 1 else words[0]
+        spelled = words.pop(0)
+        takes = OF_MPIRUN.get(flag, MPI_VALUES.get(flag, 0))
+        if len(words) < takes:
+            raise ConfigError(f"{name}: {spelled} needs {takes} value{'s' if takes > 1 else ''}")
+        values = [words.pop(0) for _ in range(takes)]
+        if flag in ("--tag-output", "-tag-output"):
+            asked.tagged = True
+        elif flag == "-x":
+            variable, equals, content = values[0].partition("=")
+            asked.exported[variable] = content if equals else None
+        elif flag in ("-H", "--host"):
+            asked.hosts = _hosts(f"{name} {spelled}", values[0])
+        elif flag == "--mca" and values[0] in NETWORKS:
+            asked.network = values[1]
+        elif flag == "--mca" and values[0] == "plm_rsh_agent":
+            asked.remote_shell = tuple(shlex.split(values[1])) or ("ssh",)
+        elif flag == "--mca" or flag in OF_MPIRUN:
+            idle.append(" ".join([spelled, *values]))
+        else:
+            known = [*OF_MPIRUN, *MPI_VALUES, "--tag-output"]
+            meant = did_you_mean(spelled, known) or f"; wanted {', '.join(known)}"
+            raise ConfigError(f"{name}: {spelled} is not translated{meant}")
+    if idle:
+        asked.notes.append(f"{name} {', '.join(idle)}: no effect without mpirun")
+
+
+def _cache(asked: Poprun, name: str, value: str) -> None:  # noqa: ARG001
+    """Their programs were compiled whole; here only Triton's kernels are. Empty: as a variable that is not set."""
+    if value:
+        asked.exported.setdefault(CACHE, value)
+
+
+def _check(asked: Poprun) -> None:
+    if asked.help:
+        return
+    asked.replicas = asked.replicas or asked.instances or 1
+    if not asked.program:
+        raise ConfigError("PROGRAM: is needed after the flags, such as `falconet train`")
+    if asked.instances and asked.replicas % asked.instances:
+        raise ConfigError(
+            f"--num-replicas: got {asked.replicas}, wanted a multiple of --num-instances, which is {asked.instances}"
+        )
+    if asked.only_instance is not None and asked.only_instance >= (asked.instances or asked.replicas):
+        raise ConfigError(
+            f"--only-output-from-instance: got {asked.only_instance}, wanted less than the number of instances,"
+            f" {asked.instances or asked.replicas}"
+        )
+    if asked.hosts and asked.replicas % len(asked.hosts):
+        raise ConfigError(
+            f"--num-replicas: got {asked.replicas}, wanted a multiple of the {len(asked.hosts)} hosts: a replica stays"
+            " on one host"
+        )
+
+
+def _set(attribute: str, read: Callable[[str, str], object]) -> Callable[[Poprun, str, str], None]:
+    return lambda asked, name, value: setattr(asked, attribute, read(name, value))
+
+
+def _switch(attribute: str) -> Callable[[Poprun], None]:
+    return lambda asked: setattr(asked, attribute, True)
+
+
+MPI = ("--mpi-global-args", "--mpi-local-args")
+MPI_VALUES = {"-x": 1, "-H": 1, "--host": 1, "--mca": 2}
+VALUED: dict[str, Callable[[Poprun, str, str], None]] = {
+    "--num-instances": _set("instances", _number),
+    "--num-replicas": _set("replicas", _number),
+    "--ipus-per-replica": _set("stages", _number),
+    "--host": _set("hosts", _hosts),
+    "--only-output-from-instance": _set("only_instance", lambda name, value: _number(name, value, 0)),
+    "--executable-cache-path": _cache,
+    **dict.fromkeys(MPI, _mpi),
+}
+SWITCHES: dict[str, Callable[[Poprun], None]] = {
+    **dict.fromkeys(("-v", "-vv", "-vvv", "--v", "--vv", "--vvv", "--verbose"), _switch("verbose")),
+    **dict.fromkeys(("-h", "--help"), _switch("help")),
+    "--dry-run": _switch("dry_run"),
+}
+FLAGS = (*VALUED, *SWITCHES, *OF_THE_IPU, "--numa-aware")
+
+
+with exits.at_once():  # the first 0.3 s
+    from falconet.errors import ConfigError, UserError
+    from falconet.exits import DONE, INTERRUPTED, MISTAKE
+    from falconet.legacy import hosts
+    from falconet.legacy.hosts import Job, Start, is_here, starts
+    from falconet.parallel import environment
+    from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
+    from falconet.report.console import Lines, Say, Screen, are
+
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a program under poprun's flags; returns the exit code, which is the program's if it ran."""
+    say = Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line
+    try:
+        asked = read_poprun(sys.argv[1:] if argv is None else argv)
+        if asked.help:
+            Screen().line(HELP)
+            return DONE
+        asked.program, forgotten = with_script(asked.program, [path.name for path in Path().iterdir()])
+        asked.notes += [forgotten] if forgotten else []
+        return _run(asked, say=say)
+    except UserError as error:
+        say(f"poprun: {error}")
+        return MISTAKE
+    except KeyboardInterrupt:  # before there is anything to end
+        return INTERRUPTED
+
+
+def _run(asked: Poprun, *, say: Say) -> int:
+    processes, fewer = _processes(asked)
+    job = job_of(asked, os.environ, processes=processes)
+    each = starts(job)
+    for note in (*asked.notes, *fewer, *_notes(asked)):
+        say(f"poprun: {note}")
+    if asked.dry_run:
+        _show(each, Screen().line)
+        return DONE
+    if asked.verbose:
+        _show(each, say)
+    if not each[0].remote and not shutil.which(asked.program[0]):
+        raise ConfigError(f"{asked.program[0]}: not found; wanted a program that can be run here")
+    hosts.require_reachable(each, remote_shell=asked.remote_shell)
+    return hosts.run_together(each, variables=job.variables)
+
+
+def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Job:
+    """The same in torchrun's terms."""
+    before = [*(["--numa"] if asked.numa_aware else []), *(["--network", asked.network] if asked.network else [])]
+    shown = None
+    if asked.only_instance is not None:
+        instances = asked.instances or asked.replicas
+        first = asked.only_instance * processes // instances
+        shown = range(first, max(first + 1, (asked.only_instance + 1) * processes // instances))
+    exported = {name: variables.get(name) if value is None else value for name, value in asked.exported.items()}
+    return Job(
+        program=asked.program,
+        processes=processes,
+        hosts=asked.hosts,
+        port=_port(variables.get("MASTER_PORT")),
+        folder=str(Path.cwd()),
+        variables={
+            environment.REPLICAS: str(asked.replicas),
+            environment.STAGES: str(asked.stages),
+            environment.TETHERED: "1",
+            # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            # A host that is not there yet is an error to torch's C++, and one that does not come is one of ours.
+            "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL") or "FATAL",
+            "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY") or "PASSIVE",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
+            **{name: value for name, value in exported.items() if value is not None},
+        },
+        remote_shell=asked.remote_shell,
+        tagged=asked.tagged,
+        shown=shown,
+        prepared=[sys.executable, "-m", "falconet.legacy.hosts", *before] if before else [],
+    )
+
+
+def _processes(asked: Poprun) -> tuple[int, list[str]]:
+    """As many as asked for on other hosts; on this one, as many as it has devices for, and a line where that is fewer.
+
+    The program learns the number of replicas that was asked for, and folds the missing ones into accumulation.
+    """
+    everyone = asked.replicas * asked.stages
+    if everyone == 1 or not all(map(is_here, asked.hosts)):
+        return everyone, []
+    devices, what = _cores() if _is_for_cpu(asked) else _devices()
+    fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
+    if fitting == everyone:
+        return everyone, []
+    return fitting, [f"{everyone} processes asked for, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
+
+
+def _devices() -> tuple[int, str]:
+    if any(map(os.path.exists, DRIVERS)):
+        import torch  # takes seconds, which a machine without a driver need not wait for
+
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            return count, f"{are(count, 'CUDA device')} here"
+    return _cores()
+
+
+def _cores() -> tuple[int, str]:
+    cores = len(os.sched_getaffinity(0))
+    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for {PROCESSES_PER_CORE} processes each"
+
+
+def _is_for_cpu(asked: Poprun) -> bool:
+    """Whether the program will use no CUDA device, as far as its line says."""
+    words = asked.program
+    hidden = asked.exported.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return hidden or "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
+
+
+def _notes(asked: Poprun) -> list[str]:
+    """What was asked for and cannot be had."""
+    notes = [f"-x {name}: is not set here" for name, value in asked.exported.items() if _is_missing(name, value)]
+    if asked.numa_aware and all(map(is_here, asked.hosts)) and len(hosts.numa_nodes()) < 2:
+        notes.append("--numa-aware: no effect, this host has one NUMA node")
+    return notes
+
+
+def _is_missing(name: str, value: str | None) -> bool:
+    return value is None and name not in os.environ
+
+
+def _port(text: str | None) -> int:
+    if not text:
+        return environment.PORT
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ConfigError(f"MASTER_PORT: got '{text}', wanted 1 to 65535")
+    return int(text)
+
+
+def _show(each: Sequence[Start], line: Say) -> None:
+    for start in each:
+        line(start.shown)
+
+
+def command() -> NoReturn:
+    """`poprun` as the whole of a process."""
+    exits.soon(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,114 @@
+"""The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from falconet import exits
+
+with exits.at_once():  # the first 0.3 s of every program
+    from falconet import cli
+    from falconet.errors import UserError
+    from falconet.exits import DONE, INTERRUPTED, MISTAKE
+    from falconet.legacy.migration import help_of
+    from falconet.legacy.table import Place
+    from falconet.legacy.translate import Translation, program_named, translate
+    from falconet.parallel.environment import REPLICAS, find_place
+    from falconet.report.folders import RUNS
+
+SHOW = "--show-translation"
+
+
+def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
+    """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
+    words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
+    name = Path(script).name if Path(script).stem != "__main__" else Path(script).resolve().parent.name
+    cli.show_any_name()
+    try:
+        if {"-h", "--help"} & set(words):
+            _say(help_of(program_named(program)))
+            return DONE
+        place = _place(Path(script), os.environ)
+        translation = translate(program, [word for word in words if word != SHOW], place=place)
+        if SHOW in words:
+            _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
+            return DONE
+    except UserError as error:
+        if _is_first(os.environ):
+            print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+    except OSError as error:
+        return cli.unwritten(error, name)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return _run(translation, ours, name)
+
+
+def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """The same as the whole of a process."""
+    cli.end(main(program, script, argv))
+
+
+def gc_info() -> NoReturn:
+    """`gc-info -l`, whatever its flags: what this machine has."""
+    cli.end(cli.main(["doctor"]))
+
+
+def gc_profile(argv: Sequence[str] | None = None) -> int:
+    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder.
+
+    The program takes this process over, and with it every signal: after a Ctrl-C it has the time that it needs to save.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) < 4 or words[0] != "-d" or words[2] != "--":
+        print("usage: gc-profile -d FOLDER -- PROGRAM [arguments]", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+    try:
+        os.execvpe(words[3], words[3:], {**os.environ, RUNS: str(Path(words[1]).absolute())})
+    except OSError as error:
+        print(f"gc-profile: {words[3]}: {error.strerror}", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+
+
+def _run(translation: Translation, ours: list[str], name: str) -> int:
+    if _is_first(os.environ):
+        for note in translation.notes:
+            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
+    for variable, value in translation.environment.items():
+        os.environ[variable] = os.environ.get(variable) or value
+    return cli.main([*translation.argv(), *ours])
+
+
+def _say(text: str) -> None:
+    if _is_first(os.environ):
+        print(text)  # noqa: T201
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is theirs, and behind a `--` what is Falconet's own and not translated."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def _place(script: Path, environment: Mapping[str, str]) -> Place:
+    configs = script.resolve().parent / "configs.yml"
+    asked = environment.get(REPLICAS, "")
+    return Place(
+        environment=environment,
+        folder=configs.parent,
+        configs=configs if configs.exists() else None,
+        replicas=int(asked) if asked.isdigit() else None,
+    )
+
+
+def _is_first(environment: Mapping[str, str]) -> bool:
+    """Several processes of one run say things once."""
+    try:
+        place = find_place(environment)
+    except UserError:
+        return True
+    return place is None or place.rank == 0

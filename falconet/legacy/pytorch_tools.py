@@ -1,0 +1,365 @@
+"""The originals' benchmark runner, `python3 -m examples_utils benchmark`."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from falconet.errors import ConfigError
+from falconet.legacy.pytorch import COMMON, IMAGENET, OFFLINE, TRAINING, beginning
+from falconet.legacy.table import Effect, Program, Say, To, Values, becomes, idle, nothing, part_of, same
+
+RUNNERS = (
+    Program(
+        name="tool:examples_utils benchmark",
+        options=(
+            same("--spec", "text", count="some"),
+            same("--benchmark", "text", count="some"),
+            same("--allow-wandb", "flag"),
+            nothing("--ignore-wandb", "flag", "always so unless --allow-wandb is given"),
+            becomes(
+                "--compile-only",
+                "flag",
+                None,
+                "plan",
+                lambda old: [To("plan")] if old.flag("--compile-only") else [],
+                OFFLINE,
+            ),
+            same("--include-convergence", "flag"),
+            becomes(
+                "--ignore-errors",
+                "flag",
+                None,
+                "stop-on-error",
+                lambda old: [To("no-stop-on-error" if old.flag("--ignore-errors") else "stop-on-error")],
+                "the first failure stops the rest unless given",
+            ),
+            same("--log-dir", "text", aliases=("--logdir",)),
+            nothing("--logging", "text", "what fails is always said; --show-output prints everything"),
+            same("--profile", "flag"),
+            same("--timeout", "number"),
+            same("--csv-metrics", "text", count="some"),
+            same("--additional-metrics", "flag"),
+            part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
+        ),
+        command="bench",
+        about="runs benchmark specs",
+    ),
+)
+
+
+BOXES = "imagenet_2012_bounding_boxes.csv"
+# Names of the served test, as pytest gives them: test_single_model[resnet50-resnet50-RequestType.SYNC-1].
+_SERVED = {
+    "model": re.compile(r"(?<![\w-])(resnet50|efficientnet-b0|efficientnet-b4)(?![\w])"),
+    "request type": re.compile(r"(?<![A-Za-z])(SYNC|ASYNC)(?![A-Za-z])"),
+    "number of processes": re.compile(r"(?:SYNC-|[^\w.-])(\d+)(?!\w)"),
+}
+WHOLE = "every process of `falconet bench infer` predicts with the whole model; --replicas N uses N devices"
+_SERVED_REQUESTS = "200"  # of each client: each a micro-batch
+
+
+def own(old: Values) -> Iterable[Effect]:
+    """What the trainer has no options for."""
+    yield from beginning(old)
+    yield To("checkpoints-kept", ("all",))  # theirs deleted none
+
+
+def samples(old: Values) -> str:
+    """Where `make get-data` leaves the sample photos: beside the folder of the program."""
+    folder = old.place.folder
+    return str(folder.parent / "data" / "images") if folder else "data/images"
+
+
+def inference_data(old: Values) -> Iterable[Effect]:
+    """Their sample photos were read once and repeated; ours is any folder of photos."""
+    kind = old.text("--data")
+    if kind != "real":
+        yield To("data", (kind,))
+        return
+    yield To("data", ("folder",))
+    yield To("data-dir", (samples(old),))
+
+
+def strategy(old: Values) -> Iterable[Effect]:
+    """Theirs did nothing by default, which its documents did not say."""
+    kind = old.text("--weight-avg-strategy")
+    if kind == "none":
+        yield Say("--weight-avg-strategy none: averages all the same, as that is what the program is for: the mean")
+    yield To("weight-avg-strategy", ("mean" if kind == "none" else kind,))
+
+
+def served_test(old: Values) -> Iterable[Effect]:
+    """One test of the originals' is run, with the names that pytest gave it; what -k leaves open is said."""
+    expression = old.text("-k") if old.has("-k") else ""
+    found = {name: set(pattern.findall(expression)) for name, pattern in _SERVED.items()}
+    if expression and not found["model"]:
+        wanted = "test_single_model[resnet50-resnet50-RequestType.SYNC-1]"
+        raise ConfigError(
+            f"-k: got '{expression}', wanted a test of resnet50, efficientnet-b0 or -b4, such as {wanted}"
+        )
+    chosen = {name: _one(name, values, default) for (name, values), default in zip(found.items(), _FIRST, strict=True)}
+    for name, values in found.items():
+        if len(values) != 1:
+            said = f"of several, only {chosen[name]} is run" if values else f"{chosen[name]}, as it is not named"
+            yield Say(f"-k: {name}: {said}")
+    model, kind, processes = chosen.values()
+    yield To("config", (model,))
+    yield To("request-type", (kind,))
+    yield To("clients", (processes,))
+    yield To("iterations", (_SERVED_REQUESTS,))
+    if old.has("--model-repository"):
+        yield To("checkpoint-input-path", (f"{old.text('--model-repository').rstrip('/')}/{model}",))
+
+
+_FIRST = ("resnet50", "SYNC", "1")
+
+
+def _one(name: str, values: set[str], default: str) -> str:
+    return min(values, key=int if name == "number of processes" else str) if values else default
+
+
+def served_check(old: Values) -> Iterable[Effect]:
+    """Any value is true there, false too."""
+    if not old.given("--benchmark_only"):
+        yield To("check-answers")
+
+
+def served_port(old: Values) -> Iterable[Effect]:
+    if old.has("--grpc-port"):
+        yield To("port", (old.text("--grpc-port"),))
+        yield Say("--grpc-port: HTTP is spoken on it, not gRPC")
+
+
+def weights(old: Values) -> Iterable[Effect]:
+    """Theirs were published ones unless told otherwise; a machine without a network measures all the same.
+
+    There were none of its own MobileNetV3.
+    """
+    unpublished = old.text("--model").startswith("mobilenet-v3")
+    yield To("weights", ("random" if old.flag("--random-weights") or unpublished else "auto",))
+
+
+def bench_data(old: Values) -> Iterable[Effect]:
+    """Theirs looked at the boxes of objects, whose file had to be there."""
+    kind = old.text("--data")
+    yield To("data", ("folder" if kind == "real" else kind,))
+    if kind == "real":
+        yield To("data-dir", (samples(old),))
+    if kind == "imagenet" and Path(_imagenet(old), BOXES).is_file():
+        yield To("use-bbox-info")
+        yield To("object-overlap", ("crop",))
+
+
+def bench_path(old: Values) -> Iterable[Effect]:
+    if old.text("--data") == "imagenet":
+        if old.given("--imagenet-data-path") or not old.place.environment.get("DATA_DIR"):
+            yield To("data-dir", (_imagenet(old),))
+    elif old.given("--imagenet-data-path"):
+        yield Say(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
+
+
+def _imagenet(old: Values) -> str:
+    stored = old.text("--imagenet-data-path")
+    return stored if old.given("--imagenet-data-path") else old.place.environment.get("DATA_DIR") or stored
+
+
+def bench_place(old: Values) -> Iterable[Effect]:
+    place = old.text("--normalization-location")
+    on_device = place == "ipu" or old.flag("--eight-bit-io")
+    yield To("normalization-location", ("device" if on_device else "host",))
+
+
+def bench_eight_bit(old: Values) -> Iterable[Effect]:
+    yield To("eight-bit-io" if old.flag("--eight-bit-io") else "no-eight-bit-io")
+
+
+def bench_model(_: Values) -> Iterable[Effect]:
+    yield To("model", ("resnet50",))
+
+
+def digest(old: Values) -> Iterable[Effect]:
+    yield from bench_model(old)
+    yield To("data", ("imagenet",))
+    yield To("md5")
+
+
+def device_batches(old: Values) -> Iterable[Effect]:
+    if old.whole("--device-iterations") > 1:
+        yield Say("--device-iterations: the host starts every batch itself; the number of batches is scaled")
+
+
+def bench_workers(old: Values) -> Iterable[Effect]:
+    idle = old.flag("--disable-async-loading")
+    yield To("dataloader-workers", ("0" if idle else old.text("--dataloader-worker"),))
+    if idle and old.given("--dataloader-worker"):
+        yield Say("--dataloader-worker: has no effect with --disable-async-loading")
+
+
+_SHARED = {option.name: option for option in COMMON}
+_PREDICTED = {  # what means something else without training
+    "--pipeline-splits": idle(_SHARED["--pipeline-splits"], WHOLE),
+    "--iterations": replace(_SHARED["--iterations"], effect="times --device-iterations: batches, at most 2,000"),
+    "--device-iterations": replace(
+        _SHARED["--device-iterations"], rule=device_batches, effect="scales --iterations; the host starts every batch"
+    ),
+    "--batchnorm-momentum": idle(_SHARED["--batchnorm-momentum"], "is for training"),
+}
+_CHECKPOINT = same("--checkpoint-input-path", "text", required=True, aliases=("--checkpoint-path",))
+
+PROGRAMS = (
+    Program(
+        name="pytorch:train.py",
+        options=(*COMMON, *TRAINING),
+        command="train",
+        about="trains from scratch",
+        style="pytorch",
+        rule=own,
+    ),
+    Program(
+        name="pytorch:restore.py",
+        options=(_CHECKPOINT,),
+        command="restore",
+        about="continues a run from a checkpoint",
+        whole=False,
+        style="pytorch",
+    ),
+    Program(
+        name="pytorch:validate.py",
+        options=(_CHECKPOINT,),
+        command="validate",
+        about="the accuracy of a checkpoint, or of each one in a folder",
+        whole=False,
+        style="pytorch",
+    ),
+    Program(
+        name="pytorch:weight_avg.py",
+        options=(
+            _CHECKPOINT,
+            same("--checkpoint-output-path", "text"),
+            becomes(
+                "--weight-avg-strategy",
+                "text",
+                "none",
+                "weight-avg-strategy",
+                strategy,
+                "the same; none becomes mean, as the program would do nothing else",
+                choices=("mean", "exponential", "none"),
+            ),
+            same("--weight-avg-exp-decay", "number", "0.99"),
+            same("--weight-avg-N", "whole", "-1"),
+        ),
+        command="average",
+        about="averages the checkpoints of a run",
+        whole=False,
+    ),
+    Program(
+        name="pytorch:inference/run_benchmark.py",
+        options=(
+            *(_PREDICTED.get(option.name, option) for option in COMMON),
+            becomes(
+                "--data",
+                "text",
+                "real",
+                "data data-dir",
+                inference_data,
+                "real is --data folder with the sample photos of `make get-data`",
+                choices=("real", "synthetic", "generated"),
+            ),
+            same("--precision", "text", "16.16", choices=("16.16", "32.32")),
+            same("--profile", "flag", effect="torch.profiler for three batches, and nothing measured, as it was"),
+            becomes(
+                "--random-weights",
+                "flag",
+                None,
+                "weights",
+                weights,
+                "--weights random; without it, published weights where they can be had, else random with a line why",
+            ),
+            same("--checkpoint-input-path", "text", effect="not of the original: weights to measure with"),
+        ),
+        command="bench infer",
+        about="throughput and latency of a model that predicts",
+        style="pytorch",
+    ),
+    Program(
+        name="pytorch:inference/run_benchmark_with_triton_server.py",
+        options=(
+            becomes(
+                "-k",
+                "text",
+                None,
+                "config request-type clients iterations",
+                served_test,
+                "model, request type and number of processes are read off the test's name; one test is run",
+            ),
+            part_of(
+                "--model-repository",
+                "text",
+                None,
+                "checkpoint-input-path",
+                "a folder with a checkpoint or a run folder of the model's name; without it, random weights",
+            ),
+            becomes(
+                "--grpc-port", "whole", None, "port", served_port, "the port, over HTTP; any free one unless given"
+            ),
+            becomes(
+                "--benchmark_only",
+                "text",
+                None,
+                "check-answers",
+                served_check,
+                "answers are compared with the model's own unless given; it is measured in any case",
+            ),
+            nothing("-s", "flag", "an option of pytest; what is measured is always printed"),
+            nothing("-v", "flag", "an option of pytest"),
+        ),
+        word=nothing("PATH", "text", "the folder of the originals' tests; Falconet's own server is measured"),
+        command="bench serve",
+        about="throughput and latency through a server",
+        style="pytorch",
+    ),
+    Program(
+        name="pytorch:datasets/host_benchmark.py",
+        options=(
+            same("--micro-batch-size", "whole", "1024"),
+            same("--iterations", "whole", "2", new="passes", effect="passes over the images"),
+            becomes(
+                "--data",
+                "text",
+                "imagenet",
+                "data data-dir use-bbox-info object-overlap",
+                bench_data,
+                "real is --data folder with the sample photos; with boxes where imagenet has a file of them, as theirs",
+                choices=("real", "synthetic", "generated", "cifar10", "imagenet"),
+            ),
+            becomes(
+                "--imagenet-data-path", "text", IMAGENET, "data-dir", bench_path, "the same; DATA_DIR if it is set"
+            ),
+            part_of("--disable-async-loading", "flag", None, "dataloader-workers", "0: reads in the loop itself"),
+            becomes(
+                "--normalization-location",
+                "text",
+                "host",
+                "normalization-location",
+                bench_place,
+                "ipu becomes device",
+                choices=("host", "ipu"),
+            ),
+            becomes("--dataloader-worker", "whole", "32", "dataloader-workers", bench_workers, "threads"),
+            becomes("--eight-bit-io", "flag", None, "eight-bit-io", bench_eight_bit, "the same; off unless given"),
+            same("--dataloader-rebatch-size", "whole"),
+            part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),
+        ),
+        command="data bench",
+        about="how fast the loader is",
+        rule=bench_model,
+    ),
+    Program(
+        name="pytorch:datasets/validate_dataset.py",
+        options=(same("--imagenet-data-path", "text", new="data-dir", required=True),),
+        command="data bench",
+        about="whether the images are those of ILSVRC 2012, by md5 (--md5)",
+        rule=digest,
+    ),
+)

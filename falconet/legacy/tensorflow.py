@@ -1,0 +1,376 @@
+"""What means nothing beside other options of a line of the TensorFlow program: refused as there, or said."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import ceil
+
+from falconet.errors import ConfigError
+from falconet.legacy import tensorflow_facts
+from falconet.legacy.pytorch import MEMORY
+from falconet.legacy.table import Effect, Old, Program, Say, To, Values, becomes, idle, nothing, part_of, same, short
+from falconet.legacy.tensorflow_machine import KEEPING, MACHINE
+from falconet.legacy.tensorflow_model import DATA, MODEL, own
+from falconet.legacy.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
+
+OF_FAMILY = {  # options that only one family of models had
+    "efficientnet": (
+        *("--dropout-rate", "--block-survival-prob", "--no-se", "--depth-divisor", "--top-width", "--use-relu"),
+        *("--expand-ratio", "--norm-epsilon", "--proxy-norm", "--proxy-epsilon", "--no-proxy-recompute"),
+        *("--width-coefficient", "--depth-coefficient"),
+    ),
+    "resnext": ("--convolution-groups", "--widenet"),
+    "squeezenet": ("--use-bypass",),
+}
+_Holds = Callable[[Values], bool]
+
+
+def refuse_other_families(old: Values) -> None:
+    """Theirs knew the options of the chosen model alone."""
+    for family, names in OF_FAMILY.items():
+        for name in names:
+            if old.given(name) and tensorflow_facts.family(old) != family:
+                raise ConfigError(f"{name}: is for --model {family}, and this is {tensorflow_facts.family(old)}")
+
+
+def without_effect(old: Values) -> Iterable[Effect]:
+    """One line for each option of a training that another one makes idle."""
+    for names, holds, why in _NEEDS:
+        given = [name for name in names if old.given(name)]
+        if given and not holds(old):
+            yield Say(f"{', '.join(given)}: no effect {why}")
+
+
+def _rule(name: str) -> _Holds:
+    return lambda old: tensorflow_facts.optimiser(old) == name
+
+
+def _schedule(name: str) -> _Holds:
+    return lambda old: old.text("--lr-schedule") == name
+
+
+def _by_updates_alone(old: Values) -> bool:
+    return old.has("--iterations") and not old.has("--epochs")
+
+
+def _has_norm(old: Values, *, batch: bool) -> bool:
+    """Of a model without norms that is said elsewhere."""
+    return tensorflow_facts.family(old) == "squeezenet" or tensorflow_facts.uses_batch_norm(old) is batch
+
+
+_NEEDS: Sequence[tuple[tuple[str, ...], _Holds, str]] = (
+    (
+        ("--momentum",),
+        lambda old: tensorflow_facts.optimiser(old) != "SGD",
+        "with --optimiser SGD, which has none; --optimiser momentum has it",
+    ),
+    (
+        ("--rmsprop-decay", "--rmsprop-base-decay-exp", "--rmsprop-epsilon"),
+        _rule("RMSprop"),
+        "without --optimiser RMSprop",
+    ),
+    (
+        ("--lars-epsilon", "--lars-skip-list", "--lars-weight-decay", "--lars-eeta"),
+        _rule("LARS"),
+        "without --optimiser LARS",
+    ),
+    (
+        ("--weight-decay",),
+        lambda old: tensorflow_facts.optimiser(old) != "LARS" or not old.given("--lars-weight-decay"),
+        "beside --lars-weight-decay",
+    ),
+    (("--learning-rate-decay", "--learning-rate-schedule"), _schedule("stepped"), "without --lr-schedule stepped"),
+    (("--lr-decay-rate", "--lr-drops"), _schedule("exponential"), "without --lr-schedule exponential"),
+    (
+        ("--poly-lr-decay-power", "--poly-lr-end-ratio", "--abs-end-learning-rate"),
+        _schedule("polynomial_decay_lr"),
+        "without --lr-schedule polynomial_decay_lr",
+    ),
+    (
+        ("--warmup-epochs",),
+        lambda old: not _by_updates_alone(old) or old.text("--lr-schedule") == "polynomial_decay_lr",
+        "with --iterations alone; it needs --epochs",
+    ),
+    (("--log-freq",), _by_updates_alone, "without --iterations alone; --logs-per-epoch counts"),
+    (("--logs-per-epoch",), lambda old: not _by_updates_alone(old), "with --iterations alone; --log-freq counts"),
+    (("--wandb-project",), lambda old: old.flag("--wandb"), "without --wandb"),
+    (("--config-path",), lambda old: old.given("--config"), "without --config"),
+    (("--max-cross-replica-buffer-size",), lambda old: tensorflow_facts.replicas(old) > 1, "with one replica"),
+    (("--pipeline-schedule",), lambda old: old.flag("--pipeline"), "without --pipeline"),
+    (("--BN-decay",), lambda old: _has_norm(old, batch=True), "without --batch-norm"),
+    (("--groups",), lambda old: _has_norm(old, batch=False), "without --group-norm"),
+    (("--cutmix-version",), lambda old: old.number("--cutmix-lambda") < 1, "without a --cutmix-lambda below 1"),
+    (
+        ("--ckpt-epochs-offset",),
+        lambda old: bool(old.whole("--epochs-per-ckpt") or old.whole("--ckpts-per-epoch")),
+        "with --ckpts-per-epoch 0",
+    ),
+)
+
+
+VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
+
+
+def training(old: Values) -> Iterable[Effect]:
+    """What a training is whatever is typed, and what of it is idle."""
+    refuse_other_families(old)
+    yield from own(old)
+    yield from without_effect(old)
+
+
+def predicting(old: Values) -> Iterable[Effect]:
+    """What predictions are whatever is typed."""
+    refuse_other_families(old)
+    yield from own(old)
+
+
+def train_command(old: Values) -> str:
+    if old.flag("--dataset-benchmark"):
+        return "data bench"
+    return "restore" if old.has("--restore-path") else "train"
+
+
+def validation_command(old: Values) -> str:
+    """Without a checkpoint it measured a model of random weights: that is the inference benchmark."""
+    if old.flag("--dataset-benchmark"):
+        return "data bench"
+    return "validate" if old.has("--restore-path") else "bench infer"
+
+
+def embedded_command(old: Values) -> str:
+    """Requests side by side are what a server is measured with."""
+    return "bench serve" if _threads(old) > 1 else "bench infer"
+
+
+def _threads(old: Values) -> int:
+    return old.whole("--num-inference-thread")
+
+
+def clients(old: Values) -> Iterable[Effect]:
+    if _threads(old) > 1:
+        yield To("clients", (str(_threads(old)),))
+        yield Say(f"--num-inference-thread {_threads(old)}: as many processes ask a server of ours, over HTTP")
+
+
+def repeats(old: Values) -> Iterable[Effect]:
+    """Of a validation without a checkpoint, which measures speed."""
+    if not old.has("--restore-path"):
+        yield from passes(old)
+    elif old.whole("--repeat") > 1:
+        yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
+
+
+def copies(old: Values) -> int:
+    """Devices that predict: each shard was one more replica, with the whole model. A launcher's word counts more."""
+    return tensorflow_facts.replicas(old) * (1 if old.place.replicas else old.whole("--shards"))
+
+
+def predictors(old: Values) -> Iterable[Effect]:
+    if copies(old) > 1:
+        yield To("replicas", (str(copies(old)),))
+
+
+def memory_share(old: Values) -> Iterable[Effect]:
+    """Of a model in one piece: the largest that convolutions had in a stage."""
+    if old.has("--available-memory-proportion"):
+        share = max(old.numbers("--available-memory-proportion")[::2])
+        yield To("available-memory-proportion", (short(share),))
+
+
+def passes(old: Values) -> Iterable[Effect]:
+    """As many batches as that many passes over the validation images have."""
+    batches = ceil(VALIDATION_IMAGES[tensorflow_facts.dataset(old)] / (tensorflow_facts.micro_batch(old) * copies(old)))
+    yield To("iterations", (str(old.whole("--repeat") * batches),))
+
+
+def shared_passes(old: Values) -> Iterable[Effect]:
+    """The same, divided over the threads that ask."""
+    for effect in passes(old):
+        assert isinstance(effect, To)
+        yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
+
+
+def valid_batch(old: Values) -> Iterable[Effect]:
+    """Of the checkpoints' validation, or of the predictions that are measured without one."""
+    if old.has("--valid-batch-size"):
+        option = "validation-batch-size" if old.has("--restore-path") else "micro-batch-size"
+        yield To(option, (old.text("--valid-batch-size"),))
+
+
+def validation_input(old: Values) -> Iterable[Effect]:
+    if old.flag("--dataset-benchmark"):
+        yield To("split", ("validation",))
+        yield To("passes", ("1",))
+
+
+def discard(old: Values) -> Iterable[Effect]:
+    if old.whole("--discard-last"):
+        yield To("weight-avg-discard", (old.text("--discard-last"),))
+
+
+_VALIDATING: tuple[Old, ...] = (
+    becomes(
+        "--repeat",
+        "whole",
+        "1",
+        "iterations",
+        repeats,
+        "without --restore-path: passes over the validation images",
+        least=1,
+    ),
+    nothing("--inference", "text", "what is measured is always said"),
+    nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
+)
+_LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" else option for option in LENGTH)
+_SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
+_TRAINING = "is for training"
+_BESIDE = "validation.csv and log.txt are in the run folder that --restore-path names; without it nothing is written"
+_NOT_HERE = {  # what predictions have no use for, where that is not because they train nothing
+    **dict.fromkeys(("--log-dir", "--logs-path", "--name-suffix", "--no-logs"), _BESIDE),
+    **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
+    "--log-all-instances": "the first process alone measures",
+}
+_WHOLE = "a model that predicts is whole; --shards are more replicas of it"
+_MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_MACHINE = {option.name: option for option in (*MACHINE, *MODEL, *DATA)}
+_OTHERWISE = {  # what has another effect than in training
+    **{name: idle(_MACHINE[name], _WHOLE) for name in ("--pipeline", "--pipeline-splits", "--pipeline-schedule")},
+    **{
+        name: idle(_MACHINE[name], _TRAINING)
+        for name in (
+            *("--mixup-alpha", "--cutmix-lambda", "--cutmix-version", "--BN-decay", "--block-survival-prob"),
+            *("--max-cross-replica-buffer-size", "--enable-recomputation", "--identical-replica-seeding", "--BN-span"),
+            *("--no-stochastic-rounding", "--stochastic-rounding", "--offload-fp32-weight-copy"),
+            *("--dataset-percentage-to-use", "--train-with-valid-preprocessing"),
+        )
+    },
+    "--seed": idle(_MACHINE["--seed"], "nothing that is drawn here counts in what is measured"),
+    "--replicas": becomes(
+        "--replicas",
+        "whole",
+        "1",
+        "replicas",
+        predictors,
+        "times the workers and --shards; a launcher's number counts more",
+        least=1,
+    ),
+    "--shards": part_of("--shards", "whole", "1", "replicas", "more replicas, as there: each has the model", least=1),
+    "--available-memory-proportion": replace(
+        _MACHINE["--available-memory-proportion"],
+        rule=memory_share,
+        effect=f"{MEMORY}; of several, the largest of the convolutions'",
+    ),
+    "--valid-batch-size": becomes(
+        "--valid-batch-size",
+        "whole",
+        None,
+        "validation-batch-size micro-batch-size",
+        valid_batch,
+        "the same, under another name; without --restore-path, the batch of the predictions",
+        least=1,
+    ),
+    "--dataset-benchmark": becomes(
+        "--dataset-benchmark",
+        "flag",
+        None,
+        "split passes",
+        validation_input,
+        "`falconet data bench --split validation` with one pass over the images",
+    ),
+}
+_RESTORED = {"--restore-path": "the checkpoints that are measured; without it, random weights"}
+_PREDICTING: tuple[Old, ...] = (
+    *(
+        replace(option, effect=_RESTORED.get(option.name, option.effect))
+        if option.name in _MEASURED
+        else idle(option, _TRAINING)
+        for option in LENGTH
+    ),
+    *(idle(option, _NOT_HERE.get(option.name, _TRAINING)) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
+    *(_OTHERWISE.get(option.name, option) for option in (*MACHINE, *MODEL, *DATA)),
+)
+
+PROGRAMS = (
+    Program(
+        name="tf1:train.py",
+        options=(*_SHARED, *SCHEDULE),
+        command=train_command,
+        about="trains from scratch, or goes on with --restore-path",
+        style="tensorflow",
+        rule=training,
+    ),
+    Program(
+        name="tf1:validation.py",
+        options=(*_PREDICTING, *_VALIDATING),
+        command=validation_command,
+        about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
+        style="tensorflow",
+        rule=predicting,
+    ),
+    Program(
+        name="tf1:restore.py",
+        options=(
+            same("--restore-path", "text", new="checkpoint-input-path", required=True),
+            part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
+        ),
+        command="restore",
+        about="continues a run",
+        whole=False,
+        style="tensorflow",
+    ),
+    Program(
+        name="tf1:weight_avg.py",
+        options=(
+            same("--restore-path", "text", new="checkpoint-input-path", required=True),
+            same("--filename", "text", new="checkpoint-output-path", required=True),
+            same("-N", "whole", new="weight-avg-N"),
+            same("--mode", "text", new="weight-avg-strategy", required=True, choices=("mean", "exponential")),
+            same("--decay", "number", "0.99", new="weight-avg-exp-decay"),
+            becomes("--discard-last", "whole", "0", "weight-avg-discard", discard, "the same"),
+        ),
+        command="average",
+        about="averages checkpoints",
+        whole=False,
+    ),
+    Program(
+        name="tf1:upload_run.py",
+        options=(
+            same("--base-folder", "text", new="source", required=True),
+            same("--name", "text", required=True),
+            same("--project", "text", "large-scale-cnn", new="wandb-project"),
+        ),
+        command="upload",
+        about="sends the metrics of a finished run to Weights & Biases",
+    ),
+    Program(
+        name="tf1:inference_embedded.py",
+        options=(
+            *(
+                idle(option, "`validation.py --dataset-benchmark` measures the input")
+                if option.name == "--dataset-benchmark"
+                else option
+                for option in _PREDICTING
+            ),
+            *(
+                replace(option, rule=shared_passes, effect="passes over the validation images")
+                if option.name == "--repeat"
+                else option
+                for option in _VALIDATING
+            ),
+            becomes(
+                "--num-inference-thread",
+                "whole",
+                "1",
+                "clients iterations",
+                clients,
+                "more than one: `falconet bench serve --clients N`, clients that ask side by side",
+                least=1,
+            ),
+            nothing("--force-recompile", "flag", "there is no compiled program to make again"),
+            nothing("--tmp-execs", "flag", "there is no compiled program to name"),
+        ),
+        command=embedded_command,
+        about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
+        style="tensorflow",
+        rule=predicting,
+    ),
+)

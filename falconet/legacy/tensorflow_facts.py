@@ -1,0 +1,271 @@
+"""What the TensorFlow program works out from several options: data, model, batch, epochs, learning rate."""
+
+import json
+import re
+from math import ceil, isclose
+from typing import Any
+
+from falconet.errors import ConfigError
+from falconet.legacy.table import Values, power_of_two
+from falconet.legacy.tensorflow_variables import Network, find, weights_of
+
+IMAGES = {"imagenet": 1_281_167, "cifar-10": 50_000, "cifar-100": 50_000}
+CLASSES = {"imagenet": 1000, "cifar-10": 10, "cifar-100": 100}
+FAMILIES = ("resnet", "resnext", "efficientnet", "squeezenet")
+IMAGENET_SIZES = {
+    "resnet": ("10", "14", "18", "26", "34", "50", "101", "152"),
+    "resnext": ("14", "26", "50", "101", "152"),
+    "efficientnet": tuple(f"B{size}" for size in range(8)),
+    "squeezenet": ("1.0",),
+}
+CIFAR_BOTTLENECKS = ("11", "29", "38", "47", "56", "65")  # of the two of 56 layers, this one counted
+CIFAR_SIZES = {
+    "resnet": ("8", "14", "20", "32", "44", "110", *CIFAR_BOTTLENECKS),
+    "resnext": CIFAR_BOTTLENECKS,
+    "efficientnet": ("CIFAR", *IMAGENET_SIZES["efficientnet"]),
+    "squeezenet": ("1.0",),
+}
+
+
+def family(old: Values) -> str:
+    name = old.text("--model").lower()
+    if name not in FAMILIES:
+        raise ConfigError(f"--model: got '{name}', wanted {', '.join(FAMILIES)}")
+    return name
+
+
+def dataset(old: Values) -> str:
+    """Named, or read off the folder's name."""
+    if old.has("--dataset"):
+        return old.text("--dataset")
+    folder = data_dir(old) or ""
+    found = re.search(r"imagenet|cifar-?100|cifar-?10", folder.lower())
+    if not found:
+        where = f"cannot be told from --data-dir {folder}" if folder else "is needed, or --data-dir"
+        raise ConfigError(f"--dataset: {where}; wanted imagenet, cifar-10 or cifar-100")
+    return {"cifar10": "cifar-10", "cifar100": "cifar-100"}.get(found[0], found[0])
+
+
+def data_dir(old: Values) -> str | None:
+    return old.text("--data-dir") if old.has("--data-dir") else old.place.environment.get("DATA_DIR")
+
+
+def is_random(old: Values) -> bool:
+    return old.flag("--generated-data") or old.flag("--synthetic-data")
+
+
+def is_imagenet(old: Values) -> bool:
+    return dataset(old) == "imagenet"
+
+
+def size(old: Values) -> str:
+    """The model's size as the program's tables spell it."""
+    kind = family(old)
+    if old.has("--model-size"):
+        text = old.text("--model-size").upper()
+        return f"B{text}" if kind == "efficientnet" and text.isdigit() else text
+    defaults = {"resnet": ("18", "20"), "resnext": ("14", "11"), "efficientnet": ("B0", "B0")}
+    return defaults.get(kind, ("1.0", "1.0"))[0 if is_imagenet(old) else 1]
+
+
+def model(old: Values) -> str:
+    """Our name of the model; a size that we do not have is refused with those we have."""
+    kind, number = family(old), size(old)
+    sizes = (IMAGENET_SIZES if is_imagenet(old) else CIFAR_SIZES)[kind]
+    if number not in sizes:
+        raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {', '.join(sizes)}")
+    if kind == "efficientnet":
+        return f"efficientnet-{number.lower()}"
+    if kind == "squeezenet":
+        return kind  # for CIFAR too: the same layers at 32 pixels, as the original had it
+    if is_imagenet(old):
+        return f"{kind}{number}"
+    return "resnet56b-cifar" if (kind, number) == ("resnet", "56") else f"{kind}{number}-cifar"
+
+
+def micro_batch(old: Values) -> int:
+    if old.has("--batch-size"):
+        return old.whole("--batch-size")
+    known = {"resnet": (4, 32), "resnext": (1, 8), "efficientnet": (4, 8), "squeezenet": (2, 128)}
+    return known[family(old)][0 if is_imagenet(old) else 1]
+
+
+def workers(old: Values) -> int:
+    """Processes that TF_CONFIG lists, each with replicas of its own."""
+    if old.flag("--distributed") and old.place.replicas:
+        raise ConfigError("--distributed: is for TF_CONFIG alone; poprun has started this and counts the replicas")
+    text = old.place.environment.get("TF_CONFIG", "")
+    if not old.flag("--distributed") or not text:
+        return 1
+    try:
+        content: Any = json.loads(text)
+        cluster = content["cluster"]
+        return max(1, len(cluster.get("chief", [])) + len(cluster.get("worker", [])))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError("TF_CONFIG: cannot be read; wanted JSON with a cluster of workers") from None
+
+
+def replicas(old: Values) -> int:
+    """Copies of the model in all; a launcher's word counts more than the option."""
+    return (old.place.replicas or old.whole("--replicas")) * workers(old)
+
+
+def total_batch(old: Values) -> int:
+    """Images in one update, which the learning rate is scaled by."""
+    return micro_batch(old) * old.whole("--gradient-accumulation-count") * replicas(old)
+
+
+def images(old: Values) -> int:
+    """Training images; of ImageNet's, the share that was asked for."""
+    share = old.whole("--dataset-percentage-to-use") if is_imagenet(old) else 100
+    return IMAGES[dataset(old)] * share // 100
+
+
+def epochs(old: Values) -> float:
+    if old.has("--epochs"):
+        asked = old.number("--epochs")
+        if asked <= 0:
+            raise ConfigError(f"--epochs: got {asked:g}, wanted more than 0")
+        return asked
+    known = (350, 300) if family(old) == "efficientnet" else (100, 160)
+    return known[0 if is_imagenet(old) else 1]
+
+
+def length(old: Values) -> float:
+    """Epochs until training ends: --iterations counts more than --epochs."""
+    return old.whole("--iterations") / updates_per_epoch(old) if old.has("--iterations") else epochs(old)
+
+
+def whole_epochs(old: Values) -> int:
+    return max(1, ceil(round(length(old), 9)))
+
+
+def updates(old: Values) -> int | None:
+    """The length of training in updates, where that is no number of epochs."""
+    if old.has("--iterations"):
+        return None if _is_one_epoch(old) else old.whole("--iterations")
+    if isclose(length(old), whole_epochs(old)):
+        return None
+    return max(1, round(length(old) * updates_per_epoch(old)))
+
+
+def updates_per_epoch(old: Values) -> int:
+    """By the numbers of images that the program takes for granted."""
+    if _is_one_epoch(old):
+        return old.whole("--iterations")
+    return max(1, images(old) // total_batch(old))
+
+
+def _is_one_epoch(old: Values) -> bool:
+    """Random data of --iterations alone is one epoch of that many updates."""
+    return is_random(old) and old.has("--iterations") and not old.has("--epochs")
+
+
+def base_exponent(old: Values) -> float:
+    """x of the learning rate 2**x times the total batch."""
+    if old.has("--base-learning-rate"):
+        return old.number("--base-learning-rate")
+    if not is_imagenet(old):
+        return -10.0 if family(old) == "squeezenet" else -6.0
+    known = _EFFICIENTNET_EXPONENTS if family(old) == "efficientnet" else _RESNET_EXPONENTS
+    rule = optimiser(old)
+    if rule not in known:
+        raise ConfigError(f"--base-learning-rate: is needed with --optimiser {rule}, or --abs-learning-rate")
+    return known[rule]
+
+
+_RESNET_EXPONENTS = {"SGD": -8.0, "momentum": -11.0}
+_EFFICIENTNET_EXPONENTS = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0}
+
+
+def optimiser(old: Values) -> str:
+    """As the program's code spells it; its documents write RMSProp."""
+    return {"RMSProp": "RMSprop"}.get(old.text("--optimiser"), old.text("--optimiser"))
+
+
+def peak(old: Values) -> float:
+    """The learning rate after warm-up."""
+    if old.has("--abs-learning-rate"):
+        return old.number("--abs-learning-rate")
+    return power_of_two("--base-learning-rate", base_exponent(old)) * total_batch(old)
+
+
+def warmup(old: Values) -> float:
+    """Epochs of warm-up; a training by --iterations has none, unless epochs are given too."""
+    polynomial = old.text("--lr-schedule") == "polynomial_decay_lr"
+    if old.has("--iterations") and not old.has("--epochs") and not polynomial:
+        return 0.0
+    return old.number("--warmup-epochs")
+
+
+def rmsprop_decay(old: Values) -> float:
+    if old.has("--rmsprop-decay"):
+        return old.number("--rmsprop-decay")
+    if old.has("--rmsprop-base-decay-exp"):
+        exponent = old.number("--rmsprop-base-decay-exp")
+    elif family(old) == "efficientnet" and is_imagenet(old):
+        exponent = -14.0
+    else:
+        raise ConfigError("--rmsprop-decay: is needed with --optimiser RMSprop, or --rmsprop-base-decay-exp")
+    decay = 1.0 - power_of_two("--rmsprop-base-decay-exp", exponent) * total_batch(old)
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(
+            f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, wanted 0 to 1"
+        )
+    return decay
+
+
+def weight_decay(old: Values) -> float:
+    """That of LARS has an option of its own, whose documented default is the other one."""
+    names = ("--lars-weight-decay", "--weight-decay") if optimiser(old) == "LARS" else ("--weight-decay",)
+    for name in names:
+        if old.has(name):
+            return old.number(name)
+    if not is_imagenet(old):
+        return 1e-6
+    return 1e-5 if family(old) == "efficientnet" else 1e-4
+
+
+def smoothing(old: Values) -> float:
+    """Their s gives every other class s / (C - 1), ours s / C of all: the same targets for s x C / (C - 1)."""
+    asked = old.number("--label-smoothing")
+    if not asked and family(old) == "efficientnet" and is_imagenet(old):
+        asked = 0.1
+    classes = CLASSES[dataset(old)]
+    return asked * classes / (classes - 1)
+
+
+def uses_batch_norm(old: Values) -> bool:
+    both = old.flag("--batch-norm") and old.flag("--group-norm")
+    if both:
+        return family(old) == "efficientnet"
+    if old.flag("--batch-norm") or old.flag("--group-norm"):
+        return old.flag("--batch-norm")
+    return not is_imagenet(old) and family(old) != "efficientnet"
+
+
+def groups(old: Values) -> int:
+    if old.has("--groups"):
+        return old.whole("--groups")
+    return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16
+
+
+def network(old: Values) -> Network:
+    """What the names of the model's variables depend on."""
+    model(old)  # says what is wrong with the size
+    return Network(
+        family=family(old),
+        size=size(old),
+        cifar=not is_imagenet(old) and family(old) != "efficientnet",
+        batch_norm=uses_batch_norm(old),
+        excites=not old.flag("--no-se"),
+        proxied=old.flag("--proxy-norm"),
+    )
+
+
+def trained(old: Values) -> tuple[str, ...]:
+    """Our names of the weights that are trained, in order, without statistics."""
+    own = network(old)
+    filtered = find(own, old.texts("--variable-filter")).weights if old.given("--variable-filter") else None
+    weights = (name for name in weights_of(own) if "running_" not in name)
+    return tuple(name for name in weights if filtered is None or name in filtered)

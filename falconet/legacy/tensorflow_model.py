@@ -1,0 +1,341 @@
+"""The TensorFlow program's options of model and data."""
+
+from collections.abc import Iterable
+
+from falconet.legacy import tensorflow_facts
+from falconet.legacy.layer_names import BASIC, CIFAR_BASIC
+from falconet.legacy.table import Effect, Old, Say, To, Values, becomes, nothing, part_of, same, short
+
+LOADER = "the loader has one pipeline for every format, which is reproducible with any number of threads"
+
+
+def model(old: Values) -> Iterable[Effect]:
+    yield To("model", (tensorflow_facts.model(old),))
+    if (
+        tensorflow_facts.is_imagenet(old)
+        and tensorflow_facts.family(old) == "resnet"
+        and tensorflow_facts.size(old) in BASIC
+    ):
+        yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
+
+
+def own(old: Values) -> Iterable[Effect]:
+    """What it had no options for: how photos were resized, padding, and first weights; SqueezeNet's are ours anyway."""
+    if tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
+        yield To("no-antialias")
+    kind = tensorflow_facts.family(old)
+    if kind == "squeezenet":
+        return
+    yield To("weight-init", ("he" if kind == "efficientnet" else "lecun",))
+    yield To("padding", ("same",))
+    if kind != "efficientnet":
+        basic = BASIC if tensorflow_facts.is_imagenet(old) else CIFAR_BASIC
+        yield To("zero-init", ("none" if kind == "resnet" and tensorflow_facts.size(old) in basic else "identity",))
+
+
+def norm(old: Values) -> Iterable[Effect]:
+    """Batch norm for CIFAR, group norm of every G-th channel for ImageNet and EfficientNets, none for SqueezeNet."""
+    if tensorflow_facts.family(old) == "squeezenet":
+        yield from (Say(f"{name}: SqueezeNet has no norms") for name in _NORM_OPTIONS if old.given(name))
+        return
+    efficient = tensorflow_facts.family(old) == "efficientnet"
+    if tensorflow_facts.uses_batch_norm(old):
+        yield To("norm-type", ("batch",))
+        yield To("batchnorm-momentum", (short(round(1 - old.number("--BN-decay"), 12)),))
+        if efficient:
+            yield To("norm-eps", (old.text("--norm-epsilon"),))
+        return
+    yield To("norm-type", ("group",))
+    yield To("norm-num-groups", (str(tensorflow_facts.groups(old)),))
+    yield To("norm-grouping", ("strided",))
+    yield To("norm-eps", (old.text("--norm-epsilon") if efficient else "1.53e-05",))
+
+
+def stable_norm(old: Values) -> Iterable[Effect]:
+    """Theirs took one pass unless told otherwise, but for ResNeXts and EfficientNets on ImageNet."""
+    stable = old.flag("--stable-norm") or (
+        tensorflow_facts.is_imagenet(old) and tensorflow_facts.family(old) in ("resnext", "efficientnet")
+    )
+    spans = old.whole("--BN-span") > 1  # of which ours knows the stable form alone
+    one_pass = (
+        tensorflow_facts.family(old) != "squeezenet"
+        and tensorflow_facts.uses_batch_norm(old)
+        and not stable
+        and not spans
+    )
+    yield To("disable-stable-batchnorm" if one_pass else "no-disable-stable-batchnorm")
+
+
+_NORM_OPTIONS = ("--batch-norm", "--group-norm", "--groups", "--BN-decay", "--norm-epsilon")
+
+
+def group_dim(old: Values) -> Iterable[Effect]:
+    if tensorflow_facts.family(old) == "efficientnet" and old.has("--group-dim"):
+        yield To("efficientnet-group-dim", (old.text("--group-dim"),))
+    elif tensorflow_facts.family(old) == "resnext" and old.has("--group-dim"):
+        yield To("resnext-group-dim", (old.text("--group-dim"),))
+    elif old.given("--group-dim"):
+        yield Say(f"--group-dim: has no effect on a {tensorflow_facts.family(old)}")
+
+
+def image_size(old: Values) -> Iterable[Effect]:
+    if old.has("--image-size"):
+        yield To("image-size", (old.text("--image-size"),))
+    elif not tensorflow_facts.is_imagenet(old) and (
+        tensorflow_facts.is_random(old) or not tensorflow_facts.model(old).endswith("-cifar")
+    ):
+        yield To("image-size", ("32",))  # else the data's and the model's own
+
+
+def data(old: Values) -> Iterable[Effect]:
+    kind = tensorflow_facts.dataset(old)
+    if tensorflow_facts.is_random(old):
+        yield To("data", ("synthetic" if old.flag("--synthetic-data") else "generated",))
+        yield To("classes", (str(tensorflow_facts.CLASSES[kind]),))
+        return
+    yield To("data", (kind.replace("-", ""),))
+    if old.has("--data-dir"):  # DATA_DIR is read by the canonical program as well
+        yield To("data-dir", (old.text("--data-dir"),))
+
+
+def mixing(old: Values) -> Iterable[Effect]:
+    """Random images are not mixed, as they were not."""
+    alpha, share = old.number("--mixup-alpha"), old.number("--cutmix-lambda")
+    if tensorflow_facts.is_random(old):
+        if alpha or share < 1:
+            yield Say("--mixup-alpha and --cutmix-lambda: random images are not mixed, as they were not")
+        return
+    yield To("mixup-alpha", (short(alpha),))
+    if share < 1:
+        yield from _cutmix(share, version=old.text("--cutmix-version"))
+
+
+def _cutmix(share: float, *, version: str) -> Iterable[Effect]:
+    """Version 2 has a fixed share. Version 1 skips some batches and else draws 1 + ln(U)/4 with U from e**-4 to 1."""
+    if version == "2":
+        yield To("cutmix-lambda-low", (short(share),))
+        yield To("cutmix-lambda-high", (short(share),))
+        return
+    yield To("cutmix-lambda-low", ("0",))
+    yield To("cutmix-lambda-high", ("1",))
+    yield To("cutmix-draw", ("exponential",))
+    yield To("cutmix-disable-prob", (short(round(min(max(1.55 * share - 0.96, 0), 1), 6)),))
+
+
+def eight_bit(old: Values) -> Iterable[Effect]:
+    yield To("eight-bit-io" if old.flag("--eight-bit-io") or old.flag("--fused-preprocessing") else "no-eight-bit-io")
+
+
+def normalisation_place(old: Values) -> Iterable[Effect]:
+    """On the device, unless it is asked for on the host and neither 8-bit images nor the fused step forbid it.
+
+    Images of CIFAR were always standardised on the host, before they were shifted.
+    """
+    asked = old.flag("--hostside-norm") or _is_standardised(old)
+    on_host = asked and not old.flag("--eight-bit-io") and not old.flag("--fused-preprocessing")
+    yield To("normalization-location", ("host" if on_host else "device",))
+
+
+def normalise(old: Values) -> Iterable[Effect]:
+    """Without it, images of ImageNet only lose their mean; those of CIFAR are standardised one by one anyway."""
+    if _is_standardised(old):
+        yield To("normalization", ("image",))
+        if old.given("--normalise-input"):
+            yield Say("--normalise-input: images of CIFAR are standardised one by one, as they were")
+    elif not old.flag("--normalise-input") and not tensorflow_facts.is_random(old):
+        yield To("normalization", ("mean",))
+
+
+def _is_standardised(old: Values) -> bool:
+    return not tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old)
+
+
+def fused(old: Values) -> Iterable[Effect]:
+    if old.flag("--fused-preprocessing"):
+        yield To("input-image-padding")
+
+
+def cache(old: Values) -> Iterable[Effect]:
+    if not tensorflow_facts.is_random(old):
+        yield To("no-dataset-cache" if old.flag("--no-dataset-cache") else "dataset-cache")
+
+
+def percentage(old: Values) -> Iterable[Effect]:
+    if tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
+        yield To("dataset-percentage", (old.text("--dataset-percentage-to-use"),))
+    elif old.given("--dataset-percentage-to-use"):
+        yield Say("--dataset-percentage-to-use: has no effect but on ImageNet")
+
+
+def valid_preprocessing(old: Values) -> Iterable[Effect]:
+    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did."""
+    if old.flag("--train-with-valid-preprocessing"):
+        yield To("augment", ("none",))
+    elif tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
+        yield To("use-bbox-info-if-there")
+        yield To("crop-draw", ("height",))
+        yield To("crop-area", ("0.05",))
+
+
+MODEL: tuple[Old, ...] = (
+    becomes(
+        "--model",
+        "text",
+        "resnet",
+        "model shortcut-type",
+        model,
+        "with --model-size: resnet 50 is resnet50, efficientnet B0 is efficientnet-b0; squeezenet has one size",
+    ),
+    part_of("--model-size", "text", None, "model", "a part of the model's name"),
+    becomes(
+        "--batch-norm",
+        "flag",
+        None,
+        "norm-type batchnorm-momentum norm-eps norm-grouping",
+        norm,
+        "--norm-type batch",
+    ),
+    part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
+    part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),
+    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once an update"),
+    same("--BN-span", "whole", "1", new="batchnorm-span"),
+    same("--convolution-groups", "whole", new="resnext-groups"),
+    becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),
+    same("--widenet", "flag", new="resnext-wide"),
+    same("--dropout-rate", "number", new="efficientnet-dropout"),
+    becomes(
+        "--block-survival-prob",
+        "number",
+        "0.8",
+        "efficientnet-drop-path",
+        lambda old: (
+            [To("efficientnet-drop-path", (short(round(1 - old.number("--block-survival-prob"), 12)),))]
+            if tensorflow_facts.family(old) == "efficientnet"
+            else []
+        ),
+        "1 - x",
+    ),
+    becomes(
+        "--no-se",
+        "flag",
+        None,
+        "efficientnet-se",
+        lambda old: [To("no-efficientnet-se")] if old.flag("--no-se") else [],
+        "--no-efficientnet-se",
+    ),
+    same("--depth-divisor", "whole", new="efficientnet-depth-divisor"),
+    same("--top-width", "whole", new="efficientnet-top-width"),
+    becomes(
+        "--use-relu",
+        "flag",
+        None,
+        "efficientnet-activation",
+        lambda old: [To("efficientnet-activation", ("relu",))] if old.flag("--use-relu") else [],
+        "--efficientnet-activation relu",
+    ),
+    same("--expand-ratio", "whole", new="efficientnet-expand-ratio"),
+    part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, of EfficientNets"),
+    same("--proxy-norm", "flag", effect="the same; with --gradient-accumulation-count as well, and without a pipeline"),
+    same("--proxy-epsilon", "number", "0.03"),
+    becomes(
+        "--no-proxy-recompute",
+        "flag",
+        None,
+        "proxy-recompute",
+        lambda old: [To("no-proxy-recompute")] if old.flag("--no-proxy-recompute") else [],
+        "--no-proxy-recompute",
+    ),
+    same("--width-coefficient", "number", new="efficientnet-width"),
+    same("--depth-coefficient", "number", new="efficientnet-depth"),
+    same("--use-bypass", "flag", new="squeezenet-bypass"),
+    becomes(
+        "--stable-norm",
+        "flag",
+        None,
+        "disable-stable-batchnorm",
+        stable_norm,
+        "without it, batch norm's variance takes one pass, as there; group norm's and --BN-span's is always stable",
+    ),
+)
+DATA: tuple[Old, ...] = (
+    becomes(
+        "--dataset",
+        "text",
+        None,
+        "data classes data-dir",
+        data,
+        "imagenet, cifar10 or cifar100, in letters of any size; read off --data-dir if not given",
+        choices=("imagenet", "cifar-10", "cifar-100"),
+        lower=True,
+    ),
+    part_of("--data-dir", "text", None, "data-dir", "the same; else DATA_DIR"),
+    same(
+        "--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto if not given"
+    ),
+    part_of("--generated-data", "flag", None, "data", "--data generated"),
+    part_of("--synthetic-data", "flag", None, "data", "--data synthetic"),
+    becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
+    becomes(
+        "--normalise-input",
+        "flag",
+        None,
+        "normalization",
+        normalise,
+        "deviation; without it, ImageNet's images only lose their mean; CIFAR's are always standardised one by one",
+    ),
+    becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
+    becomes(
+        "--train-with-valid-preprocessing",
+        "flag",
+        None,
+        "augment use-bbox-info-if-there crop-draw crop-area",
+        valid_preprocessing,
+        "--augment none; without it, crops of ImageNet's photos overlap objects where there are boxes, as they did",
+    ),
+    becomes(
+        "--hostside-norm",
+        "flag",
+        None,
+        "normalization-location",
+        normalisation_place,
+        "host, else device; CIFAR's: host",
+    ),
+    nothing("--no-hostside-norm", "flag", "always so unless --hostside-norm is given"),
+    nothing("--standard-imagenet", "flag", LOADER),
+    becomes("--mixup-alpha", "number", "0.0", "mixup-alpha", mixing, "the same; not with random data"),
+    part_of(
+        "--cutmix-lambda",
+        "number",
+        "1.0",
+        "cutmix-lambda-low cutmix-lambda-high cutmix-disable-prob cutmix-draw",
+        "by version",
+    ),
+    part_of(
+        "--cutmix-version",
+        "text",
+        "1",
+        "cutmix-lambda-low",
+        "2: a fixed share; 1: drawn by --cutmix-draw exponential, with the same chance to skip",
+        choices=("1", "2"),
+    ),
+    nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),
+    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
+    becomes(
+        "--dataset-percentage-to-use",
+        "whole",
+        "100",
+        "dataset-percentage",
+        percentage,
+        "the same, of images instead of files; ImageNet only",
+    ),
+    becomes(
+        "--fused-preprocessing", "flag", None, "input-image-padding eight-bit-io", fused, "8-bit images, 4 channels"
+    ),
+    same(
+        "--valid-batch-size",
+        "whole",
+        new="validation-batch-size",
+        effect="the same, under another name; as --batch-size if not given",
+        least=1,
+    ),
+)

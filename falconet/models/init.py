@@ -1,0 +1,123 @@
+"""How new weights are drawn, and which norms begin at zero."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from falconet.models.resnet import blocks_of
+
+Draw = Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"]
+Zeros = Literal["auto", "none", "last", "identity", "shortcut"]
+Layer = nn.Conv2d | nn.Linear
+
+CUT = 2.0  # deviations from zero at which a truncated normal ends
+LEFT = 0.8796256610342398  # deviation of a standard normal that ends there
+CLASSIFIER_DEVIATION = 0.01
+
+
+def draw(model: nn.Module, kind: Draw) -> None:
+    """New weights for every convolution and linear layer, in their order, from torch's generator.
+
+    auto: those it has. uniform: torch's own, biases too; the others make biases zero. normal: of variance 2 / fan-out,
+    in linear layers of deviation 0.01. lecun: truncated normal of variance 1 / fan-in. he: the same of 2 / fan-out, or
+    of 2 / fan-in where channels are grouped. glorot: uniform within sqrt(6 / (fan-in + fan-out)), as the linear layers
+    of lecun and he are as well. channels: the same of channels alone, whatever the size of the kernel.
+    """
+    if kind == "auto":
+        return
+    for layer in model.modules():
+        if not isinstance(layer, Layer):
+            continue
+        if kind == "uniform":
+            layer.reset_parameters()
+            continue
+        _RULES[kind](layer)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
+def truncated_normal(weight: Tensor, *, variance: float) -> None:
+    """A normal cut at two deviations, wider than asked for by what the cut takes: the variance of the rest is right."""
+    deviation = math.sqrt(variance) / LEFT
+    nn.init.trunc_normal_(weight, std=deviation, a=-CUT * deviation, b=CUT * deviation)
+
+
+def set_zeros(model: nn.Module, kind: Zeros) -> None:
+    """Which norms of a residual network begin with a scale of zero; the other scales of its blocks are one.
+
+    last: of every block the last norm; identity: the same where the shortcut changes nothing; shortcut: as identity,
+    and where the shortcut projects, its own norm. Where channels of zeros are appended the last norm begins at one:
+    these channels would be dead.
+    """
+    if kind == "auto":
+        return
+    for block in blocks_of(model):
+        projected = _projected_norm(block.downsample)
+        same = block.downsample is None or isinstance(block.downsample, nn.Identity)
+        last_is_zero = kind != "none" and (same or (kind == "last" and projected is not None))
+        nn.init.constant_(last_norm(block).weight, 0.0 if last_is_zero else 1.0)
+        if projected is not None:
+            nn.init.constant_(projected.weight, 0.0 if kind == "shortcut" else 1.0)
+
+
+def last_norm(block: Any) -> nn.BatchNorm2d:
+    """The norm before the addition."""
+    norm: nn.BatchNorm2d = block.bn3 if hasattr(block, "bn3") else block.bn2
+    return norm
+
+
+def _projected_norm(shortcut: nn.Module | None) -> nn.BatchNorm2d | None:
+    norms = [] if shortcut is None else [each for each in shortcut.modules() if isinstance(each, nn.BatchNorm2d)]
+    return norms[-1] if norms else None
+
+
+def _fans(weight: Tensor) -> tuple[int, int]:
+    """Inputs of one output, outputs of one input; of a grouped convolution, as if an input went to every group."""
+    field = weight[0, 0].numel()  # pixels of the kernel, 1 for a linear layer
+    return weight.shape[1] * field, weight.shape[0] * field
+
+
+def _normal(layer: Layer) -> None:
+    deviation = CLASSIFIER_DEVIATION if isinstance(layer, nn.Linear) else math.sqrt(2.0 / _fans(layer.weight)[1])
+    nn.init.normal_(layer.weight, std=deviation)
+
+
+def _lecun(layer: Layer) -> None:
+    if isinstance(layer, nn.Linear):
+        _glorot(layer)
+    else:
+        truncated_normal(layer.weight, variance=1.0 / _fans(layer.weight)[0])
+
+
+def _he(layer: Layer) -> None:
+    if isinstance(layer, nn.Linear):
+        _glorot(layer)
+    else:
+        fan = _fans(layer.weight)[0 if layer.groups > 1 else 1]
+        truncated_normal(layer.weight, variance=2.0 / fan)
+
+
+def _glorot(layer: Layer) -> None:
+    bound = math.sqrt(6.0 / sum(_fans(layer.weight)))
+    nn.init.uniform_(layer.weight, -bound, bound)
+
+
+def _channels(layer: Layer) -> None:
+    ins, outs = (
+        (layer.in_features, layer.out_features)
+        if isinstance(layer, nn.Linear)
+        else (layer.in_channels, layer.out_channels)
+    )
+    bound = math.sqrt(6.0 / (ins + outs))
+    nn.init.uniform_(layer.weight, -bound, bound)
+
+
+_RULES: dict[str, Callable[[Layer], None]] = {
+    "normal": _normal,
+    "lecun": _lecun,
+    "he": _he,
+    "glorot": _glorot,
+    "channels": _channels,
+}

@@ -1,0 +1,383 @@
+"""LARS: SGD with momentum whose step is scaled, layer by layer, to the size of the weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from falconet.numerics.kernels import update_rules
+from falconet.numerics.kernels.tensor_table import Control, Group, Tables, is_dense, same_layout
+from falconet.numerics.rounding import SMALLEST, Nearest, Part, Rounding, Stochastic, Store
+
+
+class Lars(torch.optim.Optimizer):
+    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt.
+
+    timm's Lars keeps the rate outside the velocity, so a changing rate gives other weights than TensorFlow's, and
+    launches about ten kernels a parameter; here norms and sums are one kernel a group, and the host never waits.
+    """
+
+    def __init__(self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
+        super().__init__(params, defaults)
+        self.norms = norms  # replaced where a process has only pieces of the parameters
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        for group in self.param_groups:
+            params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params if p.grad is not None]
+            if not params:
+                continue
+            if group["adapts"]:
+                decay, sizes = group["weight_decay"], (self.norms(params), self.norms(grads))
+                trust = trust_ratios(*sizes, coefficient=group["trust"], decay=decay, eps=group["eps"])
+                updates = torch._foreach_add(grads, params, alpha=decay)
+                torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
+            else:
+                updates = torch._foreach_mul(grads, group["lr"])
+            velocities = [self._velocity(p) for p in params]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, updates)
+            torch._foreach_sub_(params, velocities)
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        slots = self.state[p]
+        if "velocity" not in slots:
+            slots["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = slots["velocity"]
+        return velocity
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def trust_ratios(weights: Tensor, gradients: Tensor, *, coefficient: float, decay: float, eps: float) -> Tensor:
+    """Of norms, one a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where one of the two is 0."""
+    ratios = coefficient * weights / (gradients + decay * weights + eps)
+    return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)
+
+
+PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
+
+Arithmetic = Callable[..., tuple[Tensor, ...]]
+
+
+class HalfOptimizer(torch.optim.Optimizer, ABC):
+    """What the rules share: loss scale, skipping, rounding, and where the arithmetic happens.
+
+    `scale` (0-d fp32) divides the gradients, in fp32. Where `found` (0-d bool) is true, weights and state stay as they
+    are. Both are read on the device, never by the host; None means 1 and false.
+    """
+
+    counts_updates = False  # whether a parameter's `step` is kept
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, rounding: Rounding | None) -> None:
+        super().__init__(params, {**defaults, "capturable": True})
+        self.rounding = rounding
+        self.scale: Tensor | None = None
+        self.found: Tensor | None = None
+        self._params = [p for group in self.param_groups for p in group["params"]]
+        # Replaced where a process has only pieces of the parameters, so that their noise is that of the whole.
+        self.parts = {p: Part(number) for number, p in enumerate(self._params)}
+        device = self._params[0].device if self._params else torch.device("cpu")  # a stage may have none to train
+        self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
+        self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        self._tables = Tables()
+        self._fuses = device.type == "cuda"
+
+    def at(self, update: int) -> None:
+        """Say which update comes next: rounding's noise depends on it. Outside of a captured graph."""
+        self.rounding_update.fill_(update)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        update = self._fused if self._fuses else partial(self._plain, store=self._store())
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            self._fill_slots(params, self.slots(group))
+            if self.counts_updates:
+                taken = self._one if self.found is None else (~self.found).float()
+                # A list of tensors: given one tensor, CUDA's kernel takes it for a number and the host waits for it.
+                torch._foreach_add_([self.state[p]["step"] for p in params], [taken] * len(params))
+            update(group, params)
+
+    @abstractmethod
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        """The states of a parameter and what they begin with, in the rule's order."""
+
+    @abstractmethod
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        """The kernel's name for the rule, the plain rule with its constants, and those of the kernel."""
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """Two fp32 numbers of each parameter's own that the rule wants, on the device."""
+        return self._one.expand(len(params), 2)
+
+    def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
+        """The same for a batch on CUDA, contiguous."""
+        return self.own(group, batch.weights).contiguous()
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+        """The plain rule for one parameter, given its own two numbers."""
+        return partial(arithmetic, lr=lr)
+
+    def _plain(self, group: dict[str, Any], params: Sequence[Tensor], store: Store) -> None:
+        lr, own = self._lr(group), self.own(group, params)
+        inverse = self._one / self.scale if self.scale is not None else self._one
+        slots, (_, arithmetic, _) = self.slots(group), self.rule(group)
+        for p, numbers in zip(params, own, strict=True):
+            bound, part = self.bind(arithmetic, p, own=numbers, lr=lr), self.parts[p]
+            assert p.grad is not None
+            stored = [p, *(self.state[p][slot] for slot in slots)]
+            for first, (grad, *tensors) in _pieces(p.grad, *stored):
+                before = [t.float() for t in tensors]
+                after = bound(before[0], grad.float() * inverse, *before[1:])
+                for slot, (t, old, new) in enumerate(zip(tensors, before, after, strict=True)):
+                    kept = new if self.found is None else torch.where(self.found, old, new)
+                    t.copy_(store(kept, t.dtype, part=part._replace(first=part.first + first), slot=slot))
+
+    def _fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        from falconet.numerics.kernels import fused_updates  # Triton is there on CUDA alone
+
+        control = Control(
+            lr=self._lr(group),
+            scale=self._one if self.scale is None else self.scale,
+            found=self._never if self.found is None else self.found,
+            update=self.rounding_update,
+            rounding=self.rounding,
+        )
+        name, _, constants = self.rule(group)
+        for same in _by_type(params):
+            assert all(is_dense(p) for p in same), "a weight is neither row-major nor channels-last"
+            batch = Group(
+                weights=same,
+                grads=[same_layout(p.grad, like=p) for p in same if p.grad is not None],
+                states=[[self.state[p][slot] for slot in self.slots(group)] for p in same],
+                parts=[self.parts[p] for p in same],
+            )
+            own = self.fused_own(group, batch)
+            fused_updates.launch(name, batch, control, own=own, constants=constants, tables=self._tables)
+
+    def _store(self) -> Store:
+        if self.rounding is None:
+            return Nearest()
+        tensors = 1 + max((part.tensor for part in self.parts.values()), default=0)
+        return Stochastic(self.rounding, update=self.rounding_update, tensors=tensors)
+
+    def _lr(self, group: dict[str, Any]) -> Tensor:
+        rate = group["lr"]
+        return rate if isinstance(rate, Tensor) else self._rate.fill_(rate)
+
+    def _fill_slots(self, params: Sequence[Tensor], slots: dict[str, float]) -> None:
+        """Make the state of parameters that have their first gradient."""
+        for p in params:
+            state = self.state[p]
+            if not state and self.counts_updates:
+                state["step"] = torch.zeros((), device=p.device)
+            for name, value in slots.items():
+                if name not in state:
+                    state[name] = torch.full_like(p, value)
+
+
+class HalfSGD(HalfOptimizer):
+    """v = momentum * v + g + decay * w; w -= lr * v."""
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, rounding: Rounding | None, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rounding=rounding)
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        if not momentum:
+            return "descent", partial(update_rules.descent, decay=decay), (decay,)
+        plain = partial(update_rules.momentum_descent, momentum=momentum, decay=decay)
+        return "momentum_descent", plain, (decay, momentum)
+
+
+class HalfLars(HalfOptimizer):
+    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt."""
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float, rounding: Rounding | None
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
+        super().__init__(params, defaults, rounding=rounding)
+        self.norms = norms_of  # replaced where a process has only pieces of the parameters
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        return {"velocity": 0.0}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        return "lars", partial(update_rules.lars, momentum=momentum, decay=decay), (decay, momentum)
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
+        """The trust ratios, of gradients without the loss scale."""
+        if not group["adapts"]:
+            return super().own(group, params)
+        weights = self.norms(params)
+        grads = self.norms([p.grad for p in params if p.grad is not None])
+        grads = grads / (self._one if self.scale is None else self.scale)
+        decay, eps = group["weight_decay"], group["eps"]
+        trust = trust_ratios(weights, grads, coefficient=group["trust"], decay=decay, eps=eps)
+        return torch.stack((trust, trust), dim=1)
+
+    def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
+        """In two launches: torch's norms and the arithmetic after them would be a dozen, more than the update takes."""
+        if not group["adapts"] or self.norms is not norms_of:  # of pieces, norms are sums over the processes
+            return super().fused_own(group, batch)
+        from falconet.numerics.kernels import trust_ratios as norms
+
+        constants = norms.Trust(coefficient=group["trust"], decay=group["weight_decay"], eps=group["eps"])
+        scale = self._one if self.scale is None else self.scale
+        return norms.trust_ratios(batch, constants, scale=scale, tables=self._tables)
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+        return partial(arithmetic, rate=own[0] * lr)
+
+
+class _RMSprop(HalfOptimizer):
+    """What both of them are told."""
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
+    ) -> None:
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "weight_decay": 0.0}
+        super().__init__(params, defaults, rounding=rounding)
+
+
+class HalfRMSpropTF(_RMSprop):
+    """TensorFlow's RMSprop: averages begin at 1, eps is inside the root, the rate inside the momentum."""
+
+    counts_updates = True
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"square_avg": 1.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        alpha, eps, decay, momentum = (group[name] for name in ("alpha", "eps", "weight_decay", "momentum"))
+        constants = (decay, 1.0 - alpha, eps)
+        if not momentum:
+            return "rmsprop", partial(update_rules.rmsprop, alpha=alpha, decay=decay, eps=eps), constants
+        plain = partial(update_rules.momentum_rmsprop, alpha=alpha, momentum=momentum, decay=decay, eps=eps)
+        return "momentum_rmsprop", plain, (*constants, momentum)
+
+
+class HalfRMSprop(_RMSprop):
+    """Torch's RMSprop: averages begin at 0, eps is outside the root, the rate outside the momentum.
+
+    The root is kept instead of the average, because squares of gradients underflow in fp16.
+    """
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"root_square_avg": 0.0} | ({"momentum_buffer": 0.0} if group["momentum"] else {})
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        alpha, eps, decay, momentum = (group[name] for name in ("alpha", "eps", "weight_decay", "momentum"))
+        constants = (decay, alpha, 1.0 - alpha, eps)
+        plain = partial(_rmsprop, alpha=alpha, eps=eps, decay=decay)
+        if not momentum:
+            return "root_rmsprop", partial(plain, rule=update_rules.root_rmsprop), constants
+        form = partial(update_rules.momentum_root_rmsprop, momentum=momentum)
+        return "momentum_root_rmsprop", partial(plain, rule=form), (*constants, momentum)
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
+        return partial(arithmetic, lr=lr, smallest=_smallest(p))
+
+
+class HalfAdamW(HalfOptimizer):
+    """AdamW; the second moment is kept as its root, because squares of gradients underflow in fp16."""
+
+    counts_updates = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        lr: float,
+        eps: float,
+        rounding: Rounding | None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, rounding=rounding)
+        self._pairs: dict[tuple[float, float], Tensor] = {}
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        return {"exp_avg": 0.0, "root_exp_avg_sq": 0.0}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
+        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        plain = partial(_adamw, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
+        return "adamw", plain, (decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+
+    def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
+        """The bias corrections, 1 / (1 - beta1^updates) and 1 / sqrt(1 - beta2^updates)."""
+        steps = torch.stack([self.state[p]["step"] for p in params])
+        betas, powers = self._numbers_of(group["betas"]), self._numbers_of((-1.0, -0.5))
+        return (1.0 - betas ** steps[:, None]) ** powers  # few launches: each takes as long as a tenth of the update
+
+    def _numbers_of(self, values: tuple[float, float]) -> Tensor:
+        """On the device, made there: a copy from the host would be waited for."""
+        if values not in self._pairs:
+            self._pairs[values] = torch.stack([torch.full_like(self._one, value) for value in values])
+        return self._pairs[values]
+
+    def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:
+        return partial(arithmetic, lr=lr, correction1=own[0], correction2=own[1], smallest=_smallest(p))
+
+
+def _adamw(*tensors: Tensor, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:
+    return update_rules.adamw(*tensors, lr=lr, decay=decay, adam=update_rules.Adam(**constants))
+
+
+def _rmsprop(*tensors: Tensor, rule: Arithmetic, lr: Tensor, decay: float, **constants: Any) -> tuple[Tensor, ...]:
+    return rule(*tensors, lr=lr, decay=decay, mean=update_rules.MeanSquare(**constants))
+
+
+def _smallest(p: Tensor) -> float:
+    """What a root of squares is kept above, so that it is not rounded to 0."""
+    return SMALLEST if p.dtype == torch.float16 else 0.0
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """One Euclidean norm a tensor, in fp32: a half's own would overflow at 65504."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
+def _by_type(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def types(p: Tensor) -> str:
+        assert p.grad is not None
+        return f"{p.dtype} {p.grad.dtype}"
+
+    for _, same in groupby(sorted(params, key=types), key=types):  # a stable sort
+        yield list(same)
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Matching slices along the first dimension, with the number of their first element."""
+    whole = tensors[0]
+    if whole.numel() <= PIECE or whole.ndim == 0:
+        yield 0, list(tensors)
+        return
+    row = whole.numel() // whole.shape[0]
+    rows = max(1, PIECE // row)
+    for start in range(0, whole.shape[0], rows):
+        yield start * row, [t[start : start + rows] for t in tensors]

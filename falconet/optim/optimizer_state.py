@@ -1,0 +1,133 @@
+"""Optimizer state as tensors by parameter name, for checkpoints."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from falconet.errors import CheckpointError
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD, Lars
+from falconet.optim.optimizers import CombinedSGD
+
+# Written, empty, for a parameter that has had no gradient yet, so that a missing name is always a mistake.
+UNTOUCHED = "untouched"
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """`slot/parameter name` -> tensor: the optimizer's own tensors, not copies."""
+    slots = slot_names(optimizer)
+    tensors = {}
+    for name, p in _trained(optimizer, model).items():
+        state = optimizer.state.get(p, {})
+        if slots and not state:
+            tensors[f"{UNTOUCHED}/{name}"] = torch.empty(0)
+        for slot, value in state.items():
+            tensors[f"{slot}/{name}"] = value.detach() if isinstance(value, Tensor) else _tensor_of(value)
+    return tensors
+
+
+def load_state_tensors(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    home: torch.device | None = None,
+) -> None:
+    """Put back what `state_tensors` gave; nothing is changed when a name or a shape is wrong.
+
+    `home`: where the state is to lie, if not beside its parameters.
+    """
+    trained = _trained(optimizer, model)
+    slots = {name: () if f"{UNTOUCHED}/{name}" in tensors else tuple(sorted(slot_names(optimizer))) for name in trained}
+    untouched = [f"{UNTOUCHED}/{name}" for name in trained if f"{UNTOUCHED}/{name}" in tensors]
+    full = [f"{slot}/{name}" for name in trained for slot in slots[name]]
+    check_names(tensors, wanted=[*untouched, *full], what="optimizer state")
+    for name, p in trained.items():
+        for slot in slots[name]:
+            check_shape(tensors[f"{slot}/{name}"], like=_like(p, slot), name=f"optimizer state '{slot}/{name}'")
+    optimizer.state.clear()
+    counted_on_device = _counted_on_device(optimizer)
+    for name, p in trained.items():
+        for slot in slots[name]:
+            stored = tensors[f"{slot}/{name}"]
+            if slot == "step":
+                device = p.device if p in counted_on_device else torch.device("cpu")
+                optimizer.state[p][slot] = _count(stored, device)
+            else:
+                optimizer.state[p][slot] = _laid_out_like(p, stored, home or p.device)
+
+
+def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What the optimizer keeps for a parameter after its first update."""
+    momentum = {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
+    match optimizer:
+        case torch.optim.AdamW():
+            return {"step", "exp_avg", "exp_avg_sq"}
+        case HalfAdamW():
+            return {"step", "exp_avg", "root_exp_avg_sq"}
+        case torch.optim.RMSprop() | HalfRMSpropTF():
+            return {"step", "square_avg"} | momentum
+        case HalfRMSprop():
+            return {"root_square_avg"} | momentum
+        case _ if type(optimizer).__name__ == "RMSpropTF":  # by its name: importing timm takes two seconds
+            return {"step", "square_avg"} | momentum
+        case Lars() | HalfLars():
+            return {"velocity"}
+        case CombinedSGD():
+            return {"velocity"} if momentum else set()
+        case torch.optim.SGD() | HalfSGD():
+            return momentum
+        case _:
+            raise AssertionError(f"{type(optimizer).__name__} is not an optimizer of ours")
+
+
+def check_names(found: Iterable[str], *, wanted: Iterable[str], what: str) -> None:
+    """Refuse a set of names that is not exactly the one wanted, naming one and how many there are."""
+    found, wanted = set(found), set(wanted)
+    origin = "is the checkpoint of another model or optimizer?"
+    for names, verdict in ((wanted - found, "missing"), (found - wanted, "not wanted here")):
+        if names:
+            count = f"1 name is {verdict}" if len(names) == 1 else f"{len(names)} names are {verdict}"
+            raise CheckpointError(f"{what}: {count} (of {len(wanted)} wanted), such as '{min(names)}'; {origin}")
+
+
+def check_shape(tensor: Tensor, *, like: Tensor, name: str) -> None:
+    if tensor.shape != like.shape:
+        got, wanted = (" x ".join(map(str, t.shape)) or "a single number" for t in (tensor, like))
+        raise CheckpointError(f"{name}: got shape {got}, wanted {wanted}; is the checkpoint of another model?")
+
+
+def _trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters the optimizer changes, by their names in the model; a tied one by its first name."""
+    ours = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p in ours}
+    assert len(trained) == len(ours), "the optimizer is of another model"
+    return trained
+
+
+def _counted_on_device(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Parameters whose count of updates lies beside them, because a kernel reads it; other counts are the host's."""
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    return {p for group in groups for p in group["params"]}
+
+
+def _like(p: Tensor, slot: str) -> Tensor:
+    return torch.empty(()) if slot == "step" else p
+
+
+def _laid_out_like(p: Tensor, stored: Tensor, device: torch.device) -> Tensor:
+    """A copy with `p`'s strides, which fused kernels take for granted, in the stored type."""
+    return torch.empty_like(p, dtype=stored.dtype, device=device).copy_(stored).detach()
+
+
+def _tensor_of(number: Any) -> Tensor:
+    assert isinstance(number, int | float)
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
+
+
+def _count(stored: Tensor, device: torch.device) -> Tensor | int | float:
+    """The count in the type it was saved from: torch's own are float32 tensors, Python's are 64-bit."""
+    if stored.dtype in (torch.int64, torch.float64):
+        return stored.item()
+    return stored.to(device=device, copy=True)

@@ -1,0 +1,209 @@
+"""Gradients averaged over replicas: once an update, in buckets, while the last backward still runs."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from falconet.parallel.collectives import Processes
+from falconet.parallel.slices import shaped_like
+
+MEGABYTE = 1 << 20
+RUNNING = ("running_mean", "running_var")  # batch norm's statistics
+T = TypeVar("T")
+
+
+class Replicas(Protocol):
+    """How the replicas' gradients become one."""
+
+    def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        """The same micro-batches, with notice taken of the last one."""
+
+    def average(self) -> None:
+        """After the last backward: every gradient is the mean over the replicas."""
+
+    def buffers(self) -> list[Tensor]:
+        """Memory that messages take."""
+
+
+class OneReplica:
+    """A gradient that is the average already."""
+
+    def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        return iter(micro_batches)
+
+    def average(self) -> None:
+        """Nothing to do."""
+
+    def buffers(self) -> list[Tensor]:
+        return []
+
+
+class AveragedReplicas:
+    """Averages `p.grad` in place, whatever the update rule keeps there (sgd_combined: the velocity, equal on all).
+
+    A bucket is sent when its last gradient is there and every bucket before it is sent, so that all processes send in
+    the same order. Batch norm's running statistics are averaged as well: they are linear in the batches' statistics, so
+    the mean of the replicas' is what one replica that saw all batches would keep, and no replica has state of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: Processes,
+        *,
+        bucket_megabytes: float,
+        bucket: Callable[[Sequence[Tensor]], "Bucket"] | None = None,
+    ) -> None:
+        self._world = world
+        # Backwards, as gradients come; the order of parameters is the same in every process.
+        trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+        groups = divided(trained, int(bucket_megabytes * MEGABYTE))
+        self._buckets = [(bucket or Gradients)(group) for group in groups]
+        self._statistics = Bucket(running_statistics(model))
+        self._armed, self._sent = False, 0
+        self._missing: list[int] = []
+        for number, group in enumerate(groups):
+            for p in group:
+                p.register_post_accumulate_grad_hook(self._arrived(number))  # type: ignore[no-untyped-call]
+
+    def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        for number, batch in enumerate(micro_batches):
+            if number == len(micro_batches) - 1:
+                self._missing = [len(bucket) for bucket in self._buckets]
+                self._armed = True
+            yield batch
+
+    def average(self) -> None:
+        assert self._armed, "the last micro-batch was not announced"
+        self._armed = False
+        self._statistics.send(self._world)
+        for bucket in self._buckets[self._sent :]:  # with a parameter that had no part in the loss
+            self._send(bucket)
+        with self._world.waiting("averaging gradients"):
+            for each in (self._statistics, *self._buckets):
+                each.wait()
+        for each in (self._statistics, *self._buckets):
+            each.unpack()
+        self._sent = 0
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer for each in (self._statistics, *self._buckets) for buffer in each.buffers()]
+
+    def _arrived(self, number: int) -> Any:
+        def hook(_parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            self._statistics.send(self._world)  # the last forward is over
+            self._missing[number] -= 1
+            while self._sent < len(self._buckets) and self._missing[self._sent] == 0:
+                self._send(self._buckets[self._sent])
+
+        return hook
+
+    def _send(self, bucket: "Bucket") -> None:
+        bucket.send(self._world)
+        self._sent += 1
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Batch norm's running statistics, but for frozen ones, which a mean over replicas would round."""
+    moving = [m for m in model.modules() if getattr(m, "track_running_stats", True)]
+    return [b for m in moving for name, b in m.named_buffers(recurse=False) if name in RUNNING]
+
+
+class Bucket:
+    """Tensors of one type that are averaged together, side by side in memory."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1, step: int = 1) -> None:
+        """`multiple`: what the number of values is padded to; `step`: every tensor begins at a multiple of it."""
+        self._tensors = tensors
+        self._begins = list(accumulate((t.numel() + -t.numel() % step for t in tensors), initial=0))
+        count = self._begins[-1]
+        self._flat = tensors[0].new_zeros(count + -count % multiple) if tensors else torch.empty(0)
+        # In each tensor's own memory order, so that packing is a plain copy for channels-last weights too.
+        self._views = [
+            shaped_like(self._flat[begin : begin + t.numel()], t)
+            for begin, t in zip(self._begins, tensors, strict=False)
+        ]
+        self._work: dist.Work | None = None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def buffers(self) -> list[Tensor]:
+        """Memory that messages take."""
+        return [self._flat]
+
+    @torch.no_grad()
+    def send(self, world: Processes) -> None:
+        """Begin, unless it has begun."""
+        if self._work is None and self._tensors:
+            self._pack(world.size)
+            with world.waiting("averaging gradients"):
+                self._work = dist.all_reduce(self._flat, group=world.group, async_op=True)
+
+    def _pack(self, replicas: int) -> None:
+        """Side by side; divided before they are added: half-precision sums must not overflow."""
+        pairs = self._pairs()
+        if len(pairs) < len(self._tensors):
+            self._flat.zero_()
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [values for _, values in pairs])
+        self._flat.div_(replicas)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        pairs = self._pairs()
+        if pairs:
+            torch._foreach_copy_([values for _, values in pairs], [view for view, _ in pairs])
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (view, values)
+            for view, t in zip(self._views, self._tensors, strict=True)
+            if (values := self._of(t)) is not None
+        ]
+
+    def _of(self, tensor: Tensor) -> Tensor | None:
+        return tensor
+
+
+class Gradients(Bucket):
+    """The gradients of some parameters; one without had no part in the loss, on every replica alike."""
+
+    def _of(self, tensor: Tensor) -> Tensor | None:
+        return tensor.grad
+
+
+def digest(model: nn.Module) -> str:
+    """A fingerprint of the parameters and buffers, which must be the same on every replica."""
+    mixed = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        mixed.update(name.encode())
+        mixed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return mixed.hexdigest()[:16]
+
+
+def divided(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """The parameters in order, in groups of one type of up to `size` bytes; a larger parameter has its own group."""
+    groups: list[list[nn.Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for p in parameters:
+        kind, own = (p.dtype, p.device), p.numel() * p.element_size()
+        group, held = open_groups.get(kind, ([], size))
+        if held + own > size:
+            group, held = [], 0
+            groups.append(group)
+        group.append(p)
+        open_groups[kind] = (group, held + own)
+    return groups

@@ -1,0 +1,172 @@
+"""Numbers with their words, as a person writes them."""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from falconet import exits
+from falconet.parallel import environment
+from falconet.parallel.world import World
+
+
+def counted(number: int, word: str) -> str:
+    """`1 epoch`, `2,000 epochs`, `3 classes`."""
+    many = "es" if word.endswith(("s", "tch")) else "s"
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}{many}"
+
+
+def are(number: int, word: str) -> str:
+    """`1 core is`, `2 cores are`."""
+    return f"{counted(number, word)} {'is' if number == 1 else 'are'}"
+
+
+T = TypeVar("T")
+Say = Callable[[str], None]  # takes a line
+PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal, whatever their lines are collected into
+
+
+class Lines(Console):
+    """A console whose reader may go away: `| head`, or a `tee` that the same Ctrl-C has ended. Then nothing is said.
+
+    Nor is it to a terminal that was closed, under a run that was `disown`ed or is about to hear of it.
+    """
+
+    reader_is_gone = False
+
+    def __exit__(self, kind: Any, error: Any, at: Any) -> None:
+        """Where all is written, by the bar's own thread too."""
+        try:
+            super().__exit__(kind, error, at)
+        except OSError as lost:
+            if lost.errno != errno.EIO:
+                raise
+            exits.forget_lost_terminal([self.file.fileno()])
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process, in the middle of an update too."""
+        self.quiet = self.reader_is_gone = True
+
+
+class Screen:
+    """Lines, with a bar of the whole run below them where there is a terminal.
+
+    Where nobody reads the lines any more, those of a run that has begun go to standard error, once and for all.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Lines(highlight=False, soft_wrap=True)
+        self._aside: Lines | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal or PSEUDO in os.environ,
+        )
+        self._task = self._bar.add_task("", total=None, note="", visible=False)
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False, emoji=False)  # paths are shown as they are
+        if self._aside and isinstance(self.console, Lines) and self.console.reader_is_gone:
+            self.console, self._aside = self._aside, None
+            self.line("nobody reads the output any more; the run goes on, and speaks here")
+            self.line(text)
+
+    def begin(self, *, total: int, done: int) -> None:
+        """Show the bar of a run of `total` updates; without a terminal, a line, because an epoch may take hours."""
+        self._aside = Lines(stderr=True, highlight=False, soft_wrap=True)
+        if self._bar.disable and done < total:
+            self.line(f"training begins: update {done + 1:,} of {total:,}")
+        self._bar.update(self._task, total=total, completed=done, visible=True)
+        self._bar.start()
+
+    def counts(self, updates: Iterable[T], *, epoch: str) -> Iterator[T]:
+        """The same updates; the bar moves on when each is done."""
+        self._bar.update(self._task, description=epoch)
+        for update in updates:
+            yield update
+            self._bar.advance(self._task)
+
+    def note(self, text: str) -> None:
+        """A few words beside the bar."""
+        self._bar.update(self._task, note=text)
+
+    def end(self) -> None:
+        self._bar.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+
+GLANCE = 0.1  # seconds between two looks of the bar
+SILENCE = 10.0  # seconds between lines where there is no terminal
+
+
+class Counting:
+    """A count that goes up, to `total` where that is known; shown on standard error, which no output is mixed with."""
+
+    def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
+        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,.0f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=total)
+        self._what, self._total = what, total
+        self._count, self._said = 0, time.monotonic()
+        self._every = GLANCE if self._console.is_terminal else SILENCE
+
+    def add(self, count: int = 1) -> None:
+        self._count += count
+        now = time.monotonic()
+        if now - self._said < self._every:
+            return
+        self._said = now
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=self._count)
+        else:
+            of = f" of {self._total:,}" if self._total is not None else ""
+            self._console.print(f"{self._what}: {self._count:,}{of}", markup=False, emoji=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+
+def screen_of(world: World) -> Screen:
+    """Only the first process prints."""
+    return Screen() if world.is_first else Screen(Console(quiet=True))
+
+
+def spoken(world: World | None = None) -> Say:
+    """How this process says what concerns itself: the first one plainly, others with their rank.
+
+    Before there is a world, only the first one speaks.
+    """
+    if world is None:
+        place = environment.find_place(os.environ)
+        return Screen(Console(quiet=True) if place and place.rank else None).line
+    plain = Screen()
+    return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")

@@ -1,0 +1,388 @@
+"""The HTTP server: the protocol's addresses, limits on what one client may take, and an end that finishes its work."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+import falconet
+from falconet.errors import ConfigError
+from falconet.exits import DONE, INTERRUPTED
+from falconet.infer.predictor import Pixels, Scores
+from falconet.serve import protocol
+from falconet.serve.batching import ComputingError, Counts, OverloadedError
+from falconet.serve.protocol import RequestError, Served
+
+BODY_SECONDS = 60.0  # for a client to send what it announced
+IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers; an hour, if nobody says so
+DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
+AGAIN = 0.1  # seconds from a connection that could not be taken to the next
+READ_AHEAD = 1 << 20  # bytes of a connection
+PAGE = 2 << 20  # bytes that the system may give to the first one that is written: a large page
+AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
+MOST_FAILED = 3  # batches in a row, after which the server is not ready: a broken device fails on all of them
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Bytes = npt.NDArray[np.uint8]  # one dimension
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Submit = Callable[[Pixels], Coroutine[None, None, Scores]]
+Take = Callable[[socket.socket], None]  # a new connection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the server listens; port 0: any free one."""
+
+    host: str
+    port: int
+
+    def open(self) -> socket.socket:
+        """A listening socket; the user's mistakes are one line each."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = f"--port: {self.port} is in use on {self.host}; wanted another one, or 0 for any free one"
+            elif error.errno == errno.EACCES:
+                message = f"--port: {self.port} is not for this user; wanted one from 1024 on"
+            else:
+                message = f"--host: cannot listen on '{self.host}': {error.strerror or error}"
+            raise ConfigError(message) from error
+
+
+class Room:
+    """Memory for bodies on their way, counted, so that no number of clients can take all of it."""
+
+    def __init__(self, most: int) -> None:
+        self._free, self._lock = most, threading.Lock()  # bytes
+
+    @contextlib.contextmanager
+    def taken(self, length: int) -> Iterator["Body"]:
+        """A buffer of this many bytes, of which those count that have come."""
+        body = Body(length, self._take)
+        try:
+            yield body
+        finally:
+            with self._lock:
+                self._free += body.counted
+
+    def _take(self, length: int) -> None:
+        with self._lock:
+            if length > self._free:
+                raise OverloadedError("no memory is left for another request; try again later")
+            self._free -= length
+
+
+class Body:
+    """A body on its way.
+
+    Memory that nobody has written to is not there yet: a client that announces much and sends little holds little.
+    """
+
+    def __init__(self, length: int, take: Callable[[int], None]) -> None:
+        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # unlike a bytearray not filled with zeros first
+        self.come = self.counted = 0
+        self._take = take
+        self._count()
+
+    def add(self, chunk: bytes) -> None:
+        """What comes next."""
+        at, self.come = self.come, self.come + len(chunk)
+        self._count()
+        self.bytes[at : self.come] = np.frombuffer(chunk, dtype=np.uint8)  # other threads run meanwhile
+
+    def _count(self) -> None:
+        """Page by page, the first one at once."""
+        reached = min(len(self.bytes), (self.come // PAGE + 1) * PAGE)
+        if reached > self.counted:
+            self._take(reached - self.counted)
+            self.counted = reached
+
+
+class Front:
+    """Answers requests about one model."""
+
+    def __init__(self, served: Served, submit: Submit, *, counts: Counts, room: Room, max_delay: float) -> None:
+        self._served, self._submit, self._counts, self._room = served, submit, counts, room
+        self._config = protocol.configuration(served, max_delay=max_delay)
+        # One long JSON at a time: parsed it takes up to thirty times its bytes, which no room is counted for.
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self.is_ready = True
+
+    def close(self) -> None:
+        """Let its thread end; nothing is asked any more."""
+        self._parsing.shutdown(wait=False)
+
+    def application(self) -> web.Application:
+        """Every address of the protocol."""
+        app = web.Application(middlewares=[_in_one_line])
+        app.router.add_get("/v2", _always(_server_metadata()))
+        app.router.add_get("/v2/health/live", _always({"live": True}))
+        app.router.add_get("/v2/health/ready", self._ready)
+        for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            app.router.add_get(base, self._of_model(_always(protocol.metadata(self._served))))
+            app.router.add_get(f"{base}/ready", self._of_model(self._ready))
+            app.router.add_get(f"{base}/config", self._of_model(_always(self._config)))
+            app.router.add_get(f"{base}/stats", self._of_model(self._statistics))
+            app.router.add_post(f"{base}/infer", self._of_model(self._infer))
+        return app
+
+    def _of_model(self, handler: Handler) -> Handler:
+        """The same for the one model that is here; another name or version is not found."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            name, version = request.match_info["model"], request.match_info.get("version", protocol.VERSION)
+            if name != self._served.name:
+                return _refusal(404, f"no model is named '{name[:80]}'; this server has '{self._served.name}'")
+            if version != protocol.VERSION:
+                return _refusal(404, f"{name} has no version '{version[:80]}'; it has {protocol.VERSION}")
+            return await handler(request)
+
+        return checked
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        ready = self.is_ready and self._counts.failed_in_a_row < MOST_FAILED
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def _statistics(self, _: web.Request) -> web.Response:
+        counts = self._counts
+        return web.json_response(
+            {
+                "model_stats": [
+                    {
+                        "name": self._served.name,
+                        "version": protocol.VERSION,
+                        "inference_count": counts.images,
+                        "execution_count": counts.executions,
+                        "falconet": asdict(counts),
+                    }
+                ]
+            }
+        )
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        length = request.content_length
+        if length is None:
+            return _refusal(411, "Content-Length: is needed")
+        if length > self._served.most_bytes:
+            return _refusal(413, f"Content-Length: got {length:,}, wanted at most {self._served.most_bytes:,}")
+        if "Content-Encoding" in request.headers:
+            return _refusal(400, "Content-Encoding: is not read; wanted the body as it is")
+        with self._room.taken(length) as coming:
+            await _read_into(coming, request)
+            body = coming.bytes
+            header = request.headers.get(protocol.HEADER)
+            if header is None and length > AT_ONCE:
+                loop = asyncio.get_running_loop()
+                asked = await loop.run_in_executor(
+                    self._parsing, protocol.read_request, body.data, header, self._served
+                )
+            else:
+                asked = protocol.read_request(body.data, header, self._served)
+            scores = await self._submit(asked.images)
+            answer, headers = protocol.write_answer(scores, asked, self._served)
+        return web.Response(body=answer, headers=headers)
+
+
+async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket) -> int:
+    """Answer until a signal comes, then finish what is in flight; the exit code: 130 for Ctrl-C, 0 for SIGTERM."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[signal.Signals] = loop.create_future()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        if asked.done():
+            task.cancel()  # the second time: at once
+        else:
+            asked.set_result(number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    async with answering(fronts(), listening):
+        reason = await asked
+    return INTERRUPTED if reason == signal.SIGINT else DONE
+
+
+@contextlib.asynccontextmanager
+async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncIterator[None]:
+    """Within it, connections go to the fronts by turns; at its end, requests in flight are finished.
+
+    The first front works in this thread, each other one in a thread with a loop of its own: reading bodies may
+    limit a fast device, and half of that work is the kernel's, which should need no lock of Python's.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        takers = [await stack.enter_async_context(_desk(fronts[0]))]
+        for front in fronts[1:]:
+            takers.append(await stack.enter_async_context(_desk_of_its_own(front)))
+        try:
+            with _accepting(listening, takers):
+                yield
+        finally:
+            listening.close()
+            for front in fronts:
+                front.is_ready = False
+
+
+@contextlib.contextmanager
+def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[None]:
+    """Within it, new connections are handed out by turns.
+
+    Not by the loop's `sock_accept`: cancelled while a connection comes, it loses it, and prints a traceback.
+    """
+    loop, turns = asyncio.get_running_loop(), itertools.cycle(takers)
+    later: list[asyncio.TimerHandle] = []
+
+    def accept() -> None:
+        try:
+            connection, _ = listening.accept()
+        except OSError:  # it is gone already, or this process has no file handles left: those there go on
+            loop.remove_reader(listening)
+            later[:] = [loop.call_later(AGAIN, loop.add_reader, listening, accept)]
+        else:
+            next(turns)(connection)
+
+    listening.setblocking(False)
+    loop.add_reader(listening, accept)
+    try:
+        yield
+    finally:
+        loop.remove_reader(listening)
+        for handle in later:
+            handle.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _desk(front: Front) -> AsyncIterator[Take]:
+    """Answers on the connections that it is given, in the running loop; may be given them from any thread."""
+    runner = web.AppRunner(
+        front.application(),
+        access_log=None,
+        logger=_logger(),
+        shutdown_timeout=DRAIN_SECONDS,
+        keepalive_timeout=IDLE_SECONDS,
+        handler_cancellation=True,  # of a client that goes away
+        read_bufsize=READ_AHEAD,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
+
+    def begin(connection: socket.socket) -> None:
+        task = loop.create_task(loop.connect_accepted_socket(runner.server, connection))  # type: ignore[arg-type]
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    def take(connection: socket.socket) -> None:
+        loop.call_soon_threadsafe(begin, connection)
+
+    try:
+        yield take
+    finally:
+        await asyncio.sleep(0)  # what was taken last begins
+        if connecting:
+            await asyncio.wait(connecting)  # or nobody would close it
+        await runner.cleanup()
+        front.close()
+
+
+@contextlib.asynccontextmanager
+async def _desk_of_its_own(front: Front) -> AsyncIterator[Take]:
+    """The same in another thread."""
+    begun: Future[tuple[Take, Callable[[], object]]] = Future()
+
+    async def work() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        async with _desk(front) as take:
+            begun.set_result((take, lambda: loop.call_soon_threadsafe(stop.set)))
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C waits for nobody
+    thread.start()
+    take, stop = await asyncio.wrap_future(begun)
+    try:
+        yield take
+    finally:
+        stop()
+        await asyncio.to_thread(thread.join)
+
+
+def from_other_threads(submit: Submit) -> Submit:
+    """`submit` of the running loop, to be called in the loops of other threads."""
+    loop = asyncio.get_running_loop()
+
+    async def submitted(images: Pixels) -> Scores:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(submit(images), loop))
+
+    return submitted
+
+
+async def _read_into(body: Body, request: web.Request) -> None:
+    """The whole body, chunk by chunk to its place: `request.read()` would copy all of it twice more."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.content.iter_any():
+                body.add(chunk)
+    except TimeoutError:
+        raise RequestError(f"{body.come:,} of {len(body.bytes):,} bytes came within {BODY_SECONDS:g} seconds") from None
+    if body.come < len(body.bytes):
+        raise RequestError(f"the body ends after {body.come:,} of {len(body.bytes):,} bytes")
+
+
+@web.middleware
+async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever is wrong with a request is answered as the protocol wants it: JSON with one line."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _refusal(400, str(error))
+    except OverloadedError as error:
+        return _refusal(503, str(error), {"Retry-After": "1"})
+    except ComputingError as error:
+        _logger().error("%s", error, exc_info=error)
+        return _refusal(500, str(error))
+    except web.HTTPException as error:  # of the router: no such address, no such method
+        return _refusal(error.status, f"{request.method} {request.path[:80]}: {error.reason.lower()}")
+
+
+def _refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": reason}, status=status, headers=headers)
+
+
+def _always(content: dict[str, object]) -> Handler:
+    text = json.dumps(content)
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, content_type="application/json")
+
+    return answer
+
+
+def _server_metadata() -> dict[str, object]:
+    return {"name": "falconet", "version": falconet.__version__, "extensions": list(protocol.EXTENSIONS)}
+
+
+def _logger() -> logging.Logger:
+    """Tells our own failures; what strangers send is answered, not told."""
+    logger = logging.getLogger("falconet.serve")
+    logger.addFilter(_is_ours)
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, HttpProcessingError)

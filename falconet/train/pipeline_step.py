@@ -1,0 +1,420 @@
+"""One update of the weights of a pipeline: the second kind of step, and evaluation over stages."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from falconet.checkpoint.state import TrainState
+from falconet.config import rules
+from falconet.data import input, mixing
+from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader, singly
+from falconet.data.mixing import Mix
+from falconet.data.preprocessing import Normalise
+from falconet.errors import ConfigError
+from falconet.models import splits, zoo
+from falconet.models.splits import Stage
+from falconet.numerics.loss_scale import NonFinite, Offender
+from falconet.numerics.precision import Regime
+from falconet.numerics.recompute import Footprint, matching, measure_footprint, recompute_stage
+from falconet.parallel.collectives import Processes
+from falconet.parallel.data_parallel import Replicas
+from falconet.parallel.grid import Grid, SeveralStages, Stages
+from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
+from falconet.parallel.world import World
+from falconet.report.console import counted
+from falconet.train import build
+from falconet.train.build import Setup, build_moving
+from falconet.train.evaluate import Evaluation, Measure, count, never, summed
+from falconet.train.step import Loss, Moving, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """How images and labels come to the first stage, and labels from there to the last one.
+
+    Only the first stage reads images; it alone knows which of them could not be read. What the others need of a
+    micro-batch is a row of numbers: its labels, and how it is mixed.
+    """
+
+    micro_batch: int  # images
+    accumulation: int
+    image_size: int  # pixels
+    mixes: bool
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row: labels, and of mixing the share of each image and a box."""
+        return 2 * self.micro_batch + 4 if self.mixes else self.micro_batch
+
+    def rows(self, micro_batches: Sequence[Batch], *, stages: World) -> Tensor:  # accumulation x width, float64
+        """The rows of an update, on every stage; float64 holds labels, shares and boxes exactly."""
+        if stages.rank > 0:
+            return stages.broadcast(
+                torch.empty(self.accumulation, self.width, dtype=torch.float64, device=stages.device)
+            )
+        assert len(micro_batches) == self.accumulation
+        own = [torch.cat([part.double() for part in (each.labels, *(each.mix or ()))]) for each in micro_batches]
+        return stages.broadcast(torch.stack(own))
+
+    def read(self, row: Tensor) -> tuple[Tensor, Mix | None]:
+        """Labels and mix of one micro-batch."""
+        labels = row[: self.micro_batch].long()
+        if not self.mixes:
+            return labels, None
+        mixup, box = row[self.micro_batch : -4].float(), row[-4:].long()
+        return labels, Mix(mixup, box)
+
+
+class PipelinedStep:
+    """One stage of the model on this device, the others on those of other processes."""
+
+    def __init__(self, moving: Moving, place: Place, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
+        self._moving, model = moving, moving.model
+        self._stages, self._feeding, self._loss = place.world, forward.feeding, loss
+        self._images = forward.feeding.micro_batch * forward.feeding.accumulation
+        self._pipeline = Pipeline(
+            forward.training(model, is_first=place.is_first, is_last=place.is_last),
+            place,
+            kind=kind,
+            micro_batches=forward.feeding.accumulation,
+            loss=self._root,
+        )
+        self._passes = _Passes([p for p in model.parameters() if p.requires_grad], moving.move.passed)
+        nothing = torch.zeros((), device=place.world.device)
+        self._nothing = (nothing, nothing.long(), nothing.long())  # what stages without a loss say of an update
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
+        self._moving.begin(update)
+        self._parts = []
+        announced = self._moving.replicas.announced(
+            [None]
+        )  # before the first backward pass: it may forget old gradients
+        rows = self._feeding.rows(micro_batches, stages=self._stages)
+        images = (torch.cat([batch.images for batch in micro_batches]), rows) if self._stages.rank == 0 else ()
+        self._pipeline(images, rows)
+        self._passes.end()
+        list(announced)  # all backward passes are over, the last one too
+        skipped = self._moving.end(update, lr)
+        parts = self._parts or [self._nothing]
+        loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
+        return Update(loss, correct, counted, skipped)
+
+    def _root(self, logits: Tensor, row: Tensor) -> Tensor:
+        """Of one micro-batch, on the last stage: as LocalStep computes it."""
+        labels, mix = self._feeding.read(row[0])
+        side = self._feeding.image_size
+        targets = mixing.mixed_targets(labels, mix, classes=self._loss.classes, side=side)
+        loss = self._loss(logits, targets).sum() / self._images
+        self._parts.append((loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()))
+        return self._moving.move.root(loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A stage's forward pass: images are prepared by the first stage, logits are fp32 from the last."""
+
+    feeding: Feeding
+    normalise: Normalise
+    regime: Regime
+    device: torch.device
+
+    def training(self, model: nn.Module, *, is_first: bool, is_last: bool) -> Callable[..., Any]:
+        """Takes images and a row of numbers on the first stage, elsewhere what the stage before gives."""
+        run = self.stage(model, is_last=is_last)
+        return (lambda images, row: run(self.prepared(images, row[0]))) if is_first else run
+
+    def stage(self, model: nn.Module, *, is_last: bool) -> Callable[..., Any]:
+        """Takes values in the model's own formats."""
+
+        def run(*values: Tensor) -> Any:
+            with self.regime.computing(self.device):
+                results = model(*values)
+            return results.float() if is_last else results
+
+        return run
+
+    def prepared(self, images: Tensor, row: Tensor) -> Tensor:
+        return mixing.mixed_images(self.normalise(images), self.feeding.read(row)[1])
+
+
+class _Passes:
+    """Says when a backward pass has added its last gradient: the schedule does not."""
+
+    def __init__(self, trained: Sequence[nn.Parameter], passed: Callable[[], None]) -> None:
+        self._missing, self._count, self._passed = len(trained), len(trained), passed
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, _parameter: Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self._missing = self._count
+            self._passed()
+
+    def end(self) -> None:
+        """The update's passes are over; a parameter that had no part in the loss has let the count run behind."""
+        if self._missing != self._count:
+            self._missing = self._count
+            self._passed()
+
+
+def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFinite], NonFinite]:
+    """What any stage found; `numbers`: the places of this stage's gradients among all of the model's."""
+    places = torch.tensor(numbers or [0], device=grid.world.device)  # a stage without any finds nothing
+
+    def everywhere(own: NonFinite) -> NonFinite:
+        # One message: the first place of all is the largest negated one, and a large number where there is none.
+        nowhere = torch.iinfo(torch.int64).max
+        mine = places.index_select(0, own.first.clamp_min(0).view(1))[0]  # places[...] would wait for the device
+        place = torch.where(own.found, mine, nowhere)
+        first = -grid.stages.max(-place)
+        return NonFinite(first < nowhere, torch.where(first < nowhere, first, -1))
+
+    return everywhere
+
+
+@torch.inference_mode()
+def evaluate_stages(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    place: Place,
+    *,
+    forward: Forward,
+    grid: Grid,
+    stopping: Callable[[], bool] = never,
+) -> Evaluation:
+    """As `evaluate`: the batches are the first stage's, the other stages are given as many of any content.
+
+    Where one stage is `stopping`, all of its replica leave at the same batch, because each hands its batches on.
+    """
+    model.eval()
+    world = grid.world
+    run = forward.stage(model, is_last=place.is_last)
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    left, vote = False, grid.stages.vote()
+    for batch in batches:
+        left = vote(stopping())
+        if left:
+            break
+        labels = grid.stages.broadcast(batch.labels.to(world.device))
+        given = [forward.normalise(batch.images)] if place.is_first else []
+        logits = relay(run, place, given)
+        if logits is not None:
+            totals += count(logits, labels)
+    return summed(totals, world, left=left)
+
+
+@torch.no_grad()
+def boundaries(
+    stages: Sequence[nn.Module], *, forward: Forward, prepare: Callable[[nn.Module], nn.Module]
+) -> list[list[Tensor]]:
+    """What each stage but the last gives to the next, of one micro-batch, on `meta`.
+
+    Found by running copies of the stages on two images on the device itself, because only there a regime's formats
+    are decided; `prepare` makes such a copy.
+    """
+    side, feeding, few = forward.feeding.image_size, forward.feeding, 2
+    values: tuple[Tensor, ...] = (torch.zeros(few, 3, side, side, device=forward.device),)
+    values = tuple(value.contiguous(memory_format=torch.channels_last) for value in values)
+    found = []
+    for number, stage in enumerate(stages[:-1]):
+        with forward.regime.computing(forward.device):
+            values = prepare(stage).eval()(*values)
+        if not all(isinstance(value, Tensor) and value.ndim and len(value) == few for value in values):
+            raise ConfigError(
+                f"--pipeline-splits: from stage {number} to stage {number + 1} more than activations of images would"
+                " have to pass; wanted a split elsewhere"
+            )
+        found.append([torch.empty((feeding.micro_batch, *v.shape[1:]), dtype=v.dtype, device="meta") for v in values])
+    return found
+
+
+MEASURED = 8  # images on which the cost of layers is measured, at the most
+
+
+class StagedModel:
+    """One stage of a replica a process; without processes, what a plan says of them."""
+
+    def __init__(self, setup: Setup, *, stages: int, stored: Sequence[str] | None = None) -> None:
+        """`stored`: the splits of the restored run, which an automatic choice keeps."""
+        self._setup, self._count, self._stored = setup, stages, stored
+
+    @cached_property
+    def _whole(self) -> nn.Module:
+        return self._setup.built()
+
+    @cached_property
+    def splits(self) -> Sequence[str]:
+        asked = self._setup.options.parallel.pipeline_splits
+        if not asked[0].startswith("auto:"):
+            return asked
+        if self._stored and len(self._stored) == self._count - 1:
+            return tuple(self._stored)
+        return self._setup.grid.world.once(lambda: " ".join(self._balanced())).split()
+
+    def _balanced(self) -> list[str]:
+        """Measured on the first process, and the same for all of them."""
+        device, shape = self._setup.grid.world.device, self._setup.shape
+        side = self._setup.images.preprocessing.image_size
+        example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
+        with self._setup.regime.computing(device):
+            return splits.balance(
+                self._on_device(self._whole),
+                self._count,
+                example=example.contiguous(memory_format=torch.channels_last),
+            )
+
+    @cached_property
+    def _stages(self) -> list[Stage]:
+        return splits.split(self._whole, self.splits)
+
+    @cached_property
+    def _boundaries(self) -> list[list[Tensor]]:
+        modules = [stage.module for stage in self._stages]
+        return boundaries(modules, forward=self._forward, prepare=self._on_device)
+
+    @cached_property
+    def _footprints(self) -> list[Footprint]:
+        shape, side = self._setup.shape, self._setup.images.preprocessing.image_size
+        kind = self._setup.regime.formats(self._setup.grid.world.device)["activations"]
+        images = [torch.empty(shape.micro_batch, 3, side, side, dtype=kind, device="meta")]
+        given = [images, *self._boundaries]
+        stored = self._kept if self._mode == "manual" else None
+        return [
+            measure_footprint(stage.module, *own, stored=stored) for stage, own in zip(self._stages, given, strict=True)
+        ]
+
+    @property
+    def _mode(self) -> str:
+        return rules.recompute_mode(self._setup.options.numerics, self._setup.options.parallel)
+
+    @cached_property
+    def _kept(self) -> list[str]:
+        """The layers that --recompute-checkpoints names."""
+        return matching(self._whole, self._setup.options.numerics.recompute_checkpoints)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Our stage, on its device."""
+        rank = self._setup.grid.stages.rank
+        footprint = self._footprints[rank]
+        stored = self._kept if self._mode == "manual" else footprint.stored_layers(footprint.every)
+        model = self._setup.regime.prepare(self._stages[rank].module, self._setup.grid.world.device)
+        if self._mode != "none":
+            recompute_stage(model, stored)
+        return model
+
+    @property
+    def parameters(self) -> int:
+        return zoo.count_parameters(self._whole)
+
+    @cached_property
+    def weights(self) -> Sequence[str]:
+        return [name for name, _ in self._whole.named_parameters()]
+
+    @cached_property
+    def trained(self) -> Sequence[str]:
+        return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
+
+    def lines(self) -> list[str]:
+        options, shape = self._setup.options, self._setup.shape
+        kind = options.parallel.pipeline_schedule
+        lines = [
+            *self._setup.beginning(self._whole),
+            f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} an update;"
+            f" each stage recomputes {_RECOMPUTED[self._mode]}",
+        ]
+        for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
+            flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
+            weights = build.training_bytes(stage.module, options, regime=self._setup.regime, replicas=shape.replicas)
+            recomputed = frozenset() if self._mode == "none" else footprint.every
+            activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
+            lines.append(
+                f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
+                f" {counted(flights, 'micro-batch')} in flight,"
+                f" {(weights + activations) / build.GIB:.3f} GiB predicted"
+            )
+        return lines
+
+    def stages(self) -> Stages:
+        return SeveralStages(self._setup.grid, own=self.model.state_dict(), every=self._whole.state_dict())
+
+    def numbers(self) -> Mapping[str, int]:
+        return build.numbered(self._whole)
+
+    def loader(self) -> Loader | SyntheticLoader | IdleLoader:
+        setup = self._setup
+        if not setup.grid.is_first_stage:
+            return IdleLoader(len(setup.images.splits.train), shape=setup.shape)
+        return input.training_loader(
+            setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
+        )
+
+    def evaluator(self) -> Measure:
+        setup, place = self._setup, self._place
+        shape = BatchShape(
+            micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
+        )
+        device = setup.grid.world.device
+        loader = input.evaluation_loader(
+            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
+        )
+
+        def batches() -> Iterator[Batch]:
+            if place.is_first:
+                return singly(loader.batches(), device=device, ring=loader.ring)
+            nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
+            return iter([nothing] * loader.batches_per_replica)
+
+        def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
+            return evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
+
+        return measure_stages
+
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> PipelinedStep:
+        setup = self._setup
+        own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
+        everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
+        return PipelinedStep(
+            build_moving(state, setup, replicas=replicas, offender=offender, stages=everywhere),
+            self._place,
+            forward=self._forward,
+            loss=setup.loss,
+            kind=setup.options.parallel.pipeline_schedule,
+        )
+
+    @cached_property
+    def _place(self) -> Place:
+        stages = self._setup.grid.stages
+        assert isinstance(stages, Processes)
+        edges = [[], *self._boundaries, self._logits]
+        return Place(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
+
+    @property
+    def _logits(self) -> list[Tensor]:
+        return [torch.empty(self._setup.shape.micro_batch, self._setup.images.classes, device="meta")]
+
+    @cached_property
+    def _forward(self) -> Forward:
+        setup = self._setup
+        feeding = Feeding(
+            micro_batch=setup.shape.micro_batch,
+            accumulation=setup.shape.accumulation,
+            image_size=setup.images.preprocessing.image_size,
+            mixes=input.mixing_of(setup.options.augmentation) is not None and setup.images.kind != "synthetic",
+        )
+        device = setup.grid.world.device
+        return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=device)
+
+    def _on_device(self, module: nn.Module) -> nn.Module:
+        """A copy as it will be on its device; the original stays as it is."""
+        return self._setup.regime.prepare(copy.deepcopy(module), self._setup.grid.world.device)
+
+
+_RECOMPUTED = {"none": "nothing", "auto": "its blocks", "manual": "all but what --recompute-checkpoints keeps"}

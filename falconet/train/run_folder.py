@@ -1,0 +1,390 @@
+"""How a run goes on that ended before its end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import falconet
+from falconet import writing
+from falconet.checkpoint.format import checkpoints_in, whole_after
+from falconet.checkpoint.manifest import Checkpoint
+from falconet.config import commands
+from falconet.config.load import Loaded, left_out
+from falconet.config.settings import CHECKPOINT, read_yaml
+from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError
+from falconet.models import zoo
+from falconet.report.console import Say
+from falconet.report.folders import RunShape, fresh
+from falconet.report.sinks import (
+    JsonLines,
+    Several,
+    Sink,
+    TensorBoard,
+    UpdateTimes,
+    WeightsAndBiases,
+    WeightSink,
+)
+from falconet.train.log import Record
+from falconet.train.metrics import Memory
+
+
+def how_to_go_on(folder: Path, checkpoints: Path) -> str:
+    """The command that continues a run, if it has left anything to continue from."""
+    if checkpoints.is_dir() and checkpoints_in(checkpoints):
+        return f"to continue: {restore_line(folder, checkpoints)}"
+    return "there is no checkpoint to continue from: the same command begins again"
+
+
+def restore_line(folder: Path, checkpoints: Path) -> str:
+    """The command itself: the run folder is enough where its checkpoints lie in it; elsewhere, both are named."""
+    command = ["falconet", "restore", "--checkpoint-input-path"]
+    if checkpoints in (folder, folder / "checkpoints"):
+        return shlex.join([*command, str(folder)])
+    return shlex.join([*command, str(checkpoints), "--run-dir", str(folder)])
+
+
+@contextlib.contextmanager
+def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]:
+    """What a Ctrl-C cost that nobody waited for, or a second one: said when what it interrupted has ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(words())
+        raise Interrupted from None
+
+
+@contextlib.contextmanager
+def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
+    """No room for a run's files, or for its last checkpoint, as one line that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        found = NO_ROOM.get(error.errno or 0)
+        if found is None:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise DiskError(f"{found.why}{where}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error
+    except CheckpointError as error:
+        cause = error.__cause__
+        found = NO_ROOM.get(cause.errno or 0) if isinstance(cause, OSError) else None
+        if found is None:
+            raise
+        raise CheckpointError(f"{error}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error
+
+
+CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
+TIMES, CHECKPOINTS = "updates.jsonl", "checkpoints"
+# Looked at before the first update, so that a link is not found after the last one.
+WRITTEN = (
+    *(CONFIG, PLAN, METRICS, TIMES, SUMMARY, "validation.csv", "training.csv", "log.txt"),
+    *(CHECKPOINTS, "tensorboard", "wandb", "profile.json", "profile.txt"),
+)
+OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # names by which our config.yaml is known
+KEPT = 3  # newest checkpoints, when the line does not say
+ENDING = 5.0  # seconds that a run may take to leave its folder after it was killed
+
+
+def choose(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
+    """The folder of this run; nothing is made yet, but for a temporary one, whose name nobody else can have."""
+    asked = options.run.run_dir
+    if options.run.temporary:
+        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
+    if asked == "auto":
+        return (restored and home(restored)) or _fresh(options)
+    return asked
+
+
+def is_named_anew(options: commands.TrainOptions, *, restored: Checkpoint | None) -> bool:
+    """Whether `choose` makes up a name."""
+    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options)
+    return not asked and restored is None
+
+
+def claim(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
+    """The same folder; one with a new name is made at once, so that a run of the same second takes another name."""
+    folder = choose(options, restored=restored)
+    if not is_named_anew(options, restored=restored):
+        return folder
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            taken, folder = folder, choose(options, restored=restored)
+            if folder == taken:  # by a link to nowhere
+                return folder
+        except OSError:
+            return folder  # who writes into it will say so
+
+
+def open_folder(options: commands.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
+    """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
+    folder = claim(options, restored=restored)
+    known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
+    saved = checkpoints(folder, options)
+    if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
+        raise ConfigError(
+            f"--run-dir: {folder} already holds a run; `{restore_line(folder, saved)}` goes on with it, another folder"
+            " starts a new one"
+        )
+    _require_writable(folder, "--run-dir")
+    elsewhere = options.checkpoints.checkpoint_output_path is not None
+    writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
+    _require_writable(saved, "--checkpoint-output-path")
+    newer = whole_after(saved, restored.manifest.progress) if restored else None
+    if restored and newer:  # among which those of this run would be the first to be removed, and the last to be found
+        option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
+        raise ConfigError(
+            f"--{option}: {saved} holds newer checkpoints than {restored.folder.name}, such as {newer.name};"
+            " wanted another folder for a run that goes on from an older one"
+        )
+    if not restored and checkpoints_in(saved):
+        raise ConfigError(
+            f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path, *, again: bool = False) -> Iterator[None]:
+    """One run at a time in a folder: two would mix their metrics and checkpoints. The lock ends with its process."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not _is_left(handle) and not again:  # another attempt does not fail by the one before it
+            raise ConfigError(f"{folder}: a run is going on in it; wanted its end, or another --run-dir")
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_left(handle: int) -> bool:
+    """Whether nobody else holds an open folder; who was killed may take a moment to go."""
+    end = time.monotonic() + ENDING
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+
+
+def checkpoints(folder: Path, options: commands.TrainOptions) -> Path:
+    return options.checkpoints.checkpoint_output_path or folder / CHECKPOINTS
+
+
+def kept(options: commands.TrainOptions) -> int | None:
+    """Newest checkpoints to keep; None: all."""
+    asked, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
+    if asked == "all":
+        return None
+    if asked != "auto":
+        return asked
+    if options.averaging.weight_avg_strategy == "none":
+        return KEPT
+    if last in ("all", -1) or options.averaging.weight_avg_also:
+        return None
+    return max(KEPT, int(last))
+
+
+def write_config(folder: Path, loaded: Loaded[commands.TrainOptions], plan: str) -> None:
+    writing.replace(folder, CONFIG, loaded.to_yaml())
+    writing.replace(folder, PLAN, plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinks:
+    """Where everything goes that is measured in a run; in processes other than the first, nowhere."""
+
+    metrics: Sink = field(default_factory=lambda: Several([]))
+    weights: Sequence[WeightSink] = ()  # those of the metrics' that take histograms too
+    tables: Sequence[Sink] = ()  # and those that take the numbers of an original's style under its names
+    times: UpdateTimes | None = None
+
+    def write_times(self, update: int, seconds: Sequence[float]) -> None:
+        if self.times:
+            self.times.write(update, seconds)
+
+    def close(self) -> None:
+        try:
+            self.metrics.close()
+        finally:
+            if self.times:
+                self.times.close()
+
+
+def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink) -> Sinks:
+    """metrics.jsonl and updates.jsonl always, the others when asked for."""
+    logging = loaded.options.logging
+    drawn: list[TensorBoard | WeightsAndBiases] = []
+    if logging.tensorboard:
+        drawn.append(TensorBoard(folder / "tensorboard"))
+    if logging.wandb:
+        table = {name: entry["value"] for name, entry in loaded.table().items()}
+        drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+    metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
+    return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
+
+
+def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, memory: Memory) -> None:
+    """summary.json, and the same in words."""
+    rate = record.whole_run()
+    summary = {
+        "updates": record.state.progress.update,
+        "epochs": record.plan.last_epoch,
+        "phase": record.plan.phase,
+        "images_per_second": round(rate.images_per_second, 1),
+        "training_seconds": round(rate.seconds, 1),
+        "waiting_percent": round(rate.waiting_percent, 1),
+        "peak_memory_bytes": peak_memory,
+        "memory_bytes": memory.to_json(),
+        "metrics": record.metrics,
+        "best": {"validation_accuracy": record.best.accuracy, "update": record.best.update} if record.best else None,
+        "checkpoints": str(record.saving.folder),
+    }
+    writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
+    say("")
+    if "validation/accuracy" in record.metrics:
+        best = f" (best {record.best.accuracy:.2f} %)" if record.best else ""
+        say(f"validation accuracy  {record.metrics['validation/accuracy']:.2f} %{best}")
+    say(
+        f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
+    )
+    say(f"peak memory          {peak_memory / 2**30:.2f} GiB")
+    for line in memory.lines():
+        say(line)
+    say(f"run folder           {folder}")
+
+
+def temporary_line(folder: Path) -> str:
+    return f"the run folder is temporary, removed at a clean end: {folder}"
+
+
+def throw_away(folder: Path, say: Say) -> None:
+    """Remove a temporary run folder; what cannot be removed is said."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        say(f"warning: the temporary run folder {folder} cannot be removed: {error.strerror or error}")
+    else:
+        say(f"removed the temporary run folder {folder}")
+
+
+def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loaded[commands.TrainOptions]:
+    """The options of a restored run with its places: the line's, else where the checkpoint lies.
+
+    What the checkpoint itself says about places is not heeded: it may come from another person, and would choose which
+    files of the user are overwritten or removed.
+    """
+    options, sources = loaded.options, dict(loaded.sources)
+    folder, kept = options.run.run_dir, options.checkpoints.checkpoints_kept
+    if folder == "auto":
+        found = home(restored)
+        if found is None and not options.run.plan:
+            raise ConfigError(
+                f"--run-dir: is needed, the folder to continue in: {restored.folder} does not lie in a run folder,"
+                " and one is not taken from a checkpoint"
+            )
+        folder = found or folder
+    saved = options.checkpoints.checkpoint_output_path
+    if saved is None and folder != "auto" and _belongs(restored, folder) and not _is_default(restored, folder):
+        saved = restored.folder.parent
+        if saved.is_symlink() and saved.parent.resolve() == folder.resolve():
+            raise LinkError(saved)
+        sources["checkpoint-output-path"] = CHECKPOINT
+    if "checkpoints-kept" in left_out(loaded, restored.manifest.config):
+        kept = "all"  # as the stored number may not remove any, nor may ours remove what that one kept
+        sources["checkpoints-kept"] = CHECKPOINT
+    options = replace(
+        options,
+        run=replace(options.run, run_dir=folder),
+        checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
+    )
+    return Loaded(options, sources)
+
+
+def home(restored: Checkpoint) -> Path | None:
+    """The run folder in which a checkpoint lies, or around whose folder of checkpoints; None: it lies in none."""
+    # As it is spelled: a checkpoint that is a link leads to no other run.
+    saved = Path(os.path.abspath(restored.folder)).parent  # noqa: PTH100, resolve follows links
+    for folder in (saved, saved.parent):
+        config = _config(folder)
+        elsewhere = config.get("checkpoint-output-path") if config else None
+        inside = elsewhere is not None if folder == saved else Path(elsewhere or CHECKPOINTS).name == saved.name
+        if config and inside:
+            here = Path.cwd()
+            shorter = not restored.folder.is_absolute() and folder != here and folder.is_relative_to(here)
+            return folder.relative_to(here) if shorter else folder
+    return None
+
+
+def _belongs(restored: Checkpoint, folder: Path) -> bool:
+    """Whether a checkpoint is one of the run in this folder: it lies there, or where that run says it saves."""
+    lies = home(restored)
+    if lies is not None and lies.resolve() == folder.resolve():
+        return True
+    elsewhere = (_config(folder) or {}).get("checkpoint-output-path")
+    return elsewhere is not None and Path(elsewhere).resolve() == restored.folder.parent.resolve()
+
+
+def _is_default(restored: Checkpoint, folder: Path) -> bool:
+    return restored.folder.parent.resolve() == (folder / CHECKPOINTS).resolve()
+
+
+def _config(folder: Path) -> dict[str, str] | None:
+    """The config.yaml of a run folder; None where there is none, or one of another program."""
+    try:
+        content = read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    except ConfigError:
+        return None
+    if not isinstance(content, dict) or not content.keys() >= OURS:
+        return None
+    return {name: value for name, value in content.items() if isinstance(value, str)}
+
+
+def _logs_where_it_saves(options: commands.TrainOptions) -> bool:
+    """As the PyTorch program did."""
+    return options.style.log_style == "pytorch" and options.checkpoints.checkpoint_output_path is not None
+
+
+def _fresh(options: commands.TrainOptions) -> Path:
+    style, saved = options.style.log_style, options.checkpoints.checkpoint_output_path
+    if saved and _logs_where_it_saves(options):
+        return saved
+    size, replicas = options.data.image_size, options.parallel.replicas
+    shape = RunShape(
+        model=options.model.model,
+        data=options.data.data,
+        micro_batch=options.data.micro_batch_size,
+        accumulation=options.training.gradient_accumulation,
+        replicas=1 if replicas == "auto" else replicas,
+        # A pipeline of the TensorFlow program on one device is what is kept in recomputation here.
+        pipelined=bool(options.parallel.pipeline_splits) or options.numerics.recompute_mode == "manual",
+        norm=options.model.norm_type,
+        groups=options.model.norm_num_groups,
+        precision=options.machine.precision,
+        rounds_stochastically=options.numerics.enable_stochastic_rounding,
+        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
+        suffix=options.run.name_suffix,
+    )
+    return fresh(style, shape, version=falconet.__version__)
+
+
+def _require_writable(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writing.probe(folder)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write to {folder}: {error.strerror or error}") from error

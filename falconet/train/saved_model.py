@@ -1,0 +1,132 @@
+"""A checkpoint, or foreign weights, opened as a model to measure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from falconet.checkpoint import format
+from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint.manifest import Manifest
+from falconet.config.commands import TrainOptions, ValidateOptions
+from falconet.config.load import load_options
+from falconet.config.settings import Setting
+from falconet.data.dataset import Images, check_classes, global_batch, open_images, refuse_download
+from falconet.errors import ConfigError
+from falconet.models import pretrained
+from falconet.models.zoo import build_model
+from falconet.numerics.precision import REGIMES
+from falconet.parallel import resources
+from falconet.report.console import Say
+from falconet.train import evaluate
+from falconet.train.evaluate import Evaluation, never
+
+STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with weights, the options and images it was trained with, and where it comes from."""
+
+    name: str
+    epoch: str
+    model: nn.Module
+    options: ValidateOptions
+    images: Images
+    class_names: tuple[str, ...]
+    update: int = 0  # updates behind its weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, when it was saved
+
+
+def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
+    """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
+    manifest = format.verify(folder)
+    loaded = load_options(ValidateOptions, line, manifest.config)
+    options = loaded.options
+    refuse_download(loaded)
+    # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
+    trained = load_options(TrainOptions, [], manifest.config).options
+    images = open_images(
+        options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
+    )
+    for stem, suffix in STEMS:
+        if stem not in manifest.stems:
+            continue
+        model = _built(options, classes=manifest.classes)
+        load_weights(model, weights_of(folder, manifest, stem), where=str(folder), name=options.model.model)
+        epoch, update = epoch_of(manifest), manifest.progress.update
+        name, metrics = folder.name + suffix, manifest.metrics
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
+
+
+def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
+    """The model's weights, or those of its moving average, under the model's names."""
+    weights = format.read_tensors(folder, stem, verified=manifest)
+    return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
+
+
+def epoch_of(manifest: Manifest) -> str:
+    """Whole epochs behind a checkpoint, and images of the next one."""
+    progress = manifest.progress
+    return f"{progress.epoch}" + (f" + {progress.images:,} images" if progress.images else "")
+
+
+def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
+    """Somebody else's weights in the model that the line names."""
+    given = {setting.option for setting in line}
+    if not {"model", "data"} <= given:
+        raise ConfigError(f"{path}: holds weights alone; wanted --model and --data beside it")
+    options = load_options(ValidateOptions, line).options
+    images = open_images(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    model = _built(options, classes=images.classes)
+    load_weights(model, read_weights(path), where=str(path), name=options.model.model)
+    return Opened(path.name, "", model, options, images, images.splits.class_names)
+
+
+def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
+    """Give a new model the weights of a checkpoint, of the newest one in a folder, or of a file; all of them fit."""
+    if path.is_file():
+        weights = read_weights(path)
+    else:
+        path = format.newest_whole(path, note)
+        weights = format.read_tensors(path, "model", verified=format.read_manifest(path))
+    load_weights(model, weights, where=f"--init-path: {path}", name=name)
+
+
+def load_published(model: nn.Module, name: str, *, classes: int) -> str:
+    """Give a new model its published weights, the classifier's only for as many classes; which they are, in words."""
+    weights, own = pretrained.published(name), model.state_dict()
+    found = read_weights(pretrained.fetch(weights))
+    is_other = classes != weights.classes
+    kept = {
+        key: tensor
+        for key, tensor in own.items()
+        if (is_other and key.startswith(f"{weights.classifier}."))
+        or (key.endswith(".num_batches_tracked") and key not in found)  # older files have none
+    }
+    load_weights(model, found | kept, where=weights.tag, name=f"this {name}")
+    return f"weights {weights.tag}" + (f", but for the classifier, of {classes} classes here" if is_other else "")
+
+
+def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
+    """The model on its device, its weights in the format that they were trained in."""
+    model = build_model(options.model, classes=classes, seed=0)
+    return REGIMES[options.machine.precision].prepare(model, resources.open_machine(options.machine).device)
+
+
+def measure(opened: Opened, note: Say) -> Evaluation:
+    """The accuracy of an opened model on its validation images."""
+    options, images = opened.options, opened.images
+    world = resources.open_machine(options.machine)
+    if options.data.data == "synthetic":
+        raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
+    check_classes(images, opened.class_names, where=opened.name)
+    evaluator = evaluate.evaluator(
+        images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
+    )
+    found = evaluator(opened.model, never)
+    warning = found.warning(f"{opened.name}: the validation")
+    if warning:
+        note(warning)
+    return found

@@ -1,0 +1,71 @@
+"""The device's resize, run by Triton's interpreter on the CPU, against Pillow's."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+RESIZE = "falconet.data.gpu_resize"
+
+
+@pytest.fixture
+def resize_boxes(monkeypatch):
+    """Triton's interpreter in the place of its compiler."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here")
+    from falconet.data import device
+
+    def forget():
+        sys.modules.pop(RESIZE, None)
+        vars(device).pop("resize", None)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    forget()
+    yield importlib.import_module(RESIZE).resize_boxes
+    forget()
+
+
+CASES = {  # width, height, box, flipped
+    "shrunk": (60, 40, (3, 2, 57, 39), False),
+    "flipped": (60, 40, (3, 2, 57, 39), True),
+    "enlarged": (20, 20, (5.25, 4.5, 11.75, 9.0), False),
+    "one way each": (90, 9, (0, 0, 90, 9), False),
+    "a pixel": (30, 30, (7, 9, 8, 10), True),
+    "the whole of one pixel": (1, 1, (0, 0, 1, 1), False),
+}
+
+
+def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
+    random = np.random.default_rng(0)
+    pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in CASES.values()]
+    boxes = np.array([box for _, _, box, _ in CASES.values()], np.float64)
+    flips = np.array([flip for *_, flip in CASES.values()])
+    out = torch.zeros((len(CASES), 12, 12, 3), dtype=torch.uint8)
+    resize_boxes([torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels], boxes, flips, out)
+    for name, image, box, flip, found in zip(CASES, pixels, boxes, flips, out.numpy(), strict=True):
+        resized = Image.fromarray(image).resize((12, 12), Image.Resampling.BILINEAR, box=tuple(box))
+        wanted = np.asarray(resized)[:, ::-1] if flip else np.asarray(resized)
+        assert np.abs(found.astype(int) - wanted).max() <= 1, name
+
+
+def test_without_antialiasing_they_agree_with_the_hosts(resize_boxes):
+    from falconet.data import readers
+
+    random = np.random.default_rng(0)
+    cases = {name: case for name, case in CASES.items() if name != "enlarged"} | {
+        "enlarged": (20, 20, (5, 4, 12, 9), True),
+        "at the border": (20, 20, (13, 11, 20, 20), False),
+        "evaluation's": (90, 61, (7.25, 3.5, 80.5, 57.75), False),
+    }
+    pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in cases.values()]
+    boxes = np.array([box for _, _, box, _ in cases.values()], np.float64)
+    flips = np.array([flip for *_, flip in cases.values()])
+    out = torch.zeros((len(cases), 12, 12, 3), dtype=torch.uint8)
+    planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
+    resize_boxes(planes, boxes, flips, out, antialias=False)
+    for name, image, box, flip, found in zip(cases, pixels, boxes, flips, out.numpy(), strict=True):
+        wanted = readers.resized_by_nearest(image, tuple(box), size=12, flip=bool(flip))
+        assert np.abs(found.astype(int) - wanted).max() <= 1, name

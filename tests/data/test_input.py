@@ -1,0 +1,200 @@
+"""The loader's options: what they change on the way, and that they change nothing about what is learnt."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from falconet.checkpoint import format
+from falconet.config import options
+from falconet.data import input
+from falconet.data.native.decoder import can_keep
+from falconet.data.preprocessing import Preprocessing
+from falconet.data.source import FileSource
+from falconet.infer.predictor import Classifier, Predictor
+from falconet.numerics.precision import REGIMES
+
+LINE = (
+    "train --data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2"
+    " --warmup-epoch 0 --threads 1 --device cpu"
+)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of JPEG photos of several sizes."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for label, level in (("dark", 60), ("light", 190)):
+            folder = tmp_path / "photos" / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(level - 50, level + 50, (30 + number, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+
+
+def outcome(name):
+    """What a run logged and learnt, and how it says its input was prepared."""
+    lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        {key: value for key, value in line.items() if key.endswith(("loss", "accuracy"))}
+        for line in lines
+        if "train/loss" in line or "validation/loss" in line
+    ]
+    newest = format.checkpoints_in(Path(name))[-1]
+    manifest = format.verify(newest)
+    weights = format.read_tensors(newest, "model", verified=manifest)
+    return losses, {key: tensor.tolist() for key, tensor in weights.items()}, manifest.preprocessing
+
+
+@pytest.mark.usefixtures("photos")
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--no-eight-bit-io",
+        "--no-eight-bit-io --normalization-location host",
+        "--dataloader-rebatch-size 3",
+        "--dataloader-rebatch-size 100 --dataloader-workers 0",
+        "--dataset-cache",
+        "--decode-device cpu",
+    ],
+)
+def test_how_images_travel_changes_no_bit_of_what_is_learnt(falconet, options):
+    assert falconet(f"{LINE} --run-dir plain").code == 0
+    answer = falconet(f"{LINE} {options} --run-dir other")
+    assert answer.code == 0, answer.err
+    assert outcome("other") == outcome("plain")
+
+
+@pytest.mark.usefixtures("photos")
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--no-eight-bit-io --normalization-location host",
+        "--normalization-location none",
+        "--normalization image",
+        "--normalization image --no-eight-bit-io --normalization-location host",
+    ],
+)
+def test_validate_prepares_images_as_training_did(falconet, options):
+    answer = falconet(f"{LINE} {options} --run-dir r")
+    assert answer.code == 0, answer.err
+    trained = outcome("r")[0][-1]["validation/loss"]
+    answer = falconet("validate --checkpoint-input-path r")
+    assert answer.code == 0, answer.err
+    assert f" {trained:.4f} " in answer.out
+
+
+@pytest.mark.usefixtures("photos")
+def test_without_normalisation_the_checkpoint_says_that_the_model_wants_pixels(falconet):
+    assert falconet(f"{LINE} --normalization-location none --run-dir r").code == 0
+    preprocessing = Preprocessing.from_json(outcome("r")[2])
+    assert preprocessing.mean == (0, 0, 0)
+    assert preprocessing.std == pytest.approx((1 / 255, 1 / 255, 1 / 255))
+
+
+@pytest.mark.usefixtures("photos")
+def test_an_image_standardised_by_itself_is_prepared_so_by_whoever_reads_the_checkpoint(falconet):
+    """Brightness and contrast are gone for the model: a photo and a fainter print of it score alike."""
+    assert falconet(f"{LINE} --normalization image --run-dir r").code == 0
+    preprocessing = Preprocessing.from_json(outcome("r")[2])
+    assert preprocessing.standardised
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 2))
+    classifier = Classifier(
+        name="r",
+        model=model,
+        preprocessing=preprocessing,
+        class_names=("dark", "light"),
+        regime=REGIMES["32.32"],
+        device=torch.device("cpu"),
+    )
+    photo = torch.randint(0, 100, (1, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        scores = Predictor(classifier, max_batch=2).logits(torch.cat((photo, 2 * photo + 30)))
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("photos")
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "--normalization-location host",
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
+            " --no-eight-bit-io beside it",
+        ),
+        (
+            "--decode-device cuda --no-eight-bit-io",
+            "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu",
+        ),
+        (
+            "--decode-device cuda",
+            "--decode-device cuda: the run is on the CPU; wanted cpu, or --device cuda",
+        ),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(falconet, options, line):
+    answer = falconet(f"{LINE} {options}")
+    assert answer.code == 2
+    assert answer.err == f"falconet train: {line}\n"
+
+
+@pytest.mark.usefixtures("photos")
+def test_the_plan_says_what_is_read_ahead_and_cached(falconet):
+    out = falconet(f"{LINE} --dataset-cache --plan").out
+    assert "loader: at most 1,074 MB of images read ahead, pixels copied as bytes and normalised on the device" in out
+    assert "cache: 10 of 10 images decoded, 0 MB, of validation" in out
+    if can_keep():
+        assert "cache: 24 images as they are encoded, about 0 MB, of training" in out
+    out = falconet(f"{LINE} --dataset-cache --augment none --no-eight-bit-io --normalization-location host --plan").out
+    assert "pixels copied as numbers and normalised on the host" in out
+    assert "cache: 24 of 24 images decoded, 0 MB, of training" in out
+
+
+@pytest.mark.usefixtures("photos")
+def test_what_does_not_fit_is_not_cached_and_the_plan_says_so(falconet, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(input, "free_memory", lambda: 4 * 16 * 16 * 3 * 7)
+        out = falconet(f"{LINE} --dataset-cache --plan").out
+        assert falconet(f"{LINE} --dataset-cache --run-dir small").code == 0
+    assert "cache: 7 of 10 images decoded, 0 MB, of validation" in out
+    if can_keep():
+        assert "cache: nothing, because 0 MB are more than a quarter of the free memory, of training" in out
+    assert falconet(f"{LINE} --run-dir plain").code == 0
+    assert outcome("small") == outcome("plain")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--data synthetic --no-eight-bit-io", "--eight-bit-io has no effect without data from the host"),
+        ("--data generated --dataset-cache", "--dataset-cache has no effect without --data imagenet or folder"),
+        ("--data generated --decode-device cuda", "--decode-device has no effect without --data imagenet or folder"),
+    ],
+)
+def test_options_without_effect_say_so(falconet, options, said):
+    answer = falconet(f"train {options} --image-size 8 --iterations 1 --plan --epoch 1")
+    assert answer.code == 0, answer.err
+    assert f"note: {said}" in answer.out
+
+
+@pytest.mark.usefixtures("photos")
+def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falconet, monkeypatch):
+    monkeypatch.setattr(input, "decode_device", lambda data, source, device: "cuda")
+    monkeypatch.setattr(input, "most_ahead", lambda data, source, device: 1 << 20)  # there may be no CUDA to ask
+    out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
+    assert "note: --dataset-cache has no effect without --decode-device cpu" in out
+    assert "\ncache:" not in out
+
+
+@pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80)])
+def test_what_is_read_ahead_is_bounded_by_the_memory_that_it_comes_to_lie_in(monkeypatch, decoded, free):
+    monkeypatch.setattr(input, "free_memory", lambda: 400)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 1000))
+    photos = FileSource.of(Path(), names=["a"], labels=[0], class_names=("c",))
+    asked = options.Data(data="imagenet", decode_device=decoded)
+    assert input.most_ahead(asked, photos, torch.device("cuda", 0)) == free // 4

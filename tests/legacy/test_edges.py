@@ -1,0 +1,225 @@
+"""Numbers at the edge: too small, no number at all, or a length that is no whole number of epochs."""
+
+import pytest
+
+from falconet.config.commands import TrainOptions
+from falconet.config.load import load
+from falconet.data.loader import BatchShape
+from falconet.errors import ConfigError
+from falconet.legacy.translate import translate
+from falconet.optim.schedules import Schedule, drops_at
+from falconet.train.plan import phases_of, plan_of
+
+IMAGENET = "--dataset imagenet --data-dir d"
+POPART = "--data-dir d"
+TOO_SMALL = [
+    *(
+        ("tf1:train.py", f"{IMAGENET} {name} {value}", f"{name}: got {value}, wanted at least 1")
+        for name in ("--batch-size", "--gradient-accumulation-count", "--replicas", "--shards", "--iterations")
+        for value in ("0", "-1")
+    ),
+    ("tf1:train.py", f"{IMAGENET} --iterations 1000 --log-freq 0", "--log-freq: got 0, wanted at least 1"),
+    ("tf1:train.py", f"{IMAGENET} --epochs 0", "--epochs: got 0, wanted more than 0"),
+    ("tf1:train.py", f"{IMAGENET} --epochs -2", "--epochs: got -2, wanted more than 0"),
+    ("tf1:validation.py", f"{IMAGENET} --generated-data --batch-size 0", "--batch-size: got 0, wanted at least 1"),
+    ("tf1:validation.py", f"{IMAGENET} --generated-data --replicas 0", "--replicas: got 0, wanted at least 1"),
+    *(
+        ("popart:resnet_main.py", f"{POPART} {name} 0", f"{name}: got 0, wanted at least 1")
+        for name in (
+            *("--batch-size", "--replication-factor", "--num-ipus", "--gradient-accumulation-factor"),
+            *("--steps-per-log", "--batches-per-step"),
+        )
+    ),
+    ("popart:resnet_synthetic_benchmark.py", "--steps 0", "--steps: got 0, wanted at least 1"),
+]
+NO_NUMBERS = [
+    *(
+        ("tf1:train.py", f"{IMAGENET} {name} {value}", f"{name}: got '{value}', wanted a number")
+        for name in ("--epochs", "--abs-learning-rate", "--weight-decay", "--label-smoothing", "--mixup-alpha")
+        for value in ("nan", "inf")
+    ),
+    (
+        "tf1:train.py",
+        f"{IMAGENET} --base-learning-rate 2000",
+        "--base-learning-rate: got 2000, wanted an exponent of 2",
+    ),
+    ("popart:resnet_main.py", f"{POPART} --base-learning-rate 2000", "--base-learning-rate: got 2000, wanted an expon"),
+    ("popart:resnet_main.py", f"{POPART} --learning-rate-decay=", "--learning-rate-decay: got no number"),
+]
+
+
+@pytest.mark.parametrize(("program", "line", "message"), [*TOO_SMALL, *NO_NUMBERS])
+def test_a_number_that_means_nothing_is_refused_under_its_old_name(program, line, message):
+    with pytest.raises(ConfigError) as caught:
+        translate(program, line.split())
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+# 1,281,167 images of batch 4 are 320,291 updates, of batch 1,024 they are 1,251; 50,000 of batch 32 are 1,562.
+LENGTHS = [
+    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0"}),
+    (f"{IMAGENET} --epochs 2.5", {"updates": "800728", "warmup-epoch": "5"}),
+    (f"{IMAGENET} --epochs 3", {"epoch": "3"}),
+    ("--dataset cifar-10 --data-dir d --iterations 781 --lr-schedule cosine", {"updates": "781", "lr": "0.5"}),
+    (f"{IMAGENET} --epochs 65 --iterations 7", {"updates": "7", "warmup-epoch": "5"}),
+    ("--dataset cifar-10 --generated-data --epochs 0.5", {"updates": "781", "iterations": "1562"}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LENGTHS)
+def test_a_length_that_is_no_number_of_epochs_is_kept_to_the_update(line, expected):
+    value = {setting.option: " ".join(setting.values) for setting in translate("tf1:train.py", line.split()).settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert ("epoch" in value) != ("updates" in value)
+
+
+def test_the_steps_of_a_training_by_updates_are_shares_of_it():
+    """781 updates of CIFAR: drops at a half and three quarters, 390.5 and 585.75 updates."""
+    line = "--dataset cifar-10 --data-dir d --iterations 781"
+    options = load(TrainOptions, translate("tf1:train.py", line.split()).settings).options.learning_rate
+    schedule = Schedule(
+        kind="step",
+        peak=1.0,
+        epochs=0.5,
+        updates_per_epoch=1562,
+        decay=options.lr_decay[0],
+        drops=tuple(drops_at(options.lr_drop_shares, 781, 1562)),
+        warmup_epochs=options.warmup_epoch,
+    )
+    assert [schedule.lr(update) for update in (0, 390, 391, 585, 586, 780)] == pytest.approx(
+        [1, 1, 0.1, 0.1, 0.01, 0.01]
+    )
+
+
+@pytest.mark.parametrize("images", [1_281_167, 50_000, 1000])
+def test_the_drops_of_an_exponential_training_by_updates_are_even_whatever_the_data(images):
+    """decay^k, k = floor(update x drops / updates), counted in whole numbers."""
+    line = f"{IMAGENET} --iterations 350 --lr-schedule exponential --lr-decay-rate 0.9 --lr-drops 7 --batch-size 10"
+    options = load(TrainOptions, translate("tf1:train.py", line.split()).settings).options
+    shape = BatchShape(micro_batch=10)
+    plan = plan_of(phases_of(options)[0], images=images, shape=shape, updates_before=0)
+    peak = options.learning_rate.lr
+    assert [plan.schedule.lr(update) for update in range(350)] == pytest.approx(
+        [peak * 0.9 ** (update * 7 // 350) for update in range(350)]
+    )
+
+
+def test_rmsprop_is_known_by_the_documents_spelling_too():
+    line = "--model efficientnet --dataset imagenet --data-dir d --batch-size 4 --optimiser"
+    coded, documented = (translate("tf1:train.py", [*line.split(), name]) for name in ("RMSprop", "RMSProp"))
+    assert documented.settings == coded.settings
+    assert {setting.option: setting.values for setting in coded.settings}["lr"] == (str(4 / 2**14),)
+
+
+AVERAGES = [
+    ("--weight-avg-exp 0.97", {"weight-avg-exp-decay": "0.97", "weight-avg-also": None}),
+    ("--weight-avg-exp 0.97 0.99", {"weight-avg-exp-decay": "0.97", "weight-avg-also": "exponential:0.99"}),
+    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-N": "4", "weight-avg-also": "mean:6"}),
+    (
+        "--weight-avg-exp 0.9 0.97 --weight-avg-N 3 5 --ckpts-per-epoch 2",
+        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 mean:7 mean:11"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), AVERAGES)
+def test_every_average_of_a_list_is_made(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert not any("average" in note for note in translation.notes)
+    load(TrainOptions, translation.settings)
+
+
+SHORTCUTS = [  # The program's default is B for every size; the networks' own are A for CIFAR.
+    ("--size 20", {"model": "resnet20-cifar", "shortcut-type": "B", "stem": None}),
+    ("--size 20 --shortcut-type A", {"shortcut-type": None}),
+    ("--size 8 --shortcut-type C", {"shortcut-type": "C"}),
+    ("--size 50 --dataset IMAGENET", {"shortcut-type": None, "stem": None, "image-size": None}),
+    ("--size 50 --dataset IMAGENET --shortcut-type A", {"shortcut-type": "A", "bottleneck-stride": "1x1"}),
+    ("--size 18", {"model": "resnet18", "stem": "cifar", "image-size": "32", "shortcut-type": None}),
+    ("--size 20 --dataset IMAGENET", {"stem": "imagenet", "image-size": "224", "shortcut-type": "B"}),
+    ("--size x50", {"model": "resnext50", "stem": "cifar", "bottleneck-stride": "1x1"}),
+    ("--norm-type NONE", {"norm-type": "none", "conv-bias": ""}),
+    ("--norm-type BATCH", {"norm-type": None, "conv-bias": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), SHORTCUTS)
+def test_the_popart_programs_networks_are_its_own(line, expected):
+    translation = translate("popart:resnet_main.py", [*POPART.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+def test_basic_resnets_of_the_tensorflow_program_project_at_every_stage():
+    for size, expected in (("18", ("stages",)), ("34", ("stages",)), ("50", None)):
+        settings = translate("tf1:train.py", [*IMAGENET.split(), "--model-size", size]).settings
+        assert {setting.option: setting.values for setting in settings}.get("shortcut-type") == expected
+
+
+EFFECTS = [
+    # Shares of version 1 are 1 + ln(u) / 4 unless the batch is skipped, with chance 1.55 x 0.85 - 0.96.
+    (
+        "--cutmix-lambda 0.85",
+        {"cutmix-draw": "exponential", "cutmix-lambda-high": "1", "cutmix-disable-prob": "0.3575"},
+    ),
+    ("--cutmix-lambda 0.85 --cutmix-version 2", {"cutmix-draw": None, "cutmix-lambda-low": "0.85"}),
+    ("", {"normalization": "mean"}),
+    ("--normalise-input", {"normalization": None}),
+    ("", {"use-bbox-info-if-there": "", "crop-draw": "height", "crop-area": "0.05", "augment": None}),
+    (
+        "--train-with-valid-preprocessing",
+        {"augment": "none", "use-bbox-info-if-there": None, "crop-area": None, "object-crop-area": None},
+    ),
+    ("--offload-fp32-weight-copy --optimiser momentum", {"precision": "16.32", "offload-optimizer": ""}),
+    ("--offload-fp32-weight-copy --precision 32.32", {"precision": None}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), EFFECTS)
+def test_what_an_option_of_the_tensorflow_program_did_it_does(line, expected):
+    translation = translate("tf1:train.py", [*IMAGENET.split(), *line.split()])
+    value = {setting.option: " ".join(setting.values) for setting in translation.settings}
+    assert {name: value.get(name) for name in expected} == expected
+    assert translation.notes == ()
+
+
+CIFAR = [
+    ("", ("image", "host", None)),
+    ("--no-hostside-norm", ("image", "host", None)),
+    ("--eight-bit-io", ("image", None, None)),  # on the device
+    ("--generated-data", (None, None, None)),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), CIFAR)
+def test_images_of_cifar_are_standardised_one_by_one_on_the_host(line, expected):
+    words = ["--dataset", "cifar-10", "--data-dir", "d", "--model-size", "8", *line.split()]
+    value = {
+        setting.option: " ".join(setting.values)
+        for setting in translate("tf1:train.py", words).settings
+        if setting.option in ("normalization", "normalization-location", "crop-area")
+    }
+    assert tuple(map(value.get, ("normalization", "normalization-location", "crop-area"))) == expected
+
+
+def test_the_device_of_a_number_is_the_one_that_is_seen():
+    one = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipus", "3", "4"])
+    assert one.environment == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert one.line().startswith("CUDA_VISIBLE_DEVICES=3 falconet train ")
+    assert not translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "AUTO"]).environment
+    several = translate("tf1:train.py", [*IMAGENET.split(), "--select-ipu", "3", "--replicas", "2"])
+    assert not several.environment
+    assert several.notes == ("--select-ipu 3: devices are chosen by CUDA_VISIBLE_DEVICES",)
+
+
+def test_the_popart_benchmarks_common_options_are_known():
+    line = "--mode train --shards 2 --pipeline --report"
+    train = translate("popart:resnet_synthetic_benchmark.py", line.split())
+    value = {setting.option: " ".join(setting.values) for setting in train.settings}
+    assert (value["pipeline-splits"], value["profile"], train.notes) == ("auto:2", "", ())
+    infer = translate("popart:resnet_synthetic_benchmark.py", ["--shards", "2", "--auto-sharding"])
+    assert infer.notes[0] == "--shards 2: predictions are measured with the whole model on one device"

@@ -1,0 +1,269 @@
+"""The originals' scripts, run as people type them: inside their folders, for a few updates on generated images."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from falconet.legacy.programs import gc_profile, main
+
+COMPAT = Path(__file__).parents[1] / "compat"
+PROGRAMS = {
+    "pytorch:train.py": COMPAT / "pytorch/train/train.py",
+    "pytorch:restore.py": COMPAT / "pytorch/train/restore.py",
+    "pytorch:validate.py": COMPAT / "pytorch/train/validate.py",
+    "pytorch:weight_avg.py": COMPAT / "pytorch/train/weight_avg.py",
+    "pytorch:inference/run_benchmark.py": COMPAT / "pytorch/inference/run_benchmark.py",
+    "pytorch:inference/run_benchmark_with_triton_server.py": COMPAT
+    / "pytorch/inference/run_benchmark_with_triton_server.py",
+    "pytorch:datasets/host_benchmark.py": COMPAT / "pytorch/datasets/host_benchmark.py",
+    "pytorch:datasets/validate_dataset.py": COMPAT / "pytorch/datasets/validate_dataset.py",
+    "tf1:train.py": COMPAT / "tensorflow/train.py",
+    "tf1:validation.py": COMPAT / "tensorflow/validation.py",
+    "tf1:restore.py": COMPAT / "tensorflow/restore.py",
+    "tf1:weight_avg.py": COMPAT / "tensorflow/weight_avg.py",
+    "tf1:upload_run.py": COMPAT / "tensorflow/upload_run.py",
+    "tf1:inference_embedded.py": COMPAT / "tensorflow/inference_embedded.py",
+    "popart:resnet_main.py": COMPAT / "popart/resnet_main.py",
+    "popart:resnet_synthetic_benchmark.py": COMPAT / "popart/resnet_synthetic_benchmark.py",
+    "tool:examples_utils benchmark": COMPAT / "examples_utils/__main__.py",
+}
+
+
+@pytest.fixture
+def original(capfd, tmp_path, monkeypatch):
+    """Runs a line of a program in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DATA_DIR", raising=False)
+
+    def call(program, line):
+        code = main(program, str(PROGRAMS[program]), shlex.split(line))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(("program", "script"), PROGRAMS.items())
+def test_a_script_names_its_program_in_a_few_lines(program, script):
+    text = script.read_text()
+    assert f'"{program}"' in text
+    assert len(text.splitlines()) <= 12
+
+
+def test_every_script_is_of_a_program():
+    scripts = {
+        path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py", "make_samples.py")
+    }
+    assert scripts == set(PROGRAMS.values())
+
+
+SHORT = "--iterations 2 --epoch 1 --micro-batch-size 4"
+TRAINED = {
+    "pytorch": (
+        "pytorch:train.py",
+        f"--data generated --model mobilenet-v3-small {SHORT} --precision 32.32 -- --image-size 32",
+    ),
+    "tensorflow": ("tf1:train.py", "--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 4"),
+    "popart": (
+        "popart:resnet_synthetic_benchmark.py",
+        "--mode train --size 8 --batch-size 4 --steps 1 --batches-per-step 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "line"), TRAINED.values(), ids=TRAINED)
+def test_a_program_trains(original, program, line):
+    code, out, err = original(program, line)
+    assert code == 0, err
+    assert "global batch 4 = micro-batch 4 x accumulation 1 x replicas 1" in out
+
+
+STAGED = "--pipeline --shards 2 --pipeline-splits b2/0/relu --gradient-accumulation-count 2 --enable-recompute"
+PIPELINED = {
+    "tensorflow": (
+        "tf1:train.py",
+        f"--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 2 {STAGED} --precision 32.32",
+    ),
+    "pytorch": (
+        "pytorch:train.py",
+        "--data generated --model resnet18 --iterations 1 --epoch 1 --micro-batch-size 2 --gradient-accumulation 2"
+        " --pipeline-splits layer3/0 --norm-type group --precision 32.32 --validation-mode none -- --image-size 32",
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [PIPELINED["tensorflow"], pytest.param(*PIPELINED["pytorch"], marks=pytest.mark.slow)],
+    ids=PIPELINED,
+)
+def test_a_pipelined_program_trains(program, line, tmp_path):
+    """As a process of its own: it starts workers, one a stage."""
+    run = subprocess.run(
+        [sys.executable, PROGRAMS[program], *shlex.split(line)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "pipeline of 2 stages, grouped: 2 micro-batches an update" in run.stdout
+
+
+INFERRED = {
+    "pytorch": (
+        "pytorch:inference/run_benchmark.py",
+        "--data generated --model resnet18 --iterations 4 --micro-batch-size 2 --norm-type group -- --image-size 32",
+    ),
+    "tensorflow": (
+        "tf1:validation.py",
+        "--model resnet --model-size 8 --dataset cifar-10 --batch-size 4 --generated-data -- --iterations 4",
+    ),
+    "popart": ("popart:resnet_synthetic_benchmark.py", "--size 8 --batch-size 4 --steps 1 --batches-per-step 4"),
+}
+
+
+@pytest.mark.parametrize(("program", "line"), INFERRED.values(), ids=INFERRED)
+def test_a_program_measures_inference(original, program, line):
+    code, out, err = original(program, line)
+    assert code == 0, err
+    assert "samples/sec (mean)" in out or "images/s" in out
+
+
+@pytest.mark.dist
+def test_a_program_measures_a_server(original):
+    """As the spec of the originals starts it, but for the size."""
+    code, out, err = original(
+        "pytorch:inference/run_benchmark_with_triton_server.py",
+        "-s -k 'test_single_model[resnet50-resnet50-RequestType.SYNC-1]' --benchmark_only=true ../tests/tritonserver/"
+        " -- --micro-batch-size 2 --iterations 8 --image-size 32 --precision 32.32 --device cpu --threads 1",
+    )
+    assert code == 0, err
+    assert "samples/sec (mean)" in out
+    assert "served to 1 client, SYNC" in out
+
+
+def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
+    code, out, err = original(
+        "pytorch:datasets/host_benchmark.py",
+        f"--data imagenet --imagenet-data-path {image_folder} --micro-batch-size 4 --iterations 1 -- --image-size 32",
+    )
+    assert code == 0, err
+    assert "Throughput of the iteration:" in out
+    _, out, _ = original("pytorch:datasets/validate_dataset.py", f"--imagenet-data-path {image_folder}")
+    assert "corrupted, or not the ILSVRC 2012 folder" in out
+
+
+def test_a_run_is_continued_validated_and_averaged(original):
+    line = "--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 4 --logs-path run"
+    assert original("tf1:train.py", line)[0] == 0
+    code, out, _ = original("tf1:train.py", "--restore-path run --epochs 2 --dataset cifar-10 --generated-data")
+    assert (code, "4 updates = 2 epochs" in out) == (0, True)
+    assert original("tf1:restore.py", "--restore-path run")[0] == 0
+    assert "Accuracy on test set" in original("pytorch:validate.py", "--checkpoint-input-path run")[1]
+    line = "--restore-path run --filename average --mode mean --discard-last 1"
+    assert "averaged 2 checkpoints (mean): ckpt-0, ckpt-2" in original("tf1:weight_avg.py", line)[1]
+
+
+def test_the_translation_is_shown_and_nothing_runs(original, tmp_path):
+    code, out, err = original(
+        "tf1:train.py", "--dataset imagenet --data-dir 'my data' --fp-exceptions --show-translation"
+    )
+    line, *notes = out.splitlines()
+    assert (code, err) == (0, "")
+    assert line.startswith("falconet train ")
+    assert "my data" in shlex.split(line)
+    assert notes[0].startswith("note: --fp-exceptions: always so here")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["pytorch:inference/run_benchmark.py", "pytorch:datasets/host_benchmark.py"])
+def test_the_sample_photos_are_where_make_get_data_leaves_them_wherever_one_is(original, program):
+    code, out, err = original(program, "--data real --show-translation")
+    assert code == 0, err
+    assert f"--data-dir {COMPAT / 'pytorch/data/images'} " in out
+
+
+def test_options_of_our_own_stand_behind_two_dashes(original):
+    _, out, _ = original("pytorch:train.py", "--lr 2 --show-translation -- --image-size 64")
+    assert out.splitlines()[0].endswith(" --image-size 64")
+
+
+@pytest.mark.parametrize("line", ["--help", "--model efficientnet --help", "-h"])
+def test_help_lists_the_options_and_what_becomes_of_them(original, line):
+    code, out, _ = original("tf1:train.py", line)
+    assert code == 0
+    assert "--pipeline-splits TEXT ..." in out
+    assert "--momentum: the same" in out
+
+
+def test_a_mistake_is_one_line_under_the_scripts_name(original):
+    code, out, err = original("pytorch:train.py", "--optimiser SGD")
+    assert (code, out) == (2, "")
+    assert err == "train.py: --optimiser is the TensorFlow program's; here it is --optimizer\n"
+
+
+def test_a_mistake_of_the_benchmark_runner_is_under_its_name(original):
+    code, _, err = original("tool:examples_utils benchmark", "--benchmarks x")
+    assert (code, err) == (2, "examples_utils: unknown option --benchmarks; did you mean '--benchmark'?\n")
+
+
+def test_a_note_is_said_once_by_the_first_of_several_processes(original, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = original("pytorch:train.py", "--optimiser SGD")
+    assert (code, err) == (2, "")
+
+
+def test_a_script_runs_from_its_own_folder_and_finds_its_configs():
+    line = [sys.executable, "train.py", "--config", "resnet50-pod64", "--show-translation"]
+    run = subprocess.run(line, cwd=COMPAT / "pytorch/train", capture_output=True, text=True, check=True)
+    assert "--gradient-accumulation 14" in run.stdout
+    assert "--replicas 64" in run.stdout
+
+
+def test_the_profilers_wrapper_says_where_the_run_folder_goes_and_leaves_its_process_to_the_program(capfd, tmp_path):
+    """Ctrl-C and SIGTERM then reach the program alone, which saves before it ends."""
+    wrapper = [sys.executable, "-c", "from falconet.legacy.programs import gc_profile; gc_profile()"]
+    program = [sys.executable, "-c", "import os; print(os.getpid(), os.environ['FALCONET_RUNS'])"]
+    with subprocess.Popen(
+        [*wrapper, "-d", str(tmp_path / "profile_dir"), "--", *program], stdout=subprocess.PIPE, text=True
+    ) as started:
+        said, _ = started.communicate()
+    assert (started.returncode, said) == (0, f"{started.pid} {tmp_path / 'profile_dir'}\n")
+    assert gc_profile(["-d", "profile_dir"]) == 2
+    assert capfd.readouterr().err == "usage: gc-profile -d FOLDER -- PROGRAM [arguments]\n"
+    assert gc_profile(["-d", "profile_dir", "--", "no-such-program"]) == 2
+    assert capfd.readouterr().err == "gc-profile: no-such-program: No such file or directory\n"
+
+
+def test_the_benchmark_runner_has_its_old_name():
+    line = [sys.executable, "-m", "examples_utils", "benchmark", "--spec", "benchmarks.yml", "--show-translation"]
+    run = subprocess.run(line, cwd=COMPAT, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("falconet bench --spec benchmarks.yml")
+    wrong = subprocess.run(line[:3], cwd=COMPAT, capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stderr.splitlines()[0][:6]) == (2, "usage:")
+
+
+def test_ctrl_c_while_a_reference_script_begins_ends_it_without_a_word(tmp_path):
+    (tmp_path / "tyro.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    line = [sys.executable, COMPAT / "pytorch/train/train.py", "--help"]
+    ended = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("asked", ["--help", "--config resnet50 --show-translation"])
+def test_an_answer_that_nobody_reads_is_no_mistake(asked):
+    """As `train.py --help | head` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, COMPAT / "pytorch/train/train.py", *asked.split()]
+    ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")

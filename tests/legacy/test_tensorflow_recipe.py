@@ -1,0 +1,118 @@
+"""The TensorFlow program's options of training that need more than a word: what is kept, filtered, left out."""
+
+import pytest
+
+from falconet.config.commands import RestoreOptions
+from falconet.config.load import parse
+from falconet.config.settings import Setting
+from falconet.errors import ConfigError
+from falconet.legacy.translate import translate
+
+IMAGENET = "--dataset imagenet --data-dir d"
+
+
+def settings(line, program="tf1:train.py"):
+    found = translate(program, line.split())
+    return {setting.option: " ".join(setting.values) for setting in found.settings}
+
+
+KEEPING = [  # the original's rule: at the offset, then at every interval from there
+    (IMAGENET, {"initial-checkpoint": ""}),
+    (f"{IMAGENET} --epochs-per-ckpt 4", {"checkpoint-save-freq": "4", "initial-checkpoint": ""}),
+    (f"{IMAGENET} --epochs-per-ckpt 4 --ckpt-epochs-offset 1", {"checkpoint-first-epoch": "1"}),
+    (f"{IMAGENET} --ckpt-epochs-offset 30", {"checkpoint-first-epoch": "30"}),
+    (f"{IMAGENET} --no-logs", {"temporary": ""}),
+    (f"{IMAGENET} --no-logs --logs-path x --name-suffix y", {"temporary": ""}),
+    ("--dataset ImageNet --data-dir d", {"data": "imagenet", "model": "resnet18"}),
+    ("--dataset CiFar-100 --data-dir d", {"data": "cifar100"}),
+    ("--dataset IMAGENET --data-dir d --model ResNeXt --model-size 50", {"model": "resnext50"}),
+    ("--dataset Cifar-10 --data-dir d --model EfficientNet --model-size cifar", {"model": "efficientnet-cifar"}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), KEEPING)
+def test_what_is_kept_and_how_names_are_spelled(line, expected):
+    found = settings(line)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_without_checkpoints_there_is_none_before_the_first_update_either():
+    assert {"initial-checkpoint", "checkpoint-first-epoch"}.isdisjoint(
+        settings(f"{IMAGENET} --ckpts-per-epoch 0 --ckpt-epochs-offset 3")
+    )
+
+
+def test_a_run_without_logs_names_no_folder():
+    assert "run-dir" not in settings(f"{IMAGENET} --no-logs --logs-path x")
+
+
+def test_a_wrong_data_set_is_answered_in_small_letters():
+    with pytest.raises(ConfigError, match="--dataset: got 'imagenett', wanted imagenet or cifar-10 or cifar-100; did"):
+        settings("--dataset ImageNett --data-dir d")
+
+
+BETAS = ".*bn1/bias .*bn2/bias .*bn3/bias .*downsample/1/bias"
+FILTERED = [
+    (f"{IMAGENET} --model-size 50 --variable-filter fc1", {"trainable": "fc"}),
+    (f"{IMAGENET} --model-size 50 --batch-norm --variable-filter beta fc1", {"trainable": f"{BETAS} fc"}),
+    (f"{IMAGENET} --model-size 50 --variable-filter b4 fc1", {"trainable": "layer4 fc"}),
+    (f"{IMAGENET} --variable-filter all/", {"trainable": None}),  # every variable
+    ("--dataset cifar-10 --data-dir d --variable-filter b3/0", {"trainable": "layer3/0"}),
+]
+LARS = f"{IMAGENET} --model-size 50 --optimiser LARS --abs-learning-rate 10"
+SKIPPED = [
+    (LARS, {"lars-skip": None, "weight-decay-exclude": None, "weight-decay": "0.0001"}),  # vectors are our default
+    (f"{LARS} --lars-skip-list beta gamma bias", {"lars-skip": None, "weight-decay-exclude": None}),
+    (f"{LARS} --lars-skip-list bias", {"lars-skip": "fc/bias"}),
+    (f"{LARS} --lars-skip-list fc1 b1/0", {"lars-skip": "layer1/0 fc"}),
+    (f"{LARS} --lars-skip-list nobody", {"lars-skip": None, "weight-decay-exclude": "nothing"}),
+    (f"{LARS} --lars-skip-list fc1 b1 --variable-filter fc1", {"lars-skip": "fc", "trainable": "fc"}),
+    (f"{IMAGENET} --lars-skip-list bias", {"lars-skip": None, "weight-decay-exclude": "norms"}),  # not with SGD
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), [*FILTERED, *SKIPPED])
+def test_parts_of_names_become_patterns(line, expected):
+    found = settings(line)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_filter_that_names_nothing_is_refused_and_a_skip_list_is_answered():
+    with pytest.raises(ConfigError, match="--variable-filter: 'fc2' is in no variable's name; did you mean 'fc1'"):
+        settings(f"{IMAGENET} --model-size 50 --variable-filter b4 fc2")
+    notes = translate("tf1:train.py", f"{LARS} --lars-skip-list batch_normm bias".split()).notes
+    assert any(note.startswith("--lars-skip-list: 'batch_normm' is in no variable's name") for note in notes)
+
+
+VALIDATED = [
+    ("tf1:train.py", "--data-dir d", {"micro-batch-size": "4", "validation-batch-size": "16"}),
+    ("tf1:validation.py", "--data-dir d --restore-path r", {"validation-batch-size": "16"}),
+    ("tf1:validation.py", "--synthetic-data", {"micro-batch-size": "16"}),  # measures predictions
+]
+
+
+@pytest.mark.parametrize(("program", "line", "sizes"), VALIDATED)
+def test_the_batch_of_a_validation(program, line, sizes):
+    translation = translate(program, f"--dataset imagenet {line} --valid-batch-size 16".split())
+    found = {setting.option: setting.values[0] for setting in translation.settings if "batch-size" in setting.option}
+    assert found == sizes
+
+
+@pytest.mark.parametrize(("program", "split"), [("tf1:train.py", None), ("tf1:validation.py", "validation")])
+def test_the_benchmark_of_the_input_alone(program, split):
+    translation = translate(program, ["--dataset", "imagenet", "--data-dir", "d", "--dataset-benchmark"])
+    found = {setting.option: setting.values for setting in translation.settings}
+    assert translation.command == "data bench"
+    assert found["passes"] == ("1",)
+    assert found.get("split", (None,))[0] == split
+
+
+@pytest.mark.parametrize("line", ["", "--pipeline --pipeline-splits b1/0/relu --enable-recomputation"])
+def test_one_shard_undoes_the_pipeline_of_a_restored_run(line):
+    """As in the README, which trains on four and goes on with one; a config's own stages lie below it."""
+    translation = translate("tf1:train.py", f"--dataset imagenet --restore-path r --shards 1 {line}".split())
+    assert ["--pipeline-splits"] in [setting.argv() for setting in translation.settings]
+    loaded = parse(RestoreOptions, [Setting("pipeline-splits", ("layer3",), "checkpoint"), *translation.settings])
+    assert loaded.options.parallel.pipeline_splits == ()
+    kept = translate("tf1:train.py", ["--dataset", "imagenet", "--restore-path", "r"])
+    assert "pipeline-splits" not in {setting.option for setting in kept.settings}

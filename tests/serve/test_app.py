@@ -1,0 +1,357 @@
+"""The server over real connections: every answer is the model's, strangers get 4xx, and nothing is lost at the end."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from falconet.errors import ConfigError
+from falconet.infer.predictor import Predictor
+from falconet.serve import app
+from falconet.serve.batching import Counts
+from falconet.serve.protocol import HEADER, MOST_JSON
+from served import LIMIT, NAME, PATH, SIDE, about, binary, pixels, running, small_classifier
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
+def small(request):
+    with running(fronts=request.param) as found:
+        yield found
+
+
+class Held:
+    """A lane that works when it is let go."""
+
+    def __init__(self):
+        self.lane = Predictor(small_classifier(), max_batch=8).lanes()[0]
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, portions):
+        self.begun.release()
+        assert self.go.wait(LIMIT)
+        return self.lane(portions)
+
+
+@pytest.mark.parametrize("fronts", [1, 3])
+def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores(fronts):
+    with running(max_delay=2.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        images = [pixels(1, seed=number) for number in range(64)]
+        answers = list(threads.map(found.scores, images))
+        (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+        for answer, each in zip(answers, images, strict=True):
+            np.testing.assert_allclose(answer, lane([each])[0], rtol=1e-4, atol=1e-5)
+        assert found.batcher.counts.requests == 64
+        assert found.batcher.counts.executions < 40
+
+
+def test_json_and_binary_have_the_same_answer(small):
+    images = pixels(2)
+    tensor = {"name": "input_0", "shape": [2, 3, SIDE, SIDE], "datatype": "UINT8", "data": images.ravel().tolist()}
+    status, _, answer = small.request(json.dumps({"inputs": [tensor]}))
+    assert status == 200
+    data = np.array(json.loads(answer)["outputs"][0]["data"], dtype=np.float32)
+    assert np.array_equal(data.reshape(2, -1), small.scores(images))
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_server_that_ends_leaves_no_thread_that_parses(fronts):
+    def parsing():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("json")}
+
+    before = parsing()  # those of servers of other tests
+    with running(fronts=fronts) as found:
+        tensor = {"name": "input_0", "shape": [8, 3, SIDE, SIDE], "datatype": "UINT8"}
+        tensor["data"] = pixels(8).ravel().tolist()
+        body = json.dumps({"inputs": [tensor], "padding": " " * app.AT_ONCE})  # too long for the server's own thread
+        assert found.request(body)[0] == 200
+        assert parsing() > before
+    deadline = time.monotonic() + LIMIT
+    while parsing() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not parsing() - before
+
+
+READ = {
+    "/v2": {"name": "falconet"},
+    "/v2/health/live": {"live": True},
+    "/v2/health/ready": {"ready": True},
+    f"/v2/models/{NAME}": {"name": NAME, "versions": ["1"]},
+    f"/v2/models/{NAME}/ready": {"ready": True},
+    f"/v2/models/{NAME}/versions/1": {"name": NAME},
+    f"/v2/models/{NAME}/versions/1/ready": {"ready": True},
+    f"/v2/models/{NAME}/config": {"max_batch_size": 8},
+}
+
+
+@pytest.mark.parametrize(("path", "expected"), READ.items())
+def test_what_can_be_asked(small, path, expected):
+    status, headers, answer = small.request(None, method="GET", path=path)
+    assert (status, headers.get_content_type()) == (200, "application/json")
+    assert expected.items() <= json.loads(answer).items()
+
+
+def test_statistics_count_images_and_batches(small):
+    def ask():
+        return json.loads(small.request(None, method="GET", path=f"/v2/models/{NAME}/stats")[2])["model_stats"][0]
+
+    before = ask()
+    small.scores(pixels(3))
+    after = ask()
+    assert after["inference_count"] - before["inference_count"] == 3
+    assert after["execution_count"] - before["execution_count"] == 1
+
+
+BODY, HEADERS = binary(pixels(1))
+REFUSED = {
+    "no such address": ("GET", "/x", None, {}, 404, "GET /x: not found"),
+    "no such model": ("POST", "/v2/models/x/infer", b"{}", {}, 404, "no model is named 'x'; this server has"),
+    "no such version": ("GET", f"/v2/models/{NAME}/versions/2", None, {}, 404, "has no version '2'; it has 1"),
+    "another method": ("GET", PATH, None, {}, 405, "method not allowed"),
+    "compressed": ("POST", PATH, BODY, {**HEADERS, "Content-Encoding": "gzip"}, 400, "Content-Encoding: is not read"),
+    "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: is needed"),
+    "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "wanted at most"),
+    "no JSON": ("POST", PATH, b"[", {}, 400, "the request is not JSON"),
+    "much that is no JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "the request is not JSON: nested too deeply"),
+    "no length of JSON": ("POST", PATH, BODY, {HEADER: "x"}, 400, f"{HEADER}: got 'x'"),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_answered_with_one_line(small, method, path, body, headers, status, message):
+    found, kind, answer = small.request(body, headers, method=method, path=path)
+    assert found == status
+    assert kind.get_content_type() == "application/json"
+    assert message in json.loads(answer)["error"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cut=st.integers(0, len(BODY) - 1), at=st.integers(0, len(BODY) - 1), byte=st.integers(0, 255), header=st.booleans()
+)
+def test_a_damaged_request_never_ends_the_server(small, cut, at, byte, header):
+    damaged = bytearray(BODY)
+    damaged[at] ^= byte
+    status, _, answer = small.request(bytes(damaged[: len(BODY) - cut]), HEADERS if header else {})
+    assert status in (200, 400), answer
+    assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(sent=st.binary(min_size=1, max_size=80), proper=st.booleans())
+def test_bytes_that_are_no_http_are_refused_and_not_told(small, sent, proper):
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("falconet.serve").addHandler(handler)
+    connected = socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT)
+    with connected as connection, contextlib.suppress(ConnectionError):
+        connection.sendall((f"POST {PATH} HTTP/1.1\r\n".encode() if proper else b"") + sent + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(1 << 16)
+        assert answer == b"" or (answer.startswith(b"HTTP/1.") and answer.split()[1][:1] == b"4")
+    logging.getLogger("falconet.serve").removeHandler(handler)
+    assert not told
+    assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
+
+
+def test_too_many_are_refused_with_503_and_served_again_later():
+    held = Held()
+    with running(held, max_queue=8, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        working = threads.submit(found.scores, pixels(8))
+        assert held.begun.acquire(timeout=LIMIT)
+        waiting = threads.submit(found.scores, pixels(8))
+        while found.batcher._queued < 8:
+            time.sleep(0.01)
+        status, headers, answer = found.request(*binary(pixels(1)))
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
+        held.go.set()
+        assert working.result(LIMIT).shape == waiting.result(LIMIT).shape == (8, 5)
+        assert found.scores(pixels(1)).shape == (1, 5)
+
+
+def test_a_model_that_fails_says_so_and_is_not_ready_until_it_works_again(caplog):
+    (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+    broken = threading.Event()
+
+    def fragile(portions):
+        if broken.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access\nsecond line")
+        return lane(portions)
+
+    def ready():
+        return found.request(None, method="GET", path="/v2/health/ready")[0]
+
+    with running(fragile, max_delay=0.0) as found:
+        assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
+        broken.set()
+        for _ in range(app.MOST_FAILED):
+            assert ready() == 200
+            status, _, answer = found.request(*binary(pixels(1)))
+            assert status == 500
+            assert json.loads(answer) == {
+                "error": "the model failed: RuntimeError: CUDA error: an illegal memory access"
+            }
+        assert ready() == 503
+        assert "second line" in caplog.text
+        broken.clear()
+        assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
+
+
+def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
+    body, headers = binary(pixels(8))
+    with running(room=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{HEADER}: {headers[HEADER]}\r\n\r\n"
+        slow.sendall(head.encode() + body[:10])
+        while found.room._free > 10:  # before anybody else comes
+            time.sleep(0.01)
+        assert found.request(body, headers)[0] == 503
+        assert "no memory is left" in json.loads(found.request(body, headers)[2])["error"]
+        slow.sendall(body[10:])
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        assert found.request(body, headers)[0] == 200
+
+
+ANNOUNCED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {16 << 20}\r\n\r\n".encode()
+
+
+def test_clients_that_announce_much_and_send_little_do_not_make_others_wait():
+    with running(room=256 << 20) as found, contextlib.ExitStack() as stack:
+        for _ in range(100):  # 1,600 MiB if it counted what they announce
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", found.port)))
+            slow.sendall(ANNOUNCED + b"{")
+        assert found.request(*binary(pixels(8)))[0] == 200
+
+
+def test_a_body_that_comes_and_has_no_room_is_refused_before_its_end():
+    with running(room=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as large:
+        large.sendall(ANNOUNCED)
+        with contextlib.suppress(OSError):  # it may be closed already
+            large.sendall(b" " * (8 << 20))
+        assert large.recv(100).startswith(b"HTTP/1.1 503")
+        assert found.request(*binary(pixels(8)))[0] == 200
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
+    held = Held()
+    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        working = threads.submit(found.scores, pixels(8))
+        assert held.begun.acquire(timeout=LIMIT)
+        body, headers = binary(pixels(4))
+        half = http.client.HTTPConnection("127.0.0.1", found.port)
+        half.putrequest("POST", PATH)
+        half.putheader("Content-Length", str(len(body)))
+        half.endheaders(body[:100])
+        whole = http.client.HTTPConnection("127.0.0.1", found.port)
+        whole.request("POST", PATH, body, headers)
+        while found.batcher._queued < 4:
+            time.sleep(0.01)
+        half.close()
+        whole.close()
+        deadline = time.monotonic() + LIMIT
+        while found.batcher.counts.dropped < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        held.go.set()
+        assert working.result(LIMIT).shape == (8, 5)
+        assert (found.batcher.counts.dropped, found.batcher.counts.executions) == (1, 1)
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as slow:
+        slow.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\nabc".encode())
+        answer = b""
+        while not answer.endswith(b"}") and (more := slow.recv(1000)):
+            answer += more
+        assert b"3 of 999 bytes came within 0.2 seconds" in answer
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-Half: "], ids=["nothing", "half of the headers"]
+)
+def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
+    monkeypatch.setattr(app, "IDLE_SECONDS", 0.3)
+    with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as idle:
+        idle.sendall(sent)
+        assert idle.recv(1000) == b""
+
+
+def test_long_json_is_parsed_one_at_a_time(monkeypatch):
+    read, at_work, most = app.protocol.read_request, [], []
+
+    def watched(*arguments):
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.05)
+        at_work.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(app.protocol, "read_request", watched)
+    body = json.dumps({"inputs": [], "padding": "x" * app.AT_ONCE})
+    with running() as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert {answer[0] for answer in threads.map(found.request, [body] * 4)} == {400}
+    assert most == [1] * 4
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
+    held = Held()
+    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
+        assert held.begun.acquire(timeout=LIMIT)
+        while found.batcher._queued < 8:
+            time.sleep(0.01)
+        found.ask_to_stop()
+        while found.socket.fileno() >= 0:
+            time.sleep(0.01)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT)
+        held.go.set()
+        for answer in answers:
+            assert answer.result(LIMIT).shape == (8, 5)
+
+
+async def let_go(turns):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_connection_that_comes_as_the_server_stops_is_closed_and_not_told(turns):
+    """`turns` of the loop before the end: it is seen, accepted, on its way to be answered."""
+    told = []
+
+    async def stopped():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        listening = app.Address(host="127.0.0.1", port=0).open()
+        address = listening.getsockname()
+        front = app.Front(about(), pytest.fail, counts=Counts(), room=app.Room(1), max_delay=0.0)
+        async with app.answering([front], listening):
+            await let_go(10)  # until it waits for connections
+            connection = socket.create_connection(address, timeout=LIMIT)
+            await let_go(turns)
+        return connection
+
+    with asyncio.run(stopped()) as connection, contextlib.suppress(ConnectionResetError):
+        assert not told
+        assert connection.recv(1) == b""
+
+
+def test_mistakes_of_the_address_are_one_line():
+    with app.Address(host="127.0.0.1", port=0).open() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^--port: {port} is in use on 127.0.0.1; wanted another one, or 0"):
+            app.Address(host="127.0.0.1", port=port).open()
+    with pytest.raises(ConfigError, match=r"^--host: cannot listen on 'no.such.host.invalid': "):
+        app.Address(host="no.such.host.invalid", port=0).open()

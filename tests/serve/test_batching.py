@@ -1,0 +1,175 @@
+"""Requests put together: how many executions, who waits how long, who is refused and who is dropped."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from falconet.serve.batching import Batcher, OverloadedError, Policy
+from served import pixels
+
+LIMIT = 100  # seconds
+
+
+class Lane:
+    """The sum of each image's pixels, at once or when it is let go."""
+
+    def __init__(self, *, held=False):
+        self.batches = []
+        self.go = threading.Event()
+        if not held:
+            self.go.set()
+
+    def __call__(self, portions):
+        self.batches.append([len(portion) for portion in portions])
+        assert self.go.wait(LIMIT)
+        return [portion.reshape(len(portion), -1).sum(axis=1, keepdims=True) for portion in portions]
+
+
+def in_loop(scenario, lanes, **policy):
+    """Runs a scenario with a batcher of its own."""
+    rules = Policy(**{"max_batch": 8, "max_delay": 0.02, "max_queue": 1000} | policy)
+
+    async def whole():
+        batcher = Batcher(lanes, rules)
+        try:
+            return await asyncio.wait_for(scenario(batcher), LIMIT)
+        finally:
+            for lane in lanes:
+                lane.go.set()
+            batcher.close()
+
+    return asyncio.run(whole())
+
+
+def test_requests_that_come_together_are_computed_together_and_get_their_own_answers():
+    lane = Lane()
+    images = [pixels(1 + number % 3, seed=number) for number in range(20)]
+
+    async def scenario(batcher):
+        return await asyncio.gather(*(batcher.submit(each) for each in images)), batcher.counts
+
+    answers, counts = in_loop(scenario, [lane])
+    for answer, each in zip(answers, images, strict=True):
+        assert np.array_equal(answer[:, 0], each.reshape(len(each), -1).sum(axis=1))
+    assert (counts.requests, counts.images) == (20, sum(map(len, images)))
+    assert counts.executions == len(lane.batches) < 20
+    assert max(map(sum, lane.batches)) <= 8
+
+
+def test_a_full_batch_does_not_wait():
+    lane = Lane()
+
+    async def scenario(batcher):
+        return await batcher.submit(pixels(8))
+
+    in_loop(scenario, [lane], max_delay=1000.0)
+    assert lane.batches == [[8]]
+
+
+def test_a_request_that_does_not_fit_sends_the_others_off():
+    lane = Lane()
+
+    async def scenario(batcher):
+        await asyncio.gather(batcher.submit(pixels(5)), batcher.submit(pixels(8)))
+
+    in_loop(scenario, [lane], max_delay=1000.0)
+    assert lane.batches == [[5], [8]]
+
+
+def test_one_alone_waits_for_the_delay_and_no_longer():
+    lane = Lane()
+
+    async def scenario(batcher):
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await batcher.submit(pixels(1))
+        return loop.time() - begun
+
+    assert in_loop(scenario, [lane], max_delay=0.2) >= 0.2
+
+
+def test_what_waits_while_the_lane_works_goes_in_one_batch():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        first = asyncio.create_task(batcher.submit(pixels(8)))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(batcher.submit(pixels(1))) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        lane.go.set()
+        await asyncio.gather(first, *others)
+
+    in_loop(scenario, [lane], max_delay=0.0)
+    assert lane.batches == [[8], [1] * 6]
+
+
+def test_two_lanes_work_at_the_same_time():
+    lanes = [Lane(held=True), Lane(held=True)]
+
+    async def scenario(batcher):
+        tasks = [asyncio.create_task(batcher.submit(pixels(8))) for _ in range(2)]
+        while not all(lane.batches for lane in lanes):
+            await asyncio.sleep(0.01)
+        for lane in lanes:
+            lane.go.set()
+        await asyncio.gather(*tasks)
+
+    in_loop(scenario, lanes)
+
+
+def test_the_queue_has_an_end():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        working = asyncio.create_task(batcher.submit(pixels(8)))
+        await asyncio.sleep(0.05)
+        waiting = [asyncio.create_task(batcher.submit(pixels(4))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="8 images are waiting"):
+            await batcher.submit(pixels(1))
+        lane.go.set()
+        await asyncio.gather(working, *waiting)
+        await batcher.submit(pixels(1))
+        return batcher.counts
+
+    counts = in_loop(scenario, [lane], max_queue=8)
+    assert (counts.requests, counts.refused) == (4, 1)
+
+
+def test_a_request_that_is_given_up_is_not_computed_and_its_place_is_free():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        working = asyncio.create_task(batcher.submit(pixels(8)))
+        await asyncio.sleep(0.05)
+        given_up = asyncio.create_task(batcher.submit(pixels(4)))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        other = asyncio.create_task(batcher.submit(pixels(8)))  # would not fit behind the other
+        await asyncio.sleep(0)
+        lane.go.set()
+        await asyncio.gather(working, other)
+        return batcher.counts
+
+    counts = in_loop(scenario, [lane], max_queue=8)
+    assert lane.batches == [[8], [8]]
+    assert (counts.requests, counts.dropped, counts.refused) == (2, 1, 0)
+
+
+def test_a_batch_that_fails_fails_for_its_requests_and_the_next_one_works():
+    class Broken(Lane):
+        def __call__(self, portions):
+            if len(self.batches) == 0:
+                self.batches.append([])
+                raise RuntimeError("out of memory")
+            return super().__call__(portions)
+
+    async def scenario(batcher):
+        found = await asyncio.gather(*(batcher.submit(pixels(4)) for _ in range(2)), return_exceptions=True)
+        assert [str(error) for error in found] == ["the model failed: RuntimeError: out of memory"] * 2
+        return await batcher.submit(pixels(1))
+
+    assert in_loop(scenario, [Broken()]).shape == (1, 1)

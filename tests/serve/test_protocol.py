@@ -1,0 +1,225 @@
+"""The protocol without a network: what is read, what is written, and one line for whatever is wrong."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from falconet.serve.protocol import (
+    HEADER,
+    MOST_HEADER,
+    Asked,
+    RequestError,
+    configuration,
+    metadata,
+    read_request,
+    write_answer,
+)
+from served import CLASSES, SIDE, about, binary, pixels
+
+SERVED = about(max_batch=4)
+IMAGE = 3 * SIDE * SIDE
+
+
+def read(content, rest=b"", header=None):
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return read_request(memoryview(text + rest), header or (str(len(text)) if rest else None), SERVED)
+
+
+def tensor(**changes):
+    whole = {"name": "input_0", "shape": [1, 3, SIDE, SIDE], "datatype": "UINT8", "data": [7] * IMAGE} | changes
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def test_a_binary_tensor_is_a_view_of_the_body():
+    images = pixels(3)
+    body, headers = binary(images)
+    asked = read_request(memoryview(body), headers[HEADER], SERVED)
+    assert np.array_equal(asked.images, images)
+    assert not asked.images.flags.owndata
+    assert asked.binary
+    assert asked.id is None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_numbers_are_read_flat_and_nested(nested):
+    images = pixels(2)
+    data = images.tolist() if nested else images.ravel().tolist()
+    asked = read({"id": "x", "inputs": [tensor(shape=[2, 3, SIDE, SIDE], data=data)]})
+    assert np.array_equal(asked.images, images)
+    assert (asked.id, asked.binary) == ("x", False)
+
+
+OUTPUTS = {
+    "none asked for": ({}, False),
+    "an empty list": ({"outputs": []}, False),
+    "all binary": ({"parameters": {"binary_data_output": True}}, True),
+    "by name": ({"outputs": [{"name": "output_0"}]}, False),
+    "by name, all binary": ({"outputs": [{"name": "output_0"}], "parameters": {"binary_data_output": True}}, True),
+    "by name, binary": ({"outputs": [{"name": "output_0", "parameters": {"binary_data": True}}]}, True),
+    "its own word counts more": (
+        {
+            "outputs": [{"name": "output_0", "parameters": {"binary_data": False}}],
+            "parameters": {"binary_data_output": True},
+        },
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "expected"), OUTPUTS.values(), ids=OUTPUTS)
+def test_how_the_answer_is_wanted(more, expected):
+    assert read({"inputs": [tensor()], **more}).binary is expected
+
+
+def image_of(**changes):
+    return {"inputs": [tensor(**changes)]}
+
+
+SIZE = f"wanted {IMAGE} for its shape"
+MISTAKES = {
+    "not JSON": (b"{", "the request is not JSON: Expecting property name"),
+    "nothing": (b"", "the request is not JSON"),
+    "not text": (b"\xff\xfe{", "the request is not JSON"),
+    "a tower of lists": (b"[" * 100_000, "the request is not JSON: nested too deeply"),
+    "a number of 5,000 digits": (b'{"inputs": ' + b"1" * 5000 + b"}", "the request is not JSON: Exceeds the limit"),
+    "a list": ([], "the request: got [], wanted an object"),
+    "no inputs": ({}, "inputs: got nothing, wanted a list"),
+    "two inputs": ({"inputs": [tensor(), tensor()]}, "inputs: got 2, wanted input_0 alone"),
+    "an input of text": ({"inputs": ["x"]}, 'inputs[0]: got "x", wanted an object'),
+    "another name": (image_of(name="x"), "inputs[0].name: got \"x\", wanted 'input_0'"),
+    "another type": (image_of(datatype="FP32"), "input_0.datatype: got \"FP32\", wanted 'UINT8'"),
+    "no shape": (image_of(shape=None), "input_0.shape: got nothing, wanted [N, 3, 8, 8], N from 1 to 4"),
+    "no image": (image_of(shape=[0, 3, 8, 8]), "input_0.shape: got [0, 3, 8, 8], wanted"),
+    "fewer than no images": (image_of(shape=[-1, 3, 8, 8]), "input_0.shape: got [-1, 3, 8, 8], wanted"),
+    "too many images": (image_of(shape=[5, 3, 8, 8]), "N from 1 to 4"),
+    "a shape of truths": (image_of(shape=[True, 3, 8, 8]), "input_0.shape: got [true, 3, 8, 8]"),
+    "channels last": (image_of(shape=[1, 8, 8, 3]), "wanted [N, 3, 8, 8]"),
+    "a shape without end": (image_of(shape=[1] * 100), "input_0.shape: got [1, 1, 1"),
+    "no data": (image_of(data=None), "input_0.data: got nothing, wanted a list of numbers"),
+    "too few numbers": (image_of(data=[1, 2]), f"input_0.data: wanted {IMAGE} whole numbers"),
+    "ragged": (image_of(data=[[1], [2, 3]]), f"wanted {IMAGE} whole numbers"),
+    "text": (image_of(data=["a"] * IMAGE), f"wanted {IMAGE} whole numbers"),
+    "one long text among short ones": (image_of(data=["a" * 10_000_000, *["b"] * 100_000]), "whole numbers"),
+    "numbers and a text": (image_of(data=[7] * (IMAGE - 1) + ["a"]), f"wanted {IMAGE} whole numbers"),
+    "lists in numbers": (image_of(data=[7] * (IMAGE - 1) + [[7]]), f"wanted {IMAGE} whole numbers"),
+    "lists too deep": (image_of(data=[[[[[7]]]]] * IMAGE), f"wanted {IMAGE} whole numbers"),
+    "fractions": (image_of(data=[0.5] * IMAGE), f"wanted {IMAGE} whole numbers"),
+    "truths": (image_of(data=[True] * IMAGE), f"wanted {IMAGE} whole numbers"),
+    "huge": (image_of(data=[2**70] * IMAGE), f"wanted {IMAGE} whole numbers"),
+    "below 0": (image_of(data=[-1] * IMAGE), "input_0.data: got -1 to -1, wanted 0 to 255"),
+    "above 255": (image_of(data=[256] * IMAGE), "got 256 to 256, wanted 0 to 255"),
+    "a size without bytes": (
+        image_of(data=None, parameters={"binary_data_size": IMAGE}),
+        f"0 bytes behind the JSON, {SIZE}",
+    ),
+    "two kinds of data": (image_of(parameters={"binary_data_size": IMAGE}), "got data and binary_data_size"),
+    "parameters of text": (image_of(parameters="x"), 'input_0.parameters: got "x", wanted an object'),
+    "an id of a number": ({"id": 3, "inputs": [tensor()]}, "id: got 3, wanted text"),
+    "another output": (
+        {"inputs": [tensor()], "outputs": [{"name": "x"}]},
+        "outputs[0].name: got \"x\", wanted 'output_0'",
+    ),
+    "outputs of text": ({"inputs": [tensor()], "outputs": "x"}, 'outputs: got "x", wanted a list'),
+    "two outputs": ({"inputs": [tensor()], "outputs": [{}, {}]}, "outputs: got 2, wanted output_0 alone"),
+    "classes asked for": (
+        {"inputs": [tensor()], "outputs": [{"name": "output_0", "parameters": {"classification": 3}}]},
+        "output_0.parameters: 'classification' is not served",
+    ),
+    "a switch of text": ({"inputs": [tensor()], "parameters": {"binary_data_output": "yes"}}, "wanted true or false"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line(content, message):
+    with pytest.raises(RequestError) as error:
+        read(content)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 250
+
+
+HEADERS = ["0", "-1", "x", "", "999", "1e3", "٣", "9" * 30, "1.0"]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_length_of_the_json_that_is_none(header):
+    body = json.dumps({"inputs": [tensor()]}).encode()[:500]
+    with pytest.raises(RequestError, match=rf"{HEADER}: got '{header[:40]}', wanted 1 to the body's 500 bytes"):
+        read_request(memoryview(body), header, SERVED)
+
+
+def test_sizes_that_do_not_agree():
+    for size, rest in ((IMAGE, b"x"), (IMAGE - 1, bytes(IMAGE)), (1.5, bytes(IMAGE)), (IMAGE, bytes(IMAGE + 1))):
+        with pytest.raises(RequestError, match="binary_data_size: got"):
+            read(image_of(data=None, parameters={"binary_data_size": size}), rest)
+    with pytest.raises(RequestError, match="5 bytes follow the JSON, and input_0 has no binary_data_size"):
+        read(image_of(), b"extra")
+    with pytest.raises(RequestError, match=f"wanted at most {MOST_HEADER:,}"):
+        read_request(memoryview(bytes(MOST_HEADER + 2)), str(MOST_HEADER + 1), SERVED)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda x: st.lists(x, max_size=3)
+)
+CHANGED = st.dictionaries(st.sampled_from(["name", "shape", "datatype", "data", "parameters"]), VALUES, max_size=2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes=CHANGED, outputs=VALUES, parameters=VALUES, rest=st.binary(max_size=12))
+def test_whatever_is_sent_is_read_or_refused(changes, outputs, parameters, rest):
+    content = {"inputs": [tensor() | changes], "outputs": outputs, "parameters": parameters}
+    with contextlib.suppress(RequestError):
+        assert read(content, rest).images.shape[1:] == (3, SIDE, SIDE)
+
+
+@settings(max_examples=150, deadline=None)
+@given(body=st.binary(max_size=60), header=st.none() | st.text(max_size=5))
+def test_bytes_that_nobody_meant_are_refused(body, header):
+    with pytest.raises(RequestError):
+        read_request(memoryview(body), header, SERVED)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_an_answer_holds_the_scores(dtype):
+    scores = np.arange(2 * CLASSES).reshape(2, CLASSES).astype(dtype) / 3
+    asked = Asked(images=pixels(2), id="x", binary=True)
+    body, headers = write_answer(scores, asked, SERVED)
+    length = int(headers[HEADER])
+    (output,) = json.loads(body[:length])["outputs"]
+    assert output["shape"] == [2, CLASSES]
+    assert output["parameters"]["binary_data_size"] == scores.nbytes
+    assert np.array_equal(np.frombuffer(body[length:], dtype=dtype).reshape(2, CLASSES), scores)
+    text, headers = write_answer(scores, Asked(images=pixels(2), id=None, binary=False), SERVED)
+    content = json.loads(text)
+    assert HEADER not in headers
+    assert "id" not in content
+    assert np.array_equal(np.array(content["outputs"][0]["data"], dtype=dtype), scores.ravel())
+
+
+def test_the_metadata_are_those_that_clients_look_for():
+    found = metadata(SERVED)
+    assert found["inputs"] == [{"name": "input_0", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
+    assert found["outputs"] == [{"name": "output_0", "datatype": "FP32", "shape": [-1, CLASSES]}]
+    assert found["parameters"]["class_names"] == list("abcde")
+    assert found["parameters"]["preprocessing"]["mean"] == [0.5, 0.4, 0.3]
+    assert configuration(SERVED, max_delay=0.002)["dynamic_batching"] == {"max_queue_delay_microseconds": 2000}
+
+
+def test_scores_that_are_no_numbers_are_null_in_json_and_themselves_in_binary():
+    scores = np.array([[np.nan, 1.5, np.inf], [-np.inf, 0.1, -2.0]], dtype=np.float32)
+    text, _ = write_answer(scores, Asked(images=pixels(2), id=None, binary=False), SERVED)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    (output,) = json.loads(text, parse_constant=refuse)["outputs"]
+    assert output["data"] == [None, 1.5, None, None, float(np.float32(0.1)), -2.0]
+    # As tritonclient makes an array of it.
+    found = np.array(output["data"], dtype=np.float32).reshape(output["shape"])
+    assert np.array_equal(np.isnan(found), ~np.isfinite(scores))
+    raw, headers = write_answer(scores, Asked(images=pixels(2), id=None, binary=True), SERVED)
+    assert raw[int(headers[HEADER]) :] == scores.tobytes()

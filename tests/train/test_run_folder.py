@@ -1,0 +1,109 @@
+"""The folder of a run: its own, whoever else begins one."""
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load
+from falconet.config.settings import from_line
+from falconet.train import processes, run_folder
+from tiny import TINY
+
+REFUSED = "r: a run is going on in it; wanted its end, or another --run-dir\n"
+
+
+@pytest.fixture(autouse=True)
+def one_second(monkeypatch, tmp_path):
+    """In which all of these runs begin."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("falconet.report.folders.time", SimpleNamespace(strftime=lambda _: "20261115-210000"))
+
+
+def loaded(line=""):
+    return load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own():
+    folders = [run_folder.claim(loaded().options, restored=None) for _ in range(3)]
+    name = "resnet8-cifar_digits_20261115-210000"
+    assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
+    assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize("line", ["--run-dir r", "--log-style pytorch --checkpoint-output-path r"])
+def test_a_folder_that_was_named_is_left_to_whoever_writes_into_it(tmp_path, line):
+    assert run_folder.claim(loaded(line).options, restored=None).name == "r"
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_link_to_nowhere_is_told_by_whoever_writes_into_it(tmp_path):
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "runs/resnet8-cifar_digits_20261115-210000"
+    link.symlink_to("nowhere")
+    assert run_folder.claim(loaded().options, restored=None).name == link.name
+
+
+def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
+    seen = []
+
+    def launched(workers, **_):
+        seen.append(workers.argv[workers.argv.index("--run-dir") + 1])
+        assert (tmp_path / seen[0]).is_dir(), "taken while they start, which takes seconds"
+        return 2
+
+    monkeypatch.setattr("falconet.parallel.launch.launch", launched)
+    monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
+    options = loaded("--replicas 2 --device cpu")
+    assert processes.start("train", [], processes.prepare(options)) == 2
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet, monkeypatch):
+    """Two would mix their metrics, and remove each other's checkpoints."""
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    Path("r").mkdir()
+    with run_folder.alone(Path("r")):
+        answer = falconet(f"train {TINY} --epoch 1 --run-dir r")
+        assert (answer.code, answer.err) == (2, f"falconet train: {REFUSED}")
+        assert not Path("r/config.yaml").exists()
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
+    with run_folder.alone(Path("r")):
+        answer = falconet("restore --checkpoint-input-path r --epoch 2")
+        assert (answer.code, answer.err) == (2, f"falconet restore: {REFUSED}")
+    assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
+
+
+def test_a_run_takes_the_folder_of_one_that_is_ending(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 300.0)
+    with contextlib.ExitStack() as other:
+        other.enter_context(run_folder.alone(tmp_path))
+        threading.Timer(0.1, other.close).start()
+        with run_folder.alone(tmp_path):
+            pass
+
+
+def test_another_attempt_of_the_same_run_is_never_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    with run_folder.alone(tmp_path), run_folder.alone(tmp_path, again=True):
+        pass
+
+
+def test_a_disk_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with run_folder.alone(tmp_path), run_folder.alone(tmp_path):
+        pass
+
+
+def test_what_ended_badly_holds_nothing(tmp_path):
+    with pytest.raises(ValueError, match="badly"), run_folder.alone(tmp_path):
+        raise ValueError("badly")
+    with run_folder.alone(tmp_path):
+        pass
