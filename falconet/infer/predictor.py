@@ -22,7 +22,7 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.errors import ConfigError
 from falconet.models import zoo
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, Regime, half_partials
+from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
 from falconet.parallel import resources
 from falconet.report.console import Say
 
@@ -189,7 +189,8 @@ def _classifier(
     device, regime = resources.open_machine(options.machine).device, REGIMES[options.machine.precision]
     regime.require(device)
     if options.serving.half_partial:
-        note(half_partials(True, device))
+        allow_half_partials(device)
+        note(describe_half_partials(device))
     return Classifier(
         name=options.model.model.replace("/", "-").replace(":", "-"),  # a part of the server's addresses
         model=regime.prepare(model, device),

@@ -1,4 +1,4 @@
-"""Partial sums of products in half precision, where the device has them."""
+"""Precision regimes, and what the CUDA libraries may do: sum in half precision, take workspace."""
 
 import os
 from dataclasses import dataclass
@@ -10,41 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from falconet.errors import DeviceError
-
-
-def half_partials(enabled: bool, device: torch.device) -> str:
-    """Allow (or forbid) sums in half precision within matrix products; one line for the plan."""
-    if device.type != "cuda":
-        return f"half partials: no effect on {device.type}, which sums in fp32" if enabled else "partials: fp32"
-    matmul = torch.backends.cuda.matmul
-    # Torch allows the first two unless told otherwise; the third sums a whole product in fp16.
-    matmul.allow_fp16_reduced_precision_reduction = enabled
-    matmul.allow_bf16_reduced_precision_reduction = enabled
-    matmul.allow_fp16_accumulation = enabled
-    if not enabled:
-        return "partials: fp32"
-    return "half partials: matrix products in fp16 (bf16: between blocks); cuDNN's convolutions still sum in fp32"
-
-
-CUDNN, CUBLASLT = "CUDNN_CONV_WSCAP_DBG", "CUBLASLT_WORKSPACE_SIZE"  # MiB that it keeps to; KiB that it allocates
-_CUBLASLT_OWN = 32 * 2**20  # bytes on Hopper; less elsewhere, so that a larger limit must not be given to it
-
-
-def limit_workspace(share: float, device: torch.device) -> str:
-    """Bound it to a share of the device's memory, before the first convolution; one line for the plan."""
-    if device.type != "cuda":
-        return f"workspace limit: no effect on {device.type}"
-    limit = int(share * torch.cuda.get_device_properties(device).total_memory)
-    for name, value in variables(limit).items():
-        os.environ[name] = os.environ.get(name) or value  # what somebody has set himself counts more
-    return f"workspace of a convolution: at most {limit / 2**20:,.0f} MiB, {share:g} of the device's memory"
-
-
-def variables(limit: int) -> dict[str, str]:
-    """What a limit in bytes is to the libraries, which read the environment."""
-    cudnn = {CUDNN: str(limit // 2**20)}
-    return cudnn | ({CUBLASLT: str(limit // 2**10)} if limit < _CUBLASLT_OWN else {})
-
 
 Kind = Literal[
     "weights", "norm weights", "norm statistics", "activations", "gradients", "optimizer state", "arithmetic", "loss"
@@ -151,3 +116,53 @@ def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
 
 def _has_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def allow_half_partials(device: torch.device, *, allowed: bool = True) -> None:
+    """Let matrix products sum in half precision, for the whole process; only CUDA can."""
+    if device.type != "cuda":
+        return
+    matmul = torch.backends.cuda.matmul
+    # Torch allows the first two by default; the third sums a whole product in fp16.
+    matmul.allow_fp16_reduced_precision_reduction = allowed
+    matmul.allow_bf16_reduced_precision_reduction = allowed
+    matmul.allow_fp16_accumulation = allowed
+
+
+def describe_half_partials(device: torch.device) -> str:
+    """What `allow_half_partials` does on this device, in one line for the plan."""
+    if device.type != "cuda":
+        return f"half partials: no effect on {device.type}, which sums in fp32"
+    return "half partials: matrix products in fp16 (bf16: between blocks); cuDNN's convolutions still sum in fp32"
+
+
+CUDNN, CUBLASLT = "CUDNN_CONV_WSCAP_DBG", "CUBLASLT_WORKSPACE_SIZE"  # MiB that it stays below; KiB that it allocates
+_CUBLASLT_DEFAULT = 32 * 2**20  # bytes on Hopper, less elsewhere: a higher limit would raise what it allocates
+
+
+def limit_workspace(share: float, device: torch.device) -> None:
+    """Limit what a convolution takes beside its data to a share of the device's memory; only CUDA has a limit.
+
+    The libraries read the environment at their first convolution. Variables that the user has set stay as they are.
+    """
+    if device.type == "cuda":
+        for name, value in workspace_variables(_workspace_limit(share, device)).items():
+            os.environ[name] = os.environ.get(name) or value
+
+
+def describe_workspace(share: float, device: torch.device) -> str:
+    """What `limit_workspace` does on this device, in one line for the plan."""
+    if device.type != "cuda":
+        return f"workspace limit: no effect on {device.type}"
+    limit = _workspace_limit(share, device)
+    return f"workspace of a convolution: at most {limit / 2**20:,.0f} MiB, {share:g} of the device's memory"
+
+
+def workspace_variables(limit: int) -> dict[str, str]:
+    """The environment variables that set a limit in bytes."""
+    cudnn = {CUDNN: str(limit // 2**20)}
+    return cudnn | ({CUBLASLT: str(limit // 2**10)} if limit < _CUBLASLT_DEFAULT else {})
+
+
+def _workspace_limit(share: float, device: torch.device) -> int:
+    return int(share * torch.cuda.get_device_properties(device).total_memory)

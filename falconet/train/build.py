@@ -24,7 +24,13 @@ from falconet.models import splits, zoo
 from falconet.models.freezing import count_trained, freeze, train_only
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, NonFinite, Offender, Scale, SteppedScale, doublings
-from falconet.numerics.precision import Regime, half_partials, limit_workspace
+from falconet.numerics.precision import (
+    Regime,
+    allow_half_partials,
+    describe_half_partials,
+    describe_workspace,
+    limit_workspace,
+)
 from falconet.numerics.recompute import automatic, recompute
 from falconet.numerics.rounding import Part, Rounding
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer, Lars
@@ -75,14 +81,18 @@ def numerics_lines(options: commands.TrainOptions, *, regime: Regime, device: to
     if rules.is_scaled(options):
         lines.append(f"loss scale {_describe_scale(options)}")
     if options.numerics.half_partial:
-        lines.append(half_partials(True, device))
+        allow_half_partials(device)
+        lines.append(describe_half_partials(device))
     return lines
 
 
 def workspace_lines(workspace: Workspace, *, device: torch.device, stage: int = 0, stages: int = 1) -> list[str]:
     """Bound what convolutions take beside their data, if that was asked for; what it is, in words."""
     share = share_of(workspace.available_memory_proportion, stage=stage, stages=stages)
-    return [] if share is None else [limit_workspace(share, device)]
+    if share is None:
+        return []
+    limit_workspace(share, device)
+    return [describe_workspace(share, device)]
 
 
 def training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
