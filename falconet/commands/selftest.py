@@ -18,7 +18,8 @@ from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
-from falconet.train.build import build_replicas, checkpoint_writer, sharded_step
+from falconet.train.build import build_replicas, checkpoint_writer
+from falconet.train.placement import sharded_step
 
 IMAGES, SIZE = 4, 8  # a replica's micro-batch
 TOLERANCE = 1e-4  # relative; TF32 and other orders of summation stay well below, a wrong sum does not

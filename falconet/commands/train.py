@@ -7,7 +7,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.parallel import environment
-from falconet.train import processes, restore
+from falconet.train import processes
 from falconet.train.run import carry_out
 
 
@@ -15,7 +15,7 @@ def run(line: Sequence[Setting]) -> int:
     loaded = load_options(TrainOptions, line)
     # Workers that are started again take up their run in the same way, maybe in fewer processes than before.
     goes_on = loaded.options.run.resume or environment.attempt(os.environ) > 0
-    restored = restore.earlier(loaded) if goes_on else None
+    restored = processes.earlier(loaded) if goes_on else None
     if restored:
         loaded = load_options(TrainOptions, line, restored.manifest.config)
     launch = processes.prepare(loaded, restored)

@@ -15,7 +15,7 @@ from falconet.config.settings import from_line
 from falconet.data import input
 from falconet.data.loader import Feed
 from falconet.numerics.precision import REGIMES
-from falconet.train.phase import Run
+from falconet.train.build import BuiltPhase, open_site
 from falconet.train.processes import prepare
 from runs import state
 from tiny import TINY
@@ -24,14 +24,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def run_of(line):
-    return Run(prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))))
+    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    return BuiltPhase(launch, open_site(launch))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
     run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
-    wanted = run.regime.formats(run.world.device)
+    wanted = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
     seen = {}
@@ -50,8 +51,8 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
-    micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
+    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.site.world, note=print)
+    micro_batches = next(iter(Feed(loader.updates(0), device=run.site.world.device)))
     step(micro_batches, update=0, lr=0.001)
     loader.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import assert_bitwise, wait_for
+from runs import assert_bitwise, stop_at, wait_for
 from tiny import TINY
 
 RUNS = {
@@ -39,11 +39,9 @@ def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, 
     line = f"train {TINY} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
 
-    from falconet.train.log import Record
-
     target = random.randrange(1, 8)
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == target)
+        stop_at(patched, target)
         assert falconet(f"{line} --run-dir other").code == 130
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
@@ -85,12 +83,12 @@ def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, mo
 STANDING = """
 import sys, time
 from falconet.cli import main
-from falconet.train.log import Record
-plain = Record.log
-def log(record, meter):
-    plain(record, meter)
-    time.sleep(600 if record.state.progress.update == 45 else 0)
-Record.log = log
+from falconet.train.log import Log
+plain = Log.log
+def log(own, meter):
+    plain(own, meter)
+    time.sleep(600 if own.state.progress.update == 45 else 0)
+Log.log = log
 main(sys.argv[1:])
 """
 

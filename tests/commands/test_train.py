@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import updates, wait_for
+from runs import stop_at, updates, wait_for
 from tiny import TINY
 
 
@@ -266,17 +266,11 @@ def test_without_a_terminal_a_run_says_that_it_begins(falconet):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
-    from falconet.train.log import Record
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
-    plain = Record.stop_requested
-
-    def twice(record):
-        if record.state.progress.update == 7:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
-
-    monkeypatch.setattr(Record, "stop_requested", twice)
+    stop_at(monkeypatch, 7, twice)
     answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
     assert (answer.code, answer.err) == (130, "")
     lost = (
@@ -289,21 +283,15 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
 
 
 def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatch):
-    from falconet.train.log import Record
     from falconet.train.save import Saving
 
-    plain, finish = Record.stop_requested, Saving.finish
-
-    def once(record):
-        if record.state.progress.update == 3:
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
+    finish = Saving.finish
 
     def again(saving):
         signal.raise_signal(signal.SIGINT)
         return finish(saving)
 
-    monkeypatch.setattr(Record, "stop_requested", once)
+    stop_at(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(Saving, "finish", again)
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")

@@ -1,5 +1,7 @@
 """The loop: each update once, in order, with what the plan wants done after it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +48,7 @@ class Story:
         loss = torch.tensor(self.losses.get(update + 1, 0.1 * update))
         return Update(loss, torch.tensor(1), torch.tensor(8), torch.tensor(0))
 
-    def log(self, meter):
+    def log_point(self, meter):
         self.told.append(("log", self.progress.update, meter.end_interval()))
 
     def end_epoch(self, meter):
@@ -62,12 +64,15 @@ class Story:
         self.told.append(("save", self.progress.update))
         self.saved = self.progress.to_json()
 
-    def stop_requested(self):
-        return self.progress.update == self.stop_at
-
     def run(self, progress=None):
         self.progress = progress or Progress()
-        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=self)
+        watch = SimpleNamespace(
+            log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch),
+            validation=SimpleNamespace(run=self.validate),
+            saving=SimpleNamespace(save=self.save),
+            stopping=lambda: self.progress.update == self.stop_at,
+        )
+        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch)
         return self
 
     def after(self, update):

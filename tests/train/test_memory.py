@@ -61,5 +61,5 @@ def test_the_end_of_a_run_says_it_and_what_dividing_and_offloading_saved():
     ]
     divided = replace(found, optimizer_state=Held(device=100_000, host=0))
     assert divided.lines()[1] == (
-        "optimizer state      0.1 MB on the device, 0.0 MB on the host of this process, of 0.4 MB in all"
+        "optimizer state      0.1 MB on the device, 0.0 MB on the host of this process, 0.4 MB in total"
     )

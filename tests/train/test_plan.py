@@ -94,7 +94,7 @@ def test_from_a_first_epoch_on_saves_are_counted_from_there(epochs, updates, eve
 
 SAVING = {  # epochs between saves, the first one: of 30 epochs
     (1, 0): "saves every epoch and at the end",
-    (4, 1): "saves every 4 epochs, from epoch 1 on, and at the end",
+    (4, 1): "saves every 4 epochs from epoch 1 and at the end",
     (4, 31): "saves at the end",
 }
 
@@ -131,7 +131,7 @@ def test_a_global_batch_larger_than_the_data_is_one_line_that_names_the_options(
         updates_in_epoch(1437, 5000)
     assert str(refused.value) == (
         "--micro-batch-size: a global batch of 5,000 is more than the 1,437 training images;"
-        " wanted a smaller --micro-batch-size, --gradient-accumulation or --replicas"
+        " expected a smaller --micro-batch-size, --gradient-accumulation or --replicas"
     )
 
 
@@ -139,7 +139,7 @@ def test_the_plan_in_words():
     made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
     assert made.lines() == [
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "1,320 updates = 30 epochs x 44 updates of 1,437 images; 29 images sit out each epoch, others each time",
+        "1,320 updates = 30 epochs x 44 updates; 1,437 training images, of which each epoch leaves out a different 29",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
         "validates every epoch; saves every epoch and at the end",
     ]
@@ -149,7 +149,7 @@ def test_one_of_a_kind_has_no_plural():
     made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
     assert made.lines()[:2] == [
         "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
-        "1 update = 1 epoch x 1 update of 1,025 images; 1 image sits out each epoch, others each time",
+        "1 update = 1 epoch x 1 update; 1,025 training images, of which each epoch leaves out a different 1",
     ]
 
 
@@ -165,7 +165,7 @@ VALIDATION = {
 def test_when_it_validates_in_words(how, words):
     made = plan(validation_mode=how[0], validation_frequency=how[1], images=80)
     assert made.lines()[-1].startswith(words)
-    assert "sit out" not in made.lines()[1]
+    assert "leaves out" not in made.lines()[1]
 
 
 def test_a_later_phase_counts_on_from_the_one_before():
@@ -180,7 +180,7 @@ def test_a_later_phase_counts_on_from_the_one_before():
         assert [update for update in range(36, 44) if asks(update)] == [39, 43]
     halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
     assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
-    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates of 32 images")
+    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates; 32 training images")
 
 
 def test_a_training_of_updates_ends_within_an_epoch_with_all_that_an_end_has():
@@ -190,7 +190,7 @@ def test_a_training_of_updates_ends_within_an_epoch_with_all_that_an_end_has():
     assert [update for update in range(1, 24) if cut.validates_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.saves_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.logs_at(update)] == [10, 20, 23]
-    assert "23 updates = 2.3 epochs of 10 updates of 80 images" in cut.lines()
+    assert "23 updates = 2.3 epochs x 10 updates; 80 training images" in cut.lines()
 
 
 @given(some_epochs, some_updates)

@@ -14,7 +14,7 @@ from falconet.config.settings import from_line
 from falconet.train import processes, run_folder
 from tiny import TINY
 
-REFUSED = "r: a run is going on in it; wanted its end, or another --run-dir\n"
+REFUSED = "r: in use by another run; wait for it to finish, or choose another --run-dir\n"
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def test_the_first_signal_raises_a_flag_and_says_so(number):
         assert not stop.requested
         send(number)
         assert stop.requested
-    assert notes == [f"{number.name}: finishing this update, then saving; again to stop at once"]
+    assert notes == [f"{number.name}: finishing this update, then saving; repeat it to stop at once"]
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(SIGNALS, SIGNALS)))

@@ -6,7 +6,7 @@ import pytest
 
 from falconet.config.commands import TrainOptions
 from falconet.config.options import Parallel, Run
-from falconet.train.build import Setup
+from falconet.train.placement import Setup
 
 
 def seed(replica: int, stage: int, *, alike: bool) -> int:

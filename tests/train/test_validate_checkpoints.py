@@ -29,7 +29,7 @@ KINDS = {
 def test_the_runs_own_checkpoints_are_measured_as_validate_does(falconet, extra):
     answer = falconet(f"train {DATA} {extra} --run-dir r --validate-checkpoints r/checkpoints")
     assert answer.code == 0, answer.err
-    assert "then measures each checkpoint of r/checkpoints\n" in answer.out
+    assert "then validates each checkpoint in r/checkpoints\n" in answer.out
     assert "written to r/validation.csv\n" in answer.out
     found = rows("r/validation.csv")
     assert [row["checkpoint"] for row in found if "moving" not in row["checkpoint"]] == NAMES
@@ -61,8 +61,8 @@ def test_what_is_torn_or_of_another_model_is_passed_over(falconet):
     torn.write_bytes(torn.read_bytes()[:-1])
     answer = falconet(f"train {DATA} --epoch 1 --run-dir second --validate-checkpoints r")
     assert answer.code == 0, answer.err
-    assert answer.out.count("passed over ") == 2
-    assert "holds resnet14-cifar; wanted resnet8-cifar, which was trained" in answer.out
+    assert answer.out.count("skipped ") == 2
+    assert "holds resnet14-cifar, expected resnet8-cifar, which was trained" in answer.out
     assert [row["checkpoint"] for row in rows("second/validation.csv")] == [NAMES[0], NAMES[2]]
 
 
@@ -77,7 +77,7 @@ def test_a_folder_without_checkpoints_is_said_once_training_is_saved(falconet):
     answer = falconet(f"train {DATA} --epoch 1 --run-dir r --validate-checkpoints empty")
     assert answer.code == 2
     assert "--validate-checkpoints: empty holds no whole checkpoint of resnet8-cifar on generated" in answer.err
-    assert "the training itself is whole and saved as r/checkpoints/resnet8-cifar_generated_1\n" in answer.err
+    assert "the training itself is complete and saved as r/checkpoints/resnet8-cifar_generated_1\n" in answer.err
 
 
 def test_without_validation_images_it_has_no_effect_and_says_so(falconet):

@@ -9,7 +9,7 @@ import torch
 
 from falconet.checkpoint import format
 from half_resolution import EARLY, HALF, NAME, logged, tensors
-from runs import wait_for
+from runs import stop_at, wait_for
 
 
 def test_a_run_killed_with_9_in_the_second_phase_goes_on_bit_for_bit(tmp_path, falconet):
@@ -32,14 +32,10 @@ def test_a_run_killed_with_9_in_the_second_phase_goes_on_bit_for_bit(tmp_path, f
 
 
 def stops_after(epochs, falconet, line):
-    from falconet.train.log import Record
-
-    real = Record.stop_requested
-    try:
-        Record.stop_requested = lambda record: record.plan.place(record.state.progress.update) == (epochs, 0)
+    # 4 updates per epoch in both phases
+    with pytest.MonkeyPatch.context() as patched:
+        stop_at(patched, 4 * epochs)
         return falconet(line).code
-    finally:
-        Record.stop_requested = real
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""How a run goes on that ended before its end: the command that is printed works."""
+"""A run that ends early prints a command that continues it."""
 
 import shlex
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.train import phase, run, run_folder
+from falconet.train import run, run_folder
 from half_resolution import HALF
 from tiny import TINY
 
@@ -39,33 +39,31 @@ def test_the_command_can_be_copied_whatever_the_folder_is_called():
 
 def test_without_a_checkpoint_there_is_nothing_to_continue_from(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    said = "there is no checkpoint to continue from: the same command begins again"
-    assert run_folder.how_to_go_on(tmp_path, tmp_path / "checkpoints") == said
-    assert run_folder.how_to_go_on(tmp_path, tmp_path / "never/made") == said
+    said = "there is no checkpoint to continue from; the same command starts again"
+    assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
+    assert run_folder.how_to_continue(tmp_path, tmp_path / "never/made") == said
 
 
-BEFORE = "stopped before the first update: nothing was made"
-AFTER = "stopped; there is no checkpoint to continue from: the same command begins again"
+BEFORE = "stopped before the first update: nothing was saved"
+AFTER = "stopped; there is no checkpoint to continue from; the same command starts again"
 
 
-@pytest.mark.parametrize(
-    ("place", "at", "words"), [(phase.Run, "begin", BEFORE), (run, "train", AFTER)], ids=["begin", "train"]
-)
-def test_ctrl_c_before_the_first_update_says_what_it_left(falconet, monkeypatch, place, at, words):
-    monkeypatch.setattr(place, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train_phase", AFTER)], ids=["begin", "train"])
+def test_ctrl_c_before_the_first_update_prints_what_was_saved(falconet, monkeypatch, at, words):
+    monkeypatch.setattr(run, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-1] == words
-    assert Path("r").exists() == (at == "train")
+    assert Path("r").exists() == (at == "train_phase")
 
 
 def test_ctrl_c_between_two_phases_says_how_to_go_on(falconet, monkeypatch):
-    plain = phase.Run.begin
+    plain = run.begin
 
-    def second_interrupted(run, *handed):
-        return signal.raise_signal(signal.SIGINT) if handed else plain(run)
+    def second_interrupted(built, *handed):
+        return signal.raise_signal(signal.SIGINT) if handed else plain(built)
 
-    monkeypatch.setattr(phase.Run, "begin", second_interrupted)
+    monkeypatch.setattr(run, "begin", second_interrupted)
     answer = falconet(f"train {HALF} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
@@ -85,6 +83,6 @@ def test_a_limit_on_a_files_size_is_one_line_that_says_how_to_go_on(tmp_path, li
     small += "os.execv(sys.argv[1], sys.argv[1:])"
     ended = subprocess.run([sys.executable, "-c", small, *line], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
-    again = "there is no checkpoint to continue from: the same command begins again"
+    again = "there is no checkpoint to continue from; the same command starts again"
     assert ended.stderr.endswith(f"{words}; {again}\n")
     assert ended.stderr.count("\n") == 1

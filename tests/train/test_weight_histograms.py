@@ -8,7 +8,7 @@ from torch import nn
 
 from falconet.parallel.world import World
 from falconet.report.sinks import count_histograms, read_histograms
-from falconet.train.log import no_drawing, weight_drawing
+from falconet.train.log import weight_drawing
 
 
 class Drawn(dict):
@@ -80,4 +80,3 @@ def test_the_clock_stands_while_weights_are_drawn():
 
     weight_drawing(model(), ["0.weight"], stages=World(device=CPU), sinks=[Sink()], pause=pause)(9)
     assert moments == ["stands", 9, "runs"]
-    assert no_drawing(9) is None

@@ -21,7 +21,7 @@ def test_a_plan_is_printed_without_starting_the_stages(falconet):
     assert answer.code == 0, answer.err
     assert "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2" in answer.out
     assert (
-        "pipeline of 2 stages, interleaved: 2 micro-batches an update; each stage recomputes its blocks" in answer.out
+        "pipeline of 2 stages, interleaved: 2 micro-batches per update; each stage recomputes its blocks" in answer.out
     )
     assert "\nstage 0: conv1 to layer1/0/relu2, 5,136 parameters, 2 micro-batches in flight, 0." in answer.out
     assert "\nstage 1: layer2/0/conv1 to fc, 70,154 parameters, 1 micro-batch in flight, 0." in answer.out
@@ -31,7 +31,7 @@ def test_a_plan_is_printed_without_starting_the_stages(falconet):
 def test_measured_splits_are_planned_too(falconet):
     answer = falconet(f"train {TINY} --pipeline-splits auto:3 --plan")
     assert answer.code == 0, answer.err
-    assert "pipeline of 3 stages, grouped: 1 micro-batch an update" in answer.out
+    assert "pipeline of 3 stages, grouped: 1 micro-batch per update" in answer.out
     assert [f"\nstage {number}: " in answer.out for number in range(4)] == [True, True, True, False]
 
 
@@ -100,7 +100,7 @@ MISTAKES = {
     "the stages, for --pipeline-schedule interleaved; grouped takes any number",
     "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not go with --pipeline-splits",
     "--pipeline-splits layer2/0 --pipeline-schedule diagonal": "--pipeline-schedule: got 'diagonal', wanted",
-    "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, wanted a divisor of the "
+    "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, expected a divisor of the "
     "number of replicas that run, 2",
     "--pipeline-splits layer2/0 --model timm:vit_tiny_patch16_224 --image-size 224": "--pipeline-splits: "
     "VisionTransformer takes more than images; wanted another model",
@@ -123,7 +123,7 @@ def test_more_replicas_than_micro_batches_for_interleaving_are_refused_in_one_li
     monkeypatch.setenv("WORLD_SIZE", "12")
     answer = falconet("restore --checkpoint-input-path r --epoch 2")
     assert answer.code == 2
-    assert "3 stages need as many micro-batches an update, and 4 replicas have 1 each; wanted fewer" in answer.err
+    assert "3 stages need at least 3 micro-batches per update, but each replica has 1; expected fewer" in answer.err
     assert answer.err.count("\n") == 1
 
 
@@ -154,4 +154,4 @@ def test_a_run_in_stages_is_saved_whole_and_restored_where_one_likes(falconet):
     assert "pipeline of" not in whole.out
     assert "pipeline of 2 stages, grouped" in falconet(f"{restore} --replicas 2 --pipeline-splits layer3/0").out
     refused = falconet(f"{restore} --replicas 2 --pipeline-splits layer3/0 --pipeline-schedule interleaved")
-    assert "--gradient-accumulation: got 1, wanted at least 2, the stages" in refused.err
+    assert "2 stages need at least 2 micro-batches per update, but each replica has 1" in refused.err

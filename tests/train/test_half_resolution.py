@@ -10,6 +10,7 @@ from falconet.checkpoint import format
 from falconet.errors import CheckpointError
 from falconet.parallel import resources
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
+from runs import stop_at
 from tiny import TINY
 
 RUNS = {
@@ -30,10 +31,8 @@ def assert_equal_runs(straight, other):
 
 
 def stopped_at(monkeypatch, falconet, line, update):
-    from falconet.train.log import Record
-
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == update)
+        stop_at(patched, update)
         assert falconet(line).code == 130
 
 
@@ -54,7 +53,7 @@ def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, 
 
 
 def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monkeypatch):
-    from falconet.train import checkpoints
+    from falconet.train import save
 
     line = f"train {HALF}"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -63,7 +62,7 @@ def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monke
         raise CheckpointError("died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "write_average", dies)
+        patched.setattr(save, "write_average", dies)
         assert falconet(f"{line} --run-dir other").code == 2
     assert sorted(path.name for path in Path("other/checkpoints").iterdir()) == [f"{NAME}_1", f"{NAME}_2"]
     again = falconet("restore --checkpoint-input-path other")
@@ -115,12 +114,12 @@ PLANNED = (
     "phase 1 of 2: epochs 1 to 2 at 12 x 12",
     "16 x 16 and 12 x 12 in training",
     "global batch 8 = micro-batch 8 x accumulation 1 x replicas 1",
-    "phase 2 of 2: epochs 3 to 4 at 16 x 16, from the average of the checkpoints before",
-    "trains 56,202 parameters, from layer3/0 on; the layers before it stay as they are",
+    "phase 2 of 2: epochs 3 to 4 at 16 x 16, starting with the average of phase 1's checkpoints",
+    "trains 56,202 parameters, from layer3/0; the layers before it are frozen",
     "global batch 8 = micro-batch 4 x accumulation 2 x replicas 1",
-    "8 updates = 2 epochs x 4 updates of 32 images",
+    "8 updates = 2 epochs x 4 updates; 32 training images",
     "learning rate cosine from 0.2 to 0 over 2 epochs",
-    "optimizer sgd with momentum 0, augment none, nothing mixed",
+    "optimizer sgd, no momentum; augment none, no mixing",
 )
 
 
@@ -146,7 +145,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
     monkeypatch.setattr(LocalStep, "_backward", seen)
     monkeypatch.setattr(
-        "falconet.data.input.evaluate",
+        "falconet.train.evaluate.evaluate",
         lambda model, batches, **more: count(
             model, (validated.append(batch.images.shape[-1]) or batch for batch in batches), **more
         ),
@@ -184,7 +183,7 @@ def test_stages_share_a_process_and_it_is_said(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 16 = micro-batch 4 x accumulation 2 x replicas 2" in answer.out
-    assert "note: 2 stages asked for: all of a replica's run in one process, because --half-res-training" in answer.out
+    assert "note: the 2 stages of a replica run in one process, because --half-res-training" in answer.out
     assert "pipeline of 2 stages" not in answer.out
 
 
@@ -195,15 +194,15 @@ def test_averages_made_later_are_of_one_phase(done, falconet):
 
 def test_a_complete_run_says_so_and_more_fine_tuning_goes_on(done, falconet):
     said = falconet("restore --checkpoint-input-path r").out
-    assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch goes on" in said
+    assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch continues the run" in said
     answer = falconet("restore --checkpoint-input-path r --fine-tune-epoch 3")
     assert answer.code == 0, answer.err
     assert "Epoch 5/5" in answer.out
 
 
 RESTORED = {
-    "--epoch 3": "--epoch: got 3, wanted 2: r/checkpoints/resnet8-cifar_generated_4 stands in the fine-tuning",
-    "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 stands in the fine",
+    "--epoch 3": "--epoch: got 3, expected 2: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
+    "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
     "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is no layer; the nearest are 'layer3/0'",
 }
 
@@ -218,7 +217,7 @@ def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
 
 REFUSED = {
     "--fine-tune-first-trainable-layer layer33": "'layer33' is no layer; the nearest are 'layer3'",
-    "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in processes of their own",
+    "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in separate processes",
     "--fine-tune-micro-batch-size 64": "a global batch of 128 is more than the 32 training images",
 }
 
@@ -244,7 +243,7 @@ def test_several_averages_in_an_originals_style_are_all_kept_and_the_first_is_tr
     )
     answer = falconet(f"{line} --run-dir r")
     assert answer.code == 0, answer.err
-    assert "phase 2 of 2 begins with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
+    assert "phase 2 of 2 starts with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
     made = {
         path.name: format.read_manifest(path).content["averaged"]["of"] for path in Path("r/checkpoints").glob("w*")
     }

@@ -25,7 +25,7 @@ def test_a_half_precision_run_with_divided_state_is_saved_per_rank_and_read_by_e
         assert max(sizes) < 1.2 * min(sizes), "one process writes more than its share"
     held = json.loads(Path("r/summary.json").read_text())["memory_bytes"]
     assert held["optimizer_state"]["host"] < 0.6 * held["whole_state"]
-    assert "on the host of this process, of" in answer.out
+    assert "on the host of this process, " in answer.out
 
     assert falconet("validate --checkpoint-input-path r").code == 0
     assert falconet("average --checkpoint-input-path r").code == 0
@@ -58,7 +58,7 @@ def test_what_cannot_be_offloaded_is_refused_in_one_line(falconet, extra, messag
 def test_on_a_cpu_the_plan_says_that_offloading_has_no_effect(falconet):
     answer = falconet(f"train {TINY} --offload-optimizer --device cpu --plan")
     assert answer.code == 0, answer.err
-    assert "which it is on a CPU anyway: --offload-optimizer has no effect" in answer.out
+    assert "as always on a CPU: --offload-optimizer has no effect" in answer.out
 
 
 def test_offloading_an_optimizer_without_state_is_said_to_have_no_effect(falconet):
@@ -68,7 +68,7 @@ def test_offloading_an_optimizer_without_state_is_said_to_have_no_effect(falcone
 
 ONE_REPLICA = {
     "": "note: --enable-optimizer-rts has no effect without --replicas\n",
-    "--replicas 5": "note: --enable-optimizer-rts has no effect: one replica runs, which holds the whole state\n",
+    "--replicas 5": "note: --enable-optimizer-rts has no effect: only one replica runs, and holds the whole state\n",
 }
 
 

@@ -55,13 +55,13 @@ def test_a_run_whose_checkpoints_are_all_torn_is_refused_with_what_is_wrong(falc
     assert (
         "r/checkpoints: none of the 2 checkpoints in it is whole; r/checkpoints/resnet8-cifar_generated_" in answer.err
     )
-    assert answer.err.endswith("(torn); wanted another --run-dir, to begin anew\n")
+    assert answer.err.endswith("(torn); expected another --run-dir, to start a new run\n")
 
 
 OTHERS = {
-    "--lr 0.3": "was trained with --lr 0.1, this line has 0.3",
-    "--replicas 2": "was trained with --replicas 1, this line has 2",
-    "--ema-half-life 1": "was trained with --ema-half-life unset, this line has 1",
+    "--lr 0.3": "was trained with --lr 0.1, but this command line has 0.3",
+    "--replicas 2": "was trained with --replicas 1, but this command line has 2",
+    "--ema-half-life 1": "was trained with --ema-half-life unset, but this command line has 1",
 }
 
 
