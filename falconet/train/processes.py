@@ -296,7 +296,7 @@ def _check_restarts(options: commands.TrainOptions, restored: Restored) -> None:
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if limit and options.run.run_dir == "auto" and not restored:
         raise ConfigError(
-            f"--run-dir: needed with torchrun --max-restarts {limit}: a restarted worker looks there for checkpoints"
+            f"--run-dir: is needed under torchrun --max-restarts {limit}: restarted workers look there for checkpoints"
         )
 
 

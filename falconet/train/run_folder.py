@@ -294,8 +294,8 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         found = home(restored)
         if found is None and not options.run.plan:
             raise ConfigError(
-                f"--run-dir: needed, because {restored.folder} does not lie in a run folder, and folders are not taken"
-                " from a checkpoint"
+                f"--run-dir: is needed, because {restored.folder} does not lie in a run folder, and folders are not"
+                " taken from a checkpoint"
             )
         folder = found or folder
     saved = options.checkpoints.checkpoint_output_path

@@ -92,7 +92,9 @@ def test_recomputation_changes_no_bit(falconet, extra, model):
 def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
     line = f"train {TINY} --micro-batch-size 64 --plan --recompute-mode auto"
     everything = falconet(line).out
-    predicted, without = map(float, re.search(r"of (\S+) GiB predicted instead of (\S+) GiB", everything).groups())
+    predicted, without = map(
+        float, re.search(r"predicted activations of (\S+) GiB instead of (\S+) GiB", everything).groups()
+    )
     assert predicted < without
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
@@ -105,7 +107,8 @@ def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falcon
     answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
     assert answer.code == 0, answer.err
     assert re.search(
-        r"note: 1 of 1 update skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
+        r"note: skipped 1 of 1 update because gradients were not finite, first in \S+; the loss scale is now 1e\+38",
+        answer.out,
     )
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("train/skipped", 0) for line in lines) == 4
@@ -172,7 +175,7 @@ def test_another_update_format_is_refused_when_restoring(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet("restore --checkpoint-input-path r --epoch 2 --precision 16.16")
     assert answer.code == 2
-    assert "--precision: got '16.16', wanted one that updates as '32.32' does" in answer.err
+    assert "--precision: got '16.16', expected one that updates in the same format as '32.32'" in answer.err
 
 
 def test_half_partials_have_no_effect_on_a_cpu_and_say_so(falconet):

@@ -148,8 +148,8 @@ def test_an_older_checkpoint_goes_on_in_a_folder_of_its_own(falconet):
     line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1 --lr 0.01"
     answer = falconet(line)
     assert answer.code == 2
-    assert "--run-dir: r/checkpoints holds newer checkpoints than resnet8-cifar_generated_1, such as" in answer.err
-    assert "such as resnet8-cifar_generated_3; wanted another folder" in answer.err
+    assert "--run-dir: r/checkpoints holds checkpoints newer than resnet8-cifar_generated_1, such as" in answer.err
+    assert "such as resnet8-cifar_generated_3; expected another folder" in answer.err
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
     again = falconet(f"{line} --run-dir other")
     assert again.code == 0, again.err
@@ -169,7 +169,7 @@ MISTAKES = {
     "restore": "falconet restore: --checkpoint-input-path: is needed",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
-    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",
+    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', expected 'sgd', whose state",
     "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",
 }
 
@@ -199,7 +199,9 @@ def test_a_full_disk_is_said_the_run_goes_on_and_the_older_checkpoint_stays_whol
     monkeypatch.setattr(os, "fsync", fsync)
     answer = falconet(f"train {TINY} --run-dir r --epoch 3")
     assert answer.code == 0, answer.err
-    assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run goes on" in answer.out
+    assert (
+        "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run continues" in answer.out
+    )
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("r")) if format.verify(folder)] == ["1", "3"]
 
 

@@ -54,7 +54,7 @@ def test_the_plan_comes_first_and_plan_alone_trains_nothing(falconet):
     answer = falconet(f"train {TINY} --gradient-accumulation 2 --plan")
     assert answer.code == 0
     assert "global batch 16 = micro-batch 8 x accumulation 2 x replicas 1" in answer.out
-    assert "8 updates = 2 epochs x 4 updates of 64 images" in answer.out
+    assert "8 updates = 2 epochs x 4 updates; 64 training images" in answer.out
     assert re.search(r"^gradient-accumulation: 2  # command line$", answer.out, re.M)
     assert re.search(r"^optimizer: sgd  # default$", answer.out, re.M)
     assert not Path("runs").exists()
@@ -64,11 +64,11 @@ def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(f
     """TINY has 4 updates an epoch."""
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
-    assert "6 updates = 1.5 epochs of 4 updates of 32 images" in answer.out
+    assert "6 updates = 1.5 epochs x 4 updates; 32 training images" in answer.out
     assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
-    assert "nothing left to train: all 6 updates are done; a larger --updates goes on" in again.out
+    assert "nothing left to train: all 6 updates are done; a larger --updates continues the run" in again.out
     longer = falconet("restore --checkpoint-input-path r --updates 7")
     assert longer.code == 0, longer.err
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 7
@@ -84,7 +84,7 @@ def test_options_without_effect_are_said(falconet):
 def test_synthetic_data_trains_without_validation(falconet):
     answer = falconet(f"train {TINY} --data synthetic --classes 3")
     assert answer.code == 0, answer.err
-    assert "nothing to validate on" in answer.out
+    assert "so nothing is validated" in answer.out
     assert "throughput:" in answer.out
 
 
@@ -234,8 +234,8 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
     answer = falconet(f"train {TINY}")
     assert answer.code == 2
     assert answer.err == (
-        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from: the"
-        " same command begins again\n"
+        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from; the"
+        " same command starts again\n"
     )
 
 
@@ -277,7 +277,7 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
         "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates lost; there is no checkpoint to continue from: the same command begins again"
+        else "7 updates lost; there is no checkpoint to continue from; the same command starts again"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 
