@@ -38,7 +38,7 @@ def stopped_at(monkeypatch, falconet, line, update):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, extra, device):
+def test_a_run_stopped_in_each_phase_continues_bit_for_bit(falconet, monkeypatch, extra, device):
     line = f"train {HALF} {extra} --logs-per-epoch 2 --device {device}"
     assert falconet(f"{line} --run-dir straight").code == 0
     stopped_at(monkeypatch, falconet, f"{line} --run-dir other", 3)
@@ -52,7 +52,7 @@ def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, 
     assert_equal_runs("straight", "other")
 
 
-def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monkeypatch):
+def test_a_run_that_died_between_phases_averages_and_continues(falconet, monkeypatch):
     from falconet.train import save
 
     line = f"train {HALF}"
@@ -73,13 +73,13 @@ def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monke
 
 @pytest.fixture
 def done(falconet):
-    """A whole run."""
+    """A complete run."""
     answer = falconet(f"train {HALF} --momentum 0.9 --run-dir r")
     assert answer.code == 0, answer.err
     return answer
 
 
-def test_the_second_phase_begins_with_the_average_and_moves_the_later_layers_alone(done):
+def test_the_second_phase_starts_with_the_average_and_trains_only_later_layers(done):
     first, second, averaged, last = (tensors(f"r/checkpoints/{NAME}_{end}") for end in ("1", "2", "2_averaged", "4"))
     weights = [name for name in averaged if name.startswith("model:") and averaged[name].is_floating_point()]
     for name in weights:
@@ -93,7 +93,7 @@ def test_the_second_phase_begins_with_the_average_and_moves_the_later_layers_alo
     assert not [name for name in last if name.startswith("optimizer:") and last[name].numel() > 1]  # no momentum
 
 
-def test_epochs_updates_and_rates_count_through(done):
+def test_epochs_updates_and_rates_are_counted_across_phases(done):
     lines = [line for line in metrics("r") if "train/lr" in line]
     assert [(line["update"], line["epoch"]) for line in lines] == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
     # cos(3 pi / 8) and cos(7 pi / 8), of the last update of each epoch: by hand.
@@ -132,7 +132,7 @@ def test_both_phases_are_planned(falconet):
     assert [line for line in PLANNED[4:] if line not in second] == []
 
 
-def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falconet, monkeypatch, image_folder):
+def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet, monkeypatch, image_folder):
     from falconet.train import evaluate
     from falconet.train.step import LocalStep
 
@@ -159,7 +159,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
     assert "augment crop-flip" in answer.out
 
 
-def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
+def test_replicas_are_folded_into_accumulation_in_both_phases(falconet, monkeypatch):
 
     monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # 2 processes
     answer = falconet(f"train {HALF} --replicas 4 --gradient-accumulation 3 --plan")
@@ -167,7 +167,7 @@ def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
     assert "global batch 32 = micro-batch 4 x accumulation 4 x replicas 2" in answer.out
 
 
-def test_an_interruption_changes_no_average_and_takes_no_checkpoints_place(falconet, monkeypatch):
+def test_an_interruption_changes_neither_averages_nor_kept_checkpoints(falconet, monkeypatch):
     # Four of the last epochs are averaged and as many kept; the run is interrupted among them.
     line = f"train {TINY} --epoch 6 --weight-avg-strategy mean --weight-avg-N 4 --validation-mode none"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -179,7 +179,7 @@ def test_an_interruption_changes_no_average_and_takes_no_checkpoints_place(falco
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_stages_share_a_process_and_it_is_said(falconet):
+def test_stages_share_a_process_with_a_note(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 16 = micro-batch 4 x accumulation 2 x replicas 2" in answer.out
@@ -187,12 +187,12 @@ def test_stages_share_a_process_and_it_is_said(falconet):
     assert "pipeline of 2 stages" not in answer.out
 
 
-def test_averages_made_later_are_of_one_phase(done, falconet):
+def test_average_uses_checkpoints_of_one_phase(done, falconet):
     answer = falconet("average --checkpoint-input-path r --checkpoint-output-path other_averaged")
     assert f"averaged 2 checkpoints (mean): {NAME}_3, {NAME}_4" in answer.out
 
 
-def test_a_complete_run_says_so_and_more_fine_tuning_goes_on(done, falconet):
+def test_a_complete_run_has_nothing_left_and_can_be_fine_tuned_longer(done, falconet):
     said = falconet("restore --checkpoint-input-path r").out
     assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch continues the run" in said
     answer = falconet("restore --checkpoint-input-path r --fine-tune-epoch 3")
@@ -207,7 +207,7 @@ RESTORED = {
 }
 
 
-def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
+def test_restoring_fine_tuning_with_incompatible_options_is_refused(done, falconet):
     for extra, message in RESTORED.items():
         answer = falconet(f"restore --checkpoint-input-path r {extra}")
         assert answer.code == 2, extra
@@ -223,19 +223,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("extra", "message"), REFUSED.items())
-def test_a_mistake_is_refused_before_the_first_phase(falconet, extra, message):
+def test_a_mistake_in_the_second_phase_is_refused_before_the_first(falconet, extra, message):
     answer = falconet(f"train {HALF} {extra}")
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_a_fine_tuning_option_alone_has_no_effect_and_it_is_said(falconet):
+def test_a_fine_tuning_option_alone_has_no_effect_and_a_note(falconet):
     answer = falconet(f"train {TINY} --fine-tune-lr 0.1 --plan")
     assert "note: --fine-tune-lr has no effect without --half-res-training" in answer.out
 
 
-def test_several_averages_in_an_originals_style_are_all_kept_and_the_first_is_trained_on(falconet):
+def test_several_averages_in_an_original_style_are_kept_and_the_first_is_fine_tuned(falconet):
     """An exponential average of a part had the name of the one of all, which took its place."""
     averages = "--weight-avg-strategy exponential --weight-avg-exp-decay 0.5 --weight-avg-N 1"
     line = (

@@ -20,7 +20,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("more", PLACES.values(), ids=PLACES)
-def test_the_command_that_is_printed_finds_the_checkpoints_and_the_run_folder(falconet, more):
+def test_the_printed_command_finds_the_checkpoints_and_the_run_folder(falconet, more):
     assert falconet(f"train {TINY} --epoch 1 --run-dir r {more}").code == 0
     refused = falconet(f"train {TINY} --epoch 1 --run-dir r {more}").err
     line = refused.partition("`falconet ")[2].partition("`")[0]
@@ -31,13 +31,13 @@ def test_the_command_that_is_printed_finds_the_checkpoints_and_the_run_folder(fa
     assert [path.parent for path in first] == [path.parent for path in second], "beside the others"
 
 
-def test_the_command_can_be_copied_whatever_the_folder_is_called():
+def test_the_printed_command_is_quoted_for_any_folder_name():
     folder = Path("mein Lauf; 'zwei'")
     line = run_folder.restore_line(folder, folder / "checkpoints")
     assert shlex.split(line) == ["falconet", "restore", "--checkpoint-input-path", str(folder)]
 
 
-def test_without_a_checkpoint_there_is_nothing_to_continue_from(tmp_path):
+def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     said = "there is no checkpoint to continue from; the same command starts again"
     assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
@@ -57,7 +57,7 @@ def test_ctrl_c_before_the_first_update_prints_what_was_saved(falconet, monkeypa
     assert Path("r").exists() == (at == "train_phase")
 
 
-def test_ctrl_c_between_two_phases_says_how_to_go_on(falconet, monkeypatch):
+def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch):
     plain = run.begin
 
     def second_interrupted(built, *handed):
@@ -77,7 +77,7 @@ LIMITS = {  # bytes that one file may have, and more options; the weights have 3
 
 
 @pytest.mark.parametrize(("limit", "more", "words"), LIMITS.values(), ids=LIMITS)
-def test_a_limit_on_a_files_size_is_one_line_that_says_how_to_go_on(tmp_path, limit, more, words):
+def test_a_file_size_limit_gives_one_line_with_how_to_continue(tmp_path, limit, more, words):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), *more.split(), "--run-dir", "r"]
     small = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     small += "os.execv(sys.argv[1], sys.argv[1:])"

@@ -143,13 +143,13 @@ def test_a_log_point_has_the_numbers_of_the_updates_since_the_last(desk):
         "epoch": 1.25,
         "train/loss": 3.0,
         "train/accuracy": 25.0,
-        "train/lr": pytest.approx(0.8 * (1 - 4 / 20)),  # of the fifth update, which began after four
+        "train/lr": pytest.approx(0.8 * (1 - 4 / 20)),  # of the fifth update, which starts after four
         "train/images_per_second": 4.0,
         "train/waiting_percent": 0.0,
     }
 
 
-def test_an_epoch_ends_with_the_lines_that_tools_of_the_originals_read(desk):
+def test_an_epoch_ends_with_the_lines_that_the_originals_tools_read(desk):
     at = desk()
     at.train(1.0, 2.0, 3.0, 4.0, seconds=0.5)
     at.log.end_epoch(at.meter)
@@ -162,7 +162,7 @@ def test_an_epoch_ends_with_the_lines_that_tools_of_the_originals_read(desk):
     assert at.log.whole_run().images_per_second == 16.0
 
 
-def test_validating_and_saving_are_no_training_time(desk):
+def test_validating_and_saving_do_not_count_as_training_time(desk):
     at = desk()
     at.accuracies = [found(100)]
 
@@ -179,7 +179,7 @@ def test_validating_and_saving_are_no_training_time(desk):
     assert "throughput: 8.0 samples/sec" in at.text.getvalue()
 
 
-def test_a_restored_run_does_not_count_the_images_of_its_predecessor_as_its_own_speed(desk):
+def test_throughput_of_a_restored_run_excludes_images_trained_before(desk):
     first = desk()
     first.train(1.0, 1.0, 1.0)
     at = desk(progress=Progress.from_json(first.progress.to_json()))
@@ -194,7 +194,7 @@ def test_a_restored_run_does_not_count_the_images_of_its_predecessor_as_its_own_
     assert at.log.whole_run().images == 40
 
 
-def test_a_validation_is_written_said_and_remembered_when_it_is_the_best(desk):
+def test_a_validation_is_written_printed_and_compared_with_the_best(desk):
     at = desk()
     at.accuracies = [found(150), found(180), found(180), found(170)]
     for _ in range(4):
@@ -214,7 +214,7 @@ def test_a_validation_is_written_said_and_remembered_when_it_is_the_best(desk):
     assert at.text.getvalue().splitlines()[:2] == ["Accuracy on test set: 75.00%", "Accuracy on test set: 90.00%"]
 
 
-def test_the_moving_average_is_validated_beside_the_weights_and_may_be_the_best(desk):
+def test_the_moving_average_is_validated_too_and_may_be_the_best(desk):
     at = desk(ema=True)
     at.accuracies = [found(100), found(120)]
     at.train(1.0)
@@ -231,7 +231,7 @@ WARNING = (
 )
 
 
-def test_a_validation_loss_that_is_no_number_is_said_and_the_run_goes_on(desk):
+def test_a_validation_loss_that_is_not_finite_gives_a_warning(desk):
     at = desk(ema=True)
     at.accuracies += [Evaluation(10, 1, 5, float("nan")), Evaluation(10, 2, 5, 1.5)]
     at.validation.run()
@@ -244,14 +244,14 @@ def test_a_validation_loss_that_is_no_number_is_said_and_the_run_goes_on(desk):
     assert format.verify(at.saving.finish()).progress.update == 0
 
 
-def test_a_validation_loss_that_is_a_number_is_not_warned_of(desk):
+def test_a_finite_validation_loss_gives_no_warning(desk):
     at = desk()
     at.accuracies += [Evaluation(10, 1, 5, 1e30)]
     at.validation.run()
     assert "warning" not in at.text.getvalue()
 
 
-def test_a_checkpoint_knows_its_place_its_sums_and_the_metrics_of_its_own_update_alone(desk):
+def test_a_checkpoint_stores_progress_totals_and_metrics_of_its_update_only(desk):
     at = desk()
     at.accuracies = [found(150)]
     at.train(1.0, 2.0)
@@ -275,11 +275,11 @@ NAMES = {(0, 3): "timm-a-b-c_digits_0+00003", (7, 0): "timm-a-b-c_digits_7", (12
 
 
 @pytest.mark.parametrize(("place", "name"), NAMES.items())
-def test_a_checkpoint_is_named_after_model_data_and_place(desk, place, name):
+def test_a_checkpoint_is_named_after_model_data_and_progress(desk, place, name):
     assert desk().saving.identity.checkpoint_name(*place) == name
 
 
-def test_the_newest_and_the_best_are_kept(desk):
+def test_the_newest_and_the_best_checkpoints_are_kept(desk):
     at = desk(kept=1)
     at.accuracies = [found(100), found(150), found(120), found(130)]
     for _ in range(4):
@@ -290,7 +290,7 @@ def test_the_newest_and_the_best_are_kept(desk):
     assert [folder.name[-1] for folder in format.checkpoints_in(at.saving.folder)] == ["2", "4"]
 
 
-def test_a_save_that_fails_is_said_at_the_next_one_and_the_run_goes_on(desk, monkeypatch):
+def test_a_failed_save_is_reported_at_the_next_one_and_the_run_continues(desk, monkeypatch):
     at = desk()
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", _no_space)
@@ -310,8 +310,8 @@ def _no_space(descriptor):
     raise OSError(28, "No space left on device")
 
 
-def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_number(desk):
-    # The loss of update 5 is measured with the weights that update 4 left: a checkpoint of those is no good.
+def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_finite_loss(desk):
+    # The loss of update 5 is measured with the weights that update 4 left, so a checkpoint of those is not good.
     at = desk()
     second, fourth = at.save(until=2), at.save(until=4)
     assert f"; the last good checkpoint is {second}; a smaller --lr" in str(at.saving.diverged(NotFiniteError(5, 1.0)))
@@ -320,14 +320,14 @@ def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_number(desk
     assert "there is no earlier good checkpoint" in str(at.saving.diverged(NotFiniteError(3, 1.0)))
 
 
-def test_a_checkpoint_that_is_no_longer_kept_is_not_offered(desk):
+def test_a_removed_checkpoint_is_not_called_the_last_good_one(desk):
     at = desk(kept=1)
     at.save(until=2)
     at.save(until=4)
     assert "there is no earlier good checkpoint" in str(at.saving.diverged(NotFiniteError(5, 1.0)))
 
 
-def test_the_restored_checkpoint_is_good_once_an_update_from_it_was(desk, tmp_path):
+def test_the_restored_checkpoint_is_good_after_one_good_update(desk, tmp_path):
     restored = tmp_path / "elsewhere"
     restored.mkdir()
     at = desk(update=8, last_saved=restored)
@@ -335,7 +335,7 @@ def test_the_restored_checkpoint_is_good_once_an_update_from_it_was(desk, tmp_pa
     assert "there is no earlier good checkpoint" in str(at.saving.diverged(NotFiniteError(9, 1.0)))
 
 
-def test_the_average_of_the_checkpoints_is_measured_under_its_own_name(desk):
+def test_the_average_of_checkpoints_has_separate_metrics(desk):
     at = desk()
     at.accuracies = [found(160)]
     at.validation.average("averaged", suffix="")

@@ -1,4 +1,4 @@
-"""A profiled step makes the same updates and leaves a trace."""
+"""A profiled step makes the same updates and writes a trace."""
 
 import json
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 10])
-def test_every_update_is_made_once_and_some_are_traced(tmp_path, updates):
+def test_every_update_runs_once_and_some_are_traced(tmp_path, updates):
     step = Counted()
     profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates, pause=nullcontext)
     assert [profiled([], update=number, lr=0.5) for number in range(updates)] == list(range(updates))
@@ -35,7 +35,7 @@ def test_every_update_is_made_once_and_some_are_traced(tmp_path, updates):
 
 
 @pytest.mark.parametrize("updates", [1, 10])
-def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatch, updates):
+def test_starting_and_writing_the_trace_is_not_update_time(tmp_path, monkeypatch, updates):
     now = [0.0]
     watch = Stopwatch(clock=lambda: now[0])
 
@@ -53,6 +53,6 @@ def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatc
     for number in range(updates):
         now[0] += 0.5  # until its images are there
         profiled([], update=number, lr=0.5)
-    waited = 0.0 if updates == 1 else 0.5  # a profiler that must begin before the first update stands between
+    waited = 0.0 if updates == 1 else 0.5  # the profiler starts in between
     assert watch.update_seconds() == [3.0 + waited] + [3.5] * (updates - 1)
     assert watch.lap()[0] == 3.5 * updates

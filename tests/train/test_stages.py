@@ -1,4 +1,4 @@
-"""Options about stages: planned, folded, refused, restored onto another number."""
+"""Pipeline stages: planned, folded, refused, restored onto another number."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize(("asked", "plan"), FOLDED.items())
-def test_what_has_no_device_is_folded_and_it_is_said(falconet, asked, plan):
+def test_what_has_no_device_is_folded_with_a_note(falconet, asked, plan):
     answer = falconet(f"train {TINY} {asked} --plan")
     batch, note, model = plan
     assert answer.code == 0, answer.err
@@ -60,7 +60,7 @@ def test_what_has_no_device_is_folded_and_it_is_said(falconet, asked, plan):
 
 
 def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(falconet):
-    """Of 8 replicas asked for, 2 run: each holds half of the state, as if 2 had been asked for."""
+    """Of 8 replicas asked for, 2 run, and each holds half of the state."""
     line = f"train {TINY} --model resnet18 --image-size 32 --optimizer adamw --enable-optimizer-rts --plan"
     line += " --pipeline-splits layer4/0 --micro-batch-size 2"
     folded = falconet(f"{line} --replicas 8").out
@@ -127,13 +127,13 @@ def test_more_replicas_than_micro_batches_for_interleaving_are_refused_in_one_li
     assert answer.err.count("\n") == 1
 
 
-def test_a_schedule_without_stages_says_that_it_has_no_effect(falconet):
+def test_a_schedule_without_stages_has_no_effect_and_a_note(falconet):
     answer = falconet(f"train {TINY} --pipeline-schedule sequential --plan")
     assert "note: --pipeline-schedule has no effect without --pipeline-splits" in answer.out
 
 
 @pytest.mark.dist
-def test_a_run_in_stages_is_saved_whole_and_restored_where_one_likes(falconet):
+def test_a_run_in_stages_is_saved_whole_and_restored_onto_other_layouts(falconet):
     line = f"{TINY} --gradient-accumulation 2 --logs-per-epoch 4 --weight-avg-strategy mean"
     assert falconet(f"train {line} --run-dir one").code == 0
     answer = falconet(f"train {line} --pipeline-splits auto:2 --run-dir two --epoch 1 --lr-schedule step")

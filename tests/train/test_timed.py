@@ -1,4 +1,4 @@
-"""The time of every update, on the host and by events of the device."""
+"""The time of every update, by the host's clock or by events on the device."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from falconet.report.throughput import HostMoments, Stopwatch
 from falconet.train.step import DeviceMoments, TimedStep, moments_of
 
 
-def test_a_timed_step_is_the_step_and_tells_the_stopwatch():
+def test_a_timed_step_calls_the_step_and_the_stopwatch():
     calls = []
 
     def step(micro_batches, *, update, lr):
