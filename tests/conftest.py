@@ -41,7 +41,10 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that start processes come first: they take longest, and with workers a file stays together."""
+    """Mark tests that run whole commands; sort files that start processes first, because they take longest."""
+    for item in items:
+        if {"falconet", "trained"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("run")
     slow = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in slow)
 
