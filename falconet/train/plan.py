@@ -185,7 +185,7 @@ class Plan:
         return [
             f"global batch {self.global_batch:,} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
-            f"{self._length()}; {counted(self.images, 'training image')}{left}",
+            f"{self._length()}; {counted(self.images, 'image')}{left}",
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {self._saving()}at the end",
         ]

@@ -54,7 +54,7 @@ def test_the_plan_comes_first_and_plan_alone_trains_nothing(falconet):
     answer = falconet(f"train {TINY} --gradient-accumulation 2 --plan")
     assert answer.code == 0
     assert "global batch 16 = micro-batch 8 x accumulation 2 x replicas 1" in answer.out
-    assert "8 updates = 2 epochs x 4 updates; 64 training images" in answer.out
+    assert "8 updates = 2 epochs x 4 updates; 64 images" in answer.out
     assert re.search(r"^gradient-accumulation: 2  # command line$", answer.out, re.M)
     assert re.search(r"^optimizer: sgd  # default$", answer.out, re.M)
     assert not Path("runs").exists()
@@ -64,7 +64,7 @@ def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(f
     """TINY has 4 updates an epoch."""
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
-    assert "6 updates = 1.5 epochs x 4 updates; 32 training images" in answer.out
+    assert "6 updates = 1.5 epochs x 4 updates; 32 images" in answer.out
     assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")

@@ -117,7 +117,7 @@ PLANNED = (
     "phase 2 of 2: epochs 3 to 4 at 16 x 16, starting with the average of phase 1's checkpoints",
     "trains 56,202 parameters, from layer3/0; the layers before it are frozen",
     "global batch 8 = micro-batch 4 x accumulation 2 x replicas 1",
-    "8 updates = 2 epochs x 4 updates; 32 training images",
+    "8 updates = 2 epochs x 4 updates; 32 images",
     "learning rate cosine from 0.2 to 0 over 2 epochs",
     "optimizer sgd, no momentum; augment none, no mixing",
 )

@@ -139,7 +139,7 @@ def test_the_plan_is_described_in_four_lines():
     made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
     assert made.lines() == [
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "1,320 updates = 30 epochs x 44 updates; 1,437 training images, of which each epoch leaves out a different 29",
+        "1,320 updates = 30 epochs x 44 updates; 1,437 images, of which each epoch leaves out a different 29",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
         "validates every epoch; saves every epoch and at the end",
     ]
@@ -149,7 +149,7 @@ def test_one_of_a_kind_is_singular():
     made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
     assert made.lines()[:2] == [
         "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
-        "1 update = 1 epoch x 1 update; 1,025 training images, of which each epoch leaves out a different 1",
+        "1 update = 1 epoch x 1 update; 1,025 images, of which each epoch leaves out a different 1",
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_later_phase_continues_the_counts_of_the_one_before():
         assert [update for update in range(36, 44) if asks(update)] == [39, 43]
     halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
     assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
-    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates; 32 training images")
+    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates; 32 images")
 
 
 def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():
@@ -190,7 +190,7 @@ def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():
     assert [update for update in range(1, 24) if cut.validates_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.saves_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.logs_at(update)] == [10, 20, 23]
-    assert "23 updates = 2.3 epochs x 10 updates; 80 training images" in cut.lines()
+    assert "23 updates = 2.3 epochs x 10 updates; 80 images" in cut.lines()
 
 
 @given(some_epochs, some_updates)
