@@ -314,6 +314,10 @@ def measure(world, count, batch):
     return found, [label for label in seen if label >= 0]
 
 
+def interfaces(world):
+    return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
+
+
 def collectives(world):
     values = torch.tensor([1.0, float(world.rank)])
     votes = world.vote()
