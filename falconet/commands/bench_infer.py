@@ -19,7 +19,7 @@ from falconet.config.settings import Setting
 from falconet.data import input
 from falconet.data.dataset import Images, open_images
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
 from falconet.parallel import environment, resources
@@ -114,7 +114,8 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
-        REGIMES[options.machine.precision].require(world.device)
+        with named_option("precision"):
+            REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)
