@@ -56,5 +56,5 @@ def test_free_memory_is_the_machines_or_the_containers(tmp_path, monkeypatch, fi
     assert free_memory.available() == free
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_free_memory():
     assert free_memory.available() > 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo

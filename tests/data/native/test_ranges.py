@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from falconet.data.native.binding import Status, Workspace
-from falconet.data.source import Ranges
+from falconet.data.storage import Ranges
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("place", "status"), CASES.values(), ids=CASES)
-def test_a_range_that_cannot_be_is_refused_and_its_neighbour_is_read(library, file, place, status):
+def test_an_impossible_range_is_refused_and_its_neighbour_is_read(library, file, place, status):
     handle, first, _ = file
     good = [4, len(first), 0, len(first)]
     limits = {"most_bytes": 1000} if place[1] == 1001 else {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
+from falconet.data.image_files import BadImages, UnreadableImageError, open_rgb
 from falconet.errors import DataError
 
 
@@ -22,7 +22,7 @@ def written(path, image, **options):
     return path
 
 
-def test_rgb_is_read_as_it_is(tmp_path):
+def test_rgb_is_read_unchanged(tmp_path):
     path = written(tmp_path / "a.png", Image.fromarray(gradient()))
     np.testing.assert_array_equal(np.asarray(open_rgb(path)), gradient())
 
@@ -108,7 +108,7 @@ def test_a_broken_file_gets_its_reason(tmp_path, name, content, reason):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata; the package silences them
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"])
-def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
+def test_damaged_bytes_are_either_read_or_refused(tmp_path, kind):
     buffer = io.BytesIO()
     Image.fromarray(gradient()).save(buffer, kind)
     generator = np.random.default_rng(0)
@@ -121,7 +121,7 @@ def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
             assert open_rgb(path).mode == "RGB"
 
 
-def test_postscript_is_refused_before_another_program_is_started_for_it(tmp_path, monkeypatch):
+def test_postscript_is_refused_without_starting_ghostscript(tmp_path, monkeypatch):
     from PIL import EpsImagePlugin
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript was started"))
@@ -155,12 +155,12 @@ def test_bad_images_are_noted_once_and_counted_up_to_the_limit():
     ]
     with pytest.raises(DataError) as caught:
         bad.add("data/train/cat/7.jpg", "truncated")
-    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, --bad-images-allowed 2"
+    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, at most 2 allowed"
     assert str(caught.value) == wanted
 
 
 def test_with_none_allowed_the_first_bad_image_ends_the_run():
-    with pytest.raises(DataError, match="1 bad image, --bad-images-allowed 0"):
+    with pytest.raises(DataError, match="1 bad image, at most 0 allowed"):
         BadImages(0, note=lambda message: None).add("a.jpg", "empty file")
 
 

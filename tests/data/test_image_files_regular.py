@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
-from falconet.data.decode import UnreadableImageError, open_regular, open_rgb, read_regular
+from falconet.data.image_files import UnreadableImageError, open_regular, open_rgb, read_regular
 from falconet.data.shards import open_shard
-from falconet.data.source import FileSource
 from falconet.data.sources import photos
-from falconet.data.sources.photos import parse_xml
+from falconet.data.sources.bounding_boxes import parse_xml
+from falconet.data.storage import FileSource
 from falconet.errors import DataError
 
 
@@ -39,7 +39,7 @@ KINDS = {pipe: "a pipe", link_to_pipe: "a pipe", device: "a device", folder: "a 
 
 
 @pytest.mark.parametrize(("make", "what"), KINDS.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, what):
+def test_anything_but_a_regular_file_is_refused_at_once(tmp_path, monkeypatch, make, what):
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
     path = type(tmp_path)("x.jpg")
     make(path)
@@ -63,7 +63,7 @@ def test_a_file_and_a_link_to_one_are_opened(tmp_path):
     assert read_regular(tmp_path / "a") == read_regular(tmp_path / "b") == b"words"
 
 
-def test_a_loop_of_links_is_refused_by_its_name(tmp_path):
+def test_a_loop_of_links_is_refused(tmp_path):
     (tmp_path / "a.jpg").symlink_to("b.jpg")
     (tmp_path / "b.jpg").symlink_to("a.jpg")
     with pytest.raises(UnreadableImageError, match="Too many levels of symbolic links"):

@@ -4,11 +4,11 @@ import hashlib
 
 import pytest
 
-from falconet.data.measure import folder_md5, is_imagenet
+from falconet.data.sources.folder import folder_md5, is_imagenet
 from falconet.errors import DataError
 
 
-def test_it_is_the_md5_of_the_sorted_md5s_of_the_files(tmp_path):
+def test_the_md5_of_a_folder_is_that_of_the_sorted_md5s_of_its_files(tmp_path):
     contents = [b"one", b"two" * 1_000_000, b""]
     (tmp_path / "deep").mkdir()
     for place, content in zip(("b", "deep/a", "c"), contents, strict=True):
@@ -17,7 +17,7 @@ def test_it_is_the_md5_of_the_sorted_md5s_of_the_files(tmp_path):
     assert folder_md5(tmp_path, workers=2) == hashlib.md5("".join(parts).encode()).hexdigest()
 
 
-def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path):
+def test_an_unreadable_file_is_reported_in_one_line(tmp_path):
     (tmp_path / "a").symlink_to("nowhere")
     with pytest.raises(DataError) as caught:
         folder_md5(tmp_path, workers=2)
@@ -33,5 +33,5 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path):
         ("17aed950" + "0" * 24, "train", False),
     ],
 )
-def test_imagenet_is_known_by_the_ends_of_its_digest(digest, split, same):
+def test_imagenet_is_recognised_by_the_ends_of_its_digest(digest, split, same):
     assert is_imagenet(digest, split) is same

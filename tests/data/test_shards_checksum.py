@@ -33,7 +33,7 @@ def test_published_values(function, data, checksum):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 127, 128, 129, 255, 257, 1000, 4096, 70_001])
-def test_every_way_agrees_with_tensorboards(length):
+def test_every_implementation_agrees_with_tensorboards(length):
     data = np.random.default_rng(length).bytes(length)
     assert crc32c(data) == crc32c_numpy(data) == portable(data) == tensorboards(data)
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 import layouts
 from falconet.data import index
 from falconet.data.index import FOLDER, Found
-from falconet.data.sources import photos
+from falconet.data.sources import bounding_boxes, photos
 
 XML = (
     "<a><size><width>9</width><height>9</height></size><object><bndbox>"
@@ -44,9 +44,7 @@ def made(tmp_path_factory):
     for root in roots.values():
         old(root)
         photos.load_photos(root)
-    photos.read_boxes(
-        roots["class folders"]
-    )  # the index is beside what it is of, so that no user's folder is looked into
+    bounding_boxes.read_boxes(roots["class folders"] / "bbox")
     return {name: (root, next((root / FOLDER).glob("[ft]*.safetensors"))) for name, root in roots.items()} | {
         "boxes": (roots["class folders"], roots["class folders"] / FOLDER / "boxes-bbox.safetensors")
     }
@@ -72,7 +70,7 @@ def forged(made, capfd):
 def seen(layout, root):
     """What is found in a folder, as plain values; every file that would be read is below it."""
     if layout == "boxes":
-        return {name: own.tolist() for name, own in photos.read_boxes(root)[0].items()}
+        return {name: own.tolist() for name, own in bounding_boxes.read_boxes(root / "bbox").items()}
     splits = photos.load_photos(root)
     every = []
     for source in (splits.train, splits.validation):
@@ -197,13 +195,13 @@ def test_a_forged_index_is_refused_in_one_line_and_made_again(made, forged, layo
     assert lines[0].endswith(f"); searching {root} again")
 
 
-def test_an_index_that_is_right_is_used_without_a_word(made, forged):
+def test_a_valid_index_is_used_silently(made, forged):
     for layout, (root, _) in made.items():
         assert forged(layout, rewritten()) == (seen(layout, root), [])
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a folder"])
-def test_an_index_that_is_no_file_is_as_if_it_were_not_there(made, tmp_path, kind):
+def test_an_index_that_is_not_a_file_is_ignored(made, tmp_path, kind):
     root = shutil.copytree(made["tar archives"][0], tmp_path / "tar")
     place = root / FOLDER / "tar.safetensors"
     place.unlink()
@@ -226,7 +224,7 @@ QUIET = settings(deadline=None, max_examples=60, suppress_health_check=list(Heal
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords", "tar archives", "boxes"])
 @QUIET
 @given(data=st.data())
-def test_whatever_numbers_an_index_holds_nothing_beyond_the_data_is_read(made, forged, layout, data):
+def test_no_numbers_in_an_index_cause_reads_beyond_the_data(made, forged, layout, data):
     """`seen` holds every place against the files; the numbers have their checksum."""
     arrays = sorted(load(made[layout][1].read_bytes()).items())
     name, column = data.draw(st.sampled_from(arrays))
@@ -247,7 +245,7 @@ def test_whatever_numbers_an_index_holds_nothing_beyond_the_data_is_read(made, f
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords"])
 @QUIET
 @given(data=st.data())
-def test_whatever_bytes_an_index_holds_the_same_images_are_found(made, forged, layout, data):
+def test_no_bytes_in_an_index_change_the_images_found(made, forged, layout, data):
     whole = made[layout][1].read_bytes()
     begin = data.draw(st.integers(0, len(whole) - 1))
     odd = data.draw(st.binary(min_size=1, max_size=20))
