@@ -1,4 +1,4 @@
-"""Crops that overlap an annotated object, checked by another way to count: pixels of a mask."""
+"""Crops that overlap an annotated object, checked by counting the pixels of a mask."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""TensorFlow's random crops against one image at a time, written down from the operation's description."""
+"""TensorFlow's random crops against a plain implementation of the operation's description."""
 
 import math
 import random
@@ -129,7 +129,7 @@ def test_the_first_crop_that_an_object_fills_is_used_else_the_tenth(own):
     draws = uniform(seed=3, epoch=0, indices=np.arange(count), purpose=Purpose.OBJECT_CROP, draws=10 * CROP_DRAWS)
     taken = []
     for numbers in draws.reshape(count, 10, CROP_DRAWS):
-        plain = random_resized_crop(np.full(10, size[0]), np.full(10, size[1]), numbers)  # torchvision's: test_augment
+        plain = random_resized_crop(np.full(10, size[0]), np.full(10, size[1]), numbers)  # see test_crops
         taken.append(next((box for box in plain if _filled(box, size, own) >= 0.1), plain[-1]))
     assert np.array_equal(ours(size, [own], count=count, augmentation=Augmentation(object_overlap="crop")), taken)
 

@@ -1,4 +1,4 @@
-"""Decoding on the device: the host's crops and flips, close to Pillow, and the host for what the device refuses."""
+"""Decoding on the device: the host's crops and flips, close to Pillow; the host decodes what the device refuses."""
 
 import io
 import threading

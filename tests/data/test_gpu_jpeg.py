@@ -1,4 +1,4 @@
-"""Which files the device may decode: whole baseline JPEGs in grey or YCbCr, and no others."""
+"""Which files the device may decode: complete baseline JPEGs in grey or YCbCr, and no others."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What was found in a folder is kept, believed while nothing changes, and never believed when torn."""
+"""The index of a folder: used while nothing changes, and never if it is torn."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ def root(tmp_path, monkeypatch):
 
 
 def settle(path, seconds=100):
-    """Let the last change lie back some time."""
+    """Date the last change back."""
     state = path.stat()
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns - seconds * 10**9))
 
@@ -196,7 +196,7 @@ def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
     assert (tmp_path / "victim/file").read_text() == "mine"
     search = Search(root)
     indexed(root, kind="test", search=search)
-    assert search.times == 0, "it lies in the user's folder, or in the place of another name"
+    assert search.times == 0, "the index is in the user's folder, or under another name"
 
 
 def test_of_several_processes_one_searches_and_the_others_wait(root):

@@ -1,4 +1,4 @@
-"""An index that somebody else wrote, checksum and all: refused with one line and made again, or harmless."""
+"""A forged index with a valid checksum: refused in one line and made again, or harmless."""
 
 import json
 import os
@@ -23,7 +23,7 @@ XML = (
 
 
 def old(root):
-    """As if all of it had been made long ago: an index is not believed beside what has just changed."""
+    """Date everything back: an index is not used if something has just changed."""
     for path in (root, *root.rglob("*")):
         os.utime(path, ns=(10**18, 10**18))
 
@@ -160,12 +160,12 @@ FORGERIES = {
     "a file above to look at": ("class folders", stamped(b"../../secret")),
     "a file elsewhere to look at": ("class folders", stamped(b"/etc/shadow")),
     "a file by a detour": ("class folders", stamped(b"train/../../x")),
-    "a place behind the file": ("TFRecords", rewritten(train__begins=at(0, 10**9))),
+    "a range after the end of the file": ("TFRecords", rewritten(train__begins=at(0, 10**9))),
     "a place before the file": ("tar archives", rewritten(train__begins=at(0, -5))),
     "a place that overflows": ("tar archives", rewritten(train__begins=at(2, 2**63 - 1))),
     "a size beyond the file": ("TFRecords", rewritten(train__sizes=at(1, 2**32 - 1))),
     "an image longer than its record": ("TFRecords", rewritten(train__lengths=at(1, 2**32 - 1))),
-    "an image behind its record": ("TFRecords", rewritten(train__skips=at(1, 2**32 - 1))),
+    "an image after the end of its record": ("TFRecords", rewritten(train__skips=at(1, 2**32 - 1))),
     "a shard that is not there": ("TFRecords", rewritten(train__shards=at(0, 3))),
     "a shard before the first": ("tar archives", rewritten(validation__shards=at(0, -1))),
     "a column that does not belong": ("tar archives", rewritten(train__checksums=np.zeros(2, np.uint32))),

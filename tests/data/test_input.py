@@ -1,4 +1,4 @@
-"""The loader's options: what they change on the way, and that they change nothing about what is learnt."""
+"""The input pipeline's options: what they change, and that they do not change the result."""
 
 import json
 from pathlib import Path

@@ -341,7 +341,7 @@ def test_memory_stays_flat_over_10000_batches(jpeg_source):
 
 @pytest.fixture(scope="module")
 def jpeg_source(tmp_path_factory):
-    """Many epochs of few batches: what an iterator leaves behind adds up."""
+    """Many epochs of few batches, so that what an iterator leaks adds up."""
     root = tmp_path_factory.mktemp("small photos")
     (root / "cat").mkdir()
     for number in range(50):

@@ -1,4 +1,4 @@
-"""Packing: the same bytes however often it is killed, started again, or with how many threads."""
+"""Packing: the same bytes after any number of interruptions and with any number of threads."""
 
 import hashlib
 import io

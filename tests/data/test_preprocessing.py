@@ -113,7 +113,7 @@ def test_standardised_images_equal_tensorflows(dtype):
     found = normaliser(PHOTOS.by_image, dtype=dtype)(images.contiguous(memory_format=torch.channels_last))
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last)
-    # A mean of 7.0003 is off by 5e-7 at the most, over a deviation of 0.018; a half has 11 bits.
+    # A mean of 7.0003 is off by at most 5e-7, over a deviation of 0.018; a half has 11 bits.
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=3e-5)
     assert not found[2].any()
 

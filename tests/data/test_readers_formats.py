@@ -1,4 +1,4 @@
-"""What is found under the names of photos: decoded right, or refused by name and counted, from every kind of source."""
+"""Files that photo folders contain in practice: decoded correctly, or named and counted, from every kind of source."""
 
 import io
 

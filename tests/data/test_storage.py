@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from falconet.data.storage import FileSource
+import numpy as np
+
+from falconet.data.storage import FileSource, proper
 
 
 def test_a_file_source_gives_back_each_path():
@@ -15,3 +17,8 @@ def test_a_file_source_gives_back_each_path():
         Path("root/dog/\u00fc.jpeg"),
         Path("root/dog/odd \udcff.jpg"),
     ]
+
+
+def test_boxes_are_clipped_and_empty_ones_left_out():
+    found = proper(np.array([[-0.5, 0, 2, 1], [0.5, 0.2, 0.5, 0.9], [0.9, 0.1, 0.2, 0.8], [np.nan, 0, 1, 1]]))
+    assert found.tolist() == [[0, 0, 1, 1]]

@@ -285,7 +285,7 @@ def _read(path: Path, cifar: Cifar) -> Records:
     wrong = np.flatnonzero((labels < 0) | (labels >= len(cifar.class_names)))
     if len(wrong):
         raise DataError(
-            f"{path}: record {wrong[0]} has the label {labels[wrong[0]]}, wanted 0 to {len(cifar.class_names) - 1}"
+            f"{path}: record {wrong[0]} has the label {labels[wrong[0]]}, expected 0 to {len(cifar.class_names) - 1}"
         )
     return planes, labels
 

@@ -1,4 +1,4 @@
-"""The library is built by the ordinary compiler, and where there is none that is said, not hidden."""
+"""The library is built by the system's compiler; without one, the reason is reported."""
 
 import shutil
 import subprocess

@@ -289,7 +289,7 @@ def test_decoding_more_than_was_opened_is_a_bad_request(library):
 
 
 def test_optional_bytes_between_markers_are_allowed(library, tmp_path, photo, jpeg):
-    """Fill bytes before markers, comments, an Adobe marker that says YCbCr, bytes behind the end."""
+    """Fill bytes before markers, comments, an Adobe marker for YCbCr, bytes after the end."""
     image = photo(80, 60, 11)
     plain = jpeg(image, subsampling=0)
     adobe = b"\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\1"

@@ -79,7 +79,7 @@ def inputs(command: list[str | Path], *, seconds: int) -> int:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory, photo, jpeg, odd_jpeg):
-    """Small images of every kind; ten bytes behind each choose the crop."""
+    """Small images of every kind; the ten bytes after each choose the crop."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     images = []

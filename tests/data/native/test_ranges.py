@@ -1,4 +1,4 @@
-"""Images opened from ranges of files, as shards hold them."""
+"""Images opened from ranges of files, as in shards."""
 
 import os
 
@@ -58,7 +58,7 @@ CASES = {
     "before the beginning": ([-1, 5, 0, 5], Status.BAD_REQUEST),
     "less than nothing": ([4, -5, 0, -5], Status.BAD_REQUEST),
     "an image longer than its range": ([4, 50, 0, 51], Status.BAD_REQUEST),
-    "an image behind its range": ([4, 50, 51, 0], Status.BAD_REQUEST),
+    "an image after its range": ([4, 50, 51, 0], Status.BAD_REQUEST),
     "a skip that overflows": ([4, 50, 2**62, 2**62], Status.BAD_REQUEST),
     "a size that no file has": ([4, 2**62, 0, 5], Status.TOO_LARGE),
     "an end that overflows": ([2**63 - 1, 50, 0, 50], Status.BAD_REQUEST),

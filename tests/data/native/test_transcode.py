@@ -1,4 +1,4 @@
-"""Restart marking: the same pixels in Pillow, markers where they were asked for, nothing that is not ours."""
+"""Restart marking: the same pixels in Pillow, and markers where they were requested."""
 
 import io
 

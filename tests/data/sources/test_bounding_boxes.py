@@ -1,6 +1,5 @@
 """Annotated objects from ImageNet's CSV and XML files."""
 
-import numpy as np
 import pytest
 
 import layouts
@@ -63,11 +62,6 @@ def test_xml_files_give_shares_of_their_own_size(root, folder):
     (place / f"{FIRST}.xml").write_text(xml(200, 100, (50, 25, 100, 100), (0, 0, 400, 50)))
     assert found(root) == {f"n01440764/{FIRST}.JPEG": [[0.25, 0.25, 0.5, 1.0], [0.0, 0.0, 1.0, 0.5]]}
     assert found(root) == found(root)  # the second time from what was kept
-
-
-def test_boxes_are_clipped_and_empty_ones_left_out():
-    proper = photos.proper(np.array([[-0.5, 0, 2, 1], [0.5, 0.2, 0.5, 0.9], [0.9, 0.1, 0.2, 0.8], [np.nan, 0, 1, 1]]))
-    assert proper.tolist() == [[0, 0, 1, 1]]
 
 
 def test_archives_and_packed_shards_are_matched_by_name_too(root, tmp_path):

@@ -1,4 +1,4 @@
-"""CIFAR in both layouts, made here in small, and every way it can be wrong."""
+"""CIFAR in both formats, in small, and every way it can be wrong."""
 
 import pickle
 import urllib.error

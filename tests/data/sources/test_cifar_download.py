@@ -1,4 +1,4 @@
-"""Downloading: whole and checked, or one line and nothing left behind."""
+"""Downloading: complete and checked, or one line and no files."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Reading CIFAR's pickles: their numbers come out, their code does not run."""
+"""CIFAR's pickles: their numbers are read, their code does not run."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Packed shards: what is stored comes back, and what was changed is named."""
+"""Packed shards: read as written, and changes are named."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def test_pixels_labels_and_names_are_those_of_the_files(folders, root):
 
 
 def test_the_index_is_where_the_documentation_says(root):
-    """Read again with nothing of ours, as somebody else would."""
+    """Read the format without our code."""
     data = (root / "train-00001.falconet").read_bytes()
     assert data[:16] == data[-16:] == b"falconet shard 1"
     begin, size = struct.unpack("<QQ", data[-72:-56])

@@ -1,4 +1,4 @@
-"""Data that is not there, by its published size."""
+"""Published sizes of data that is not there."""
 
 import pytest
 
