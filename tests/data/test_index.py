@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -200,15 +199,18 @@ def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
 
 
 def test_of_several_processes_one_searches_and_the_others_wait(root):
-    search, found = Search(root), []
+    search, found, arriving = Search(root), [], threading.Semaphore(0)
 
     def slow():
-        time.sleep(0.2)
+        for _ in range(4):
+            assert arriving.acquire(timeout=60)  # all are looking for the index, or about to
         return search()
 
-    threads = [
-        threading.Thread(target=lambda: found.append(indexed(root, kind="test", search=slow).facts)) for _ in range(4)
-    ]
+    def look():
+        arriving.release()
+        found.append(indexed(root, kind="test", search=slow).facts)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
