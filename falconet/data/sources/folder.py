@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from falconet.config.paths import require_photos
 from falconet.data.decode import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.roots import require_folder
 from falconet.data.source import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
@@ -28,7 +28,7 @@ MOST_SAID = 5  # of what was skipped, by name
 
 def load(data_dir: Path) -> Splits:
     """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
-    require_folder(data_dir)
+    require_photos(data_dir)
     roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
     found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots), check=_check)
     class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])
