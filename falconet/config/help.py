@@ -43,7 +43,7 @@ def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (),
             lines += ["", f"{title(section)}:", *_rows(_of(section, command))]
     else:
         headings = sections_in_order(command)
-        lines += ["", "Options that people use first:", *_rows([known[option] for option in command.common])]
+        lines += ["", "Common options:", *_rows([known[option] for option in command.common])]
         lines += ["", f"All {len(known)} options, under these headings, with `falconet {name} {EVERYTHING}`:"]
         width = max(len(title(section)) for section in headings)
         lines += [line for section in headings for line in _row(title(section), _about(section), width=width)]
@@ -89,8 +89,7 @@ def _rows(options: Sequence[Option]) -> Iterator[str]:
         on = option.is_flag and bool(option.default)
         name = f"--[no-]{option.name}" if on else f"--{option.name}"
         left = name if option.is_flag else f"{name} {option.metavar()}"
-        # "default:" within the help says more than `none` would.
-        unset = (option.is_flag and not on) or ("default: " in option.help and default_of(option) == "none")
+        unset = not option.choices and default_of(option) in ("none", "off")
         text = option.help if unset else f"{option.help.removesuffix('.')} (default: {default_of(option)})."
         yield from _row(left, text, width=LEFT)
 

@@ -116,7 +116,7 @@ class Optimizer:
     momentum: Annotated[float, Between(0, 1)] = 0.9
     """Momentum of sgd, rmsprop and lars."""
     weight_decay: Annotated[float, AtLeast(0)] = 5e-4
-    """Weight decay, added to the gradient (decoupled in adamw)."""
+    """Weight decay, added to the gradient; decoupled in adamw."""
     weight_decay_exclude: Literal["vectors", "norms", "nothing"] = "vectors"
     """Weights that are not decayed; vectors: biases and normalisation layers; norms: normalisation layers only."""
     optimizer_eps: Annotated[float, AtLeast(0)] = 1e-8
@@ -481,7 +481,7 @@ class Bench:
     log_dir: Path | Auto = local("auto")
     """Folder for results and logs; auto: bench-results/<time>."""
     compare: Path | None = local(None)
-    """results.json of an earlier run; exit code 3 if a benchmark is slower by more than --margin."""
+    """A results.json of an earlier run; exit code 3 if a benchmark is slower by more than --margin."""
     margin: Annotated[float, AtLeast(0)] = 5.0
     """Percentage of throughput that may be lost before --compare fails."""
     timeout: Annotated[float, MoreThan(0)] | None = None

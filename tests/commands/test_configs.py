@@ -9,7 +9,8 @@ import torch
 from falconet.commands import configs
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import all_configs, families, from_config, parse
+from falconet.config.load import parse
+from falconet.config.recipes import all_configs, families, from_config
 from falconet.models import splits
 from falconet.models.zoo import build_model
 from falconet.numerics.recompute import matching

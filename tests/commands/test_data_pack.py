@@ -185,7 +185,9 @@ def test_a_missing_box_file_is_one_line(falconet, root):
     answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info")
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-    assert f"falconet train: {root}: --use-bbox-info: no bounding boxes there; wanted *bounding_boxes.csv" in answer.err
+    assert (
+        f"falconet train: {root}: --use-bbox-info: no bounding boxes there; expected *bounding_boxes.csv" in answer.err
+    )
 
 
 def test_boxes_wanted_if_there_are_used_where_they_are(falconet, root):

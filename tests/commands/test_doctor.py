@@ -74,14 +74,14 @@ def test_on_cuda_every_check_holds(falconet):
 def test_processes_without_the_self_test_are_refused(falconet):
     answer = falconet("doctor --replicas 2")
     assert answer.code == 2
-    assert answer.err == "falconet doctor: --replicas 2: is for --distributed, which starts processes; wanted both\n"
+    assert answer.err == "falconet doctor: --replicas 2: is for --distributed, which starts processes; expected both\n"
 
 
 IDLE = {
     "--precision 16.16": "--precision: has no effect on doctor, whose checks have their own",
     "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor, whose checks have their own",
-    "--replicas 2": "--replicas 2: is for --distributed, which starts processes; wanted both",
-    "--threads 1": "--threads: has no effect on doctor without --distributed; wanted both",
+    "--replicas 2": "--replicas 2: is for --distributed, which starts processes; expected both",
+    "--threads 1": "--threads: has no effect on doctor without --distributed; expected both",
 }
 
 
