@@ -151,7 +151,7 @@ def test_batch_norm_is_measured_anew_and_nothing_else_changes(falconet, run):
     plain = weights(AVERAGED)
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 33")
     assert answer.code == 0, answer.err
-    assert "batch norm measured anew on 40 training images" in answer.out  # whole micro-batches
+    assert "batch norm re-estimated on 40 training images" in answer.out  # whole micro-batches
     again = weights(AVERAGED)
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, again[name])}
     assert changed == {name for name in plain if name.endswith(STATISTICS)}
@@ -162,7 +162,7 @@ def test_batch_norm_is_measured_anew_and_nothing_else_changes(falconet, run):
 def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averaged_weights(falconet, run):
     # Generated images are not augmented, so one epoch's statistics are those of all training images.
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 1000")
-    assert "batch norm measured anew on 80 training images" in answer.out  # as many as there are
+    assert "batch norm re-estimated on 80 training images" in answer.out  # as many as there are
     from falconet.data.preprocessing import Normalise
     from falconet.data.sources.builtin import generate
 
@@ -177,7 +177,7 @@ def test_batch_norm_is_measured_on_the_images_that_were_trained_on(falconet):
     line = "train --data digits --dataset-percentage 10 --micro-batch-size 16 --epoch 1 --warmup-epoch 0 --device cpu"
     assert falconet(f"{line} --validation-mode none --run-dir tenth").code == 0
     answer = falconet("average --checkpoint-input-path tenth --batchnorm-images 1000")
-    assert "batch norm measured anew on 128 training images" in answer.out, answer.err  # of 143, whole micro-batches
+    assert "batch norm re-estimated on 128 training images" in answer.out, answer.err  # of 143, whole micro-batches
 
 
 def test_nothing_is_written_when_batch_norm_cannot_be_measured(falconet, run):
@@ -204,13 +204,13 @@ def test_a_torn_checkpoint_is_named_and_passed_over(falconet, run):
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is needed",
+    "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no whole checkpoint in it",
-    "--checkpoint-input-path averages": "averages: holds averages alone; wanted checkpoints of training",
-    "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds averages alone",
+    "--checkpoint-input-path empty": "empty: no undamaged checkpoint in it",
+    "--checkpoint-input-path averages": "averages: holds only averages; expected checkpoints of training",
+    "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds only averages",
     f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (
-        f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; wanted another name"
+        f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; expected another name"
     ),
     "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other things",
     "--checkpoint-input-path r --weight-avg-N 0": "--weight-avg-N",
@@ -252,4 +252,4 @@ def test_further_averages_are_made_beside_the_first_and_measured(falconet):
         assert re.search(rf"^Accuracy on test set of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
     refused = falconet(f"{line} --weight-avg-also mean:0")
     assert refused.code == 2
-    assert "--weight-avg-also: got 'mean:0', wanted mean:N, mean:all or exponential:DECAY" in refused.err
+    assert "--weight-avg-also: got 'mean:0', expected mean:N, mean:all or exponential:DECAY" in refused.err

@@ -105,12 +105,12 @@ def test_a_failing_entry_shows_its_last_line_and_the_others_go_on(falconet, tmp_
 MISTAKES = {
     "--spec nothing.yml": "nothing.yml: cannot be read: No such file or directory",
     "--spec smok": "--spec: no spec is named 'smok'; did you mean 'smoke'?",
-    "": "--spec: is needed where there is no ./benchmarks.yml: a file, or gpu, pytorch_inference, pytorch_train,"
+    "": "--spec: is required where there is no ./benchmarks.yml; expected a file, or gpu, pytorch_inference, pytorch_train,"
     " smoke, tensorflow",
     "--spec smoke --benchmark smoke_train_digit": "--benchmark: no benchmark is named 'smoke_train_digit'; did you"
     " mean 'smoke_train_digits'?",
     "--spec smoke --compare none.json": "--compare: none.json: cannot be read: No such file or directory",
-    "--spec smoke --repeat 0": "--repeat: got '0', wanted a whole number, at least 1",
+    "--spec smoke --repeat 0": "--repeat: got '0', expected a whole number, at least 1",
     "--spec smoke --log-dir /proc/x": "--log-dir: cannot write to /proc/x: No such file or directory",
 }
 

@@ -33,7 +33,7 @@ def test_the_lines_the_file_and_the_answers(falconet):
         "micro_batch_size: 3",
         "served to 2 clients, ASYNC, 2 requests in flight each",
         "p50",
-        "all 16 answers are the model's own here",
+        "all 16 answers match the model's output here",
         "server: 48 images in ",
     ):
         assert words in answer.out
@@ -61,7 +61,7 @@ MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
     f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC",
-    f"{SMALL} --max-batch 2": "--max-batch: got 2, wanted at least --micro-batch-size, which is 3: one request",
+    f"{SMALL} --max-batch 2": "--max-batch: got 2, expected at least --micro-batch-size, the 3 images of one request",
     f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
 }
 

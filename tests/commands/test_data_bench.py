@@ -54,7 +54,7 @@ def test_data_in_memory_has_nothing_to_read(falconet, data):
 def test_synthetic_data_is_refused_because_nothing_is_read(falconet):
     answer = falconet("data bench --data synthetic")
     assert answer.code == 2
-    assert answer.err == "falconet data bench: --data synthetic: lives on the device only; wanted data that is read\n"
+    assert answer.err == "falconet data bench: --data synthetic: exists only on the device; expected data that is read\n"
 
 
 def test_the_slowest_stage_alone_is_the_limit():
@@ -75,7 +75,7 @@ def test_md5_says_that_a_folder_is_not_imagenet_with_exit_code_2(falconet):
 def test_md5_is_of_class_folders(falconet):
     answer = falconet("data bench --md5")
     assert answer.code == 2
-    assert answer.err == "falconet data bench: --md5: is of class folders, which --data digits is not\n"
+    assert answer.err == "falconet data bench: --md5: needs class folders, which --data digits is not\n"
 
 
 @pytest.mark.usefixtures("image_folder")

@@ -31,8 +31,8 @@ def test_packing_says_what_it_did_and_verify_that_it_is_whole(falconet, root):
     marked = 0 if native.library() is None else 22
     assert f"packed: 6 shards; 24 images packed now, {marked} of them with restart markers" in answer.out
     again = falconet(f"data pack {root} packed --shard-size 5")
-    assert again.out.endswith("packed: nothing to do, 6 shards are there already\n")
-    assert falconet("data verify packed").out == "packed: 6 shards, 24 images: every one has its checksum\n"
+    assert again.out.endswith("packed: nothing to do, 6 shards are already there\n")
+    assert falconet("data verify packed").out == "packed: 6 shards, 24 images: all checksums match\n"
 
 
 def test_a_file_that_is_no_image_is_named_and_counted(falconet, root):
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_named_by_verify(falconet, root):
     answer = falconet("data verify packed")
     assert answer.code == 2
     assert f"{path}: n01440764/n01440764_5.JPEG: its bytes do not have their checksum" in answer.out
-    assert "packed: 1 damaged; the first: " in answer.err
+    assert "packed: 1 damaged image; the first: " in answer.err
 
 
 def test_killed_at_any_moment_and_started_again_it_makes_the_same_bytes(falconet, tmp_path):
@@ -94,7 +94,7 @@ def test_ctrl_c_says_how_to_go_on(falconet, root, monkeypatch):
         patch.setattr(Packer, "pack", interrupted)
         answer = falconet(f"data pack {root} packed --shard-size 5")
     assert answer.code == 130
-    assert answer.out.endswith("stopped; 2 of 6 shards are whole, and the same command goes on from there\n")
+    assert answer.out.endswith("stopped; 2 of 6 shards are complete, and the same command continues from there\n")
     assert len(digests("packed")) == 2
     assert "6 shards; 14 images packed now" in falconet(f"data pack {root} packed --shard-size 5").out
 
@@ -116,7 +116,7 @@ def test_a_full_disk_is_one_line(falconet, root, monkeypatch):
 def test_shards_of_a_larger_set_are_not_mixed_with_these(falconet, root):
     falconet(f"data pack {root} packed --shard-size 2")
     answer = falconet(f"data pack {root} packed --shard-size 5")
-    assert (answer.code, "is of another set, which had more shards" in answer.err) == (2, True)
+    assert (answer.code, "belongs to another set, which had more shards" in answer.err) == (2, True)
 
 
 def test_shrinking_makes_smaller_shards_that_can_be_read(falconet, root):

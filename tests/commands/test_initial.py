@@ -85,7 +85,7 @@ def test_a_restored_run_has_its_weights_and_says_so_of_new_ones(falconet):
     assert "weight-init has no effect" not in plain.out
     assert "weight-init: channels  # checkpoint" in plain.out
     asked = falconet("restore --checkpoint-input-path a --epoch 2 --plan --weight-init he")
-    assert "note: --weight-init has no effect without new weights: these are read" in asked.out
+    assert "note: --weight-init has no effect without new weights: they are read from a file" in asked.out
 
 
 def test_a_share_of_the_training_images_is_trained_on(falconet):

@@ -117,7 +117,7 @@ def test_its_plan_makes_no_folder(falconet, temporary):
 
 
 CONTRADICTIONS = {
-    "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is to stay; wanted one of the two",
+    "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is kept; expected only one of the two",
     "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is to",
 }
 

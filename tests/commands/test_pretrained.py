@@ -71,7 +71,7 @@ def test_where_they_cannot_be_had_auto_is_random_with_one_line(falconet, measure
 
 def test_where_they_cannot_be_had_pretrained_is_refused_in_one_line(falconet):
     answer = falconet(f"{LINE} --weights pretrained")
-    wanted = f"{ABSENT}; wanted --weights random, or a file by --checkpoint-input-path"
+    wanted = f"{ABSENT}; expected --weights random, or a file with --checkpoint-input-path"
     assert (answer.code, answer.err) == (2, f"falconet bench infer: --weights pretrained: {wanted}\n")
 
 

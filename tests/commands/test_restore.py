@@ -168,7 +168,7 @@ def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(fal
 
 
 MISTAKES = {
-    "restore": "falconet restore: --checkpoint-input-path: is needed",
+    "restore": "falconet restore: --checkpoint-input-path: is required",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
     "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",

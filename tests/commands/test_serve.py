@@ -106,8 +106,8 @@ def test_mistakes_are_one_line(falconet):
             "--port 0": "--checkpoint-input-path: is needed, or --model NAME to measure with random weights",
             "--port 0 --checkpoint-input-path none": "none: no such file or folder",
             "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
-            "--port 70000 --model resnet50": "--port: got '70000', wanted a whole number, from 0 to 65535 or auto",
-            "--max-batch 0": "--max-batch: got '0', wanted a whole number, at least 1 or auto",
+            "--port 70000 --model resnet50": "--port: got '70000', expected a whole number, from 0 to 65535, or auto",
+            "--max-batch 0": "--max-batch: got '0', expected a whole number, at least 1, or auto",
         }
         for line, message in mistakes.items():
             answer = falconet(f"serve {line}")

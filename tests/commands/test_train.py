@@ -65,7 +65,7 @@ def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(f
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
     assert "6 updates = 1.5 epochs of 4 updates of 32 images" in answer.out
-    assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
+    assert "note: --epoch has no effect without a length in epochs: --updates replaces it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
     assert "nothing left to train: all 6 updates are done; a larger --updates goes on" in again.out
@@ -334,4 +334,4 @@ def test_the_plan_says_what_decodes_photographs(falconet, image_folder):
 
 def test_synthetic_data_says_which_options_it_leaves_aside(falconet):
     out = falconet(f"train {TINY} --data synthetic --mixup-alpha 0.2 --plan").out
-    assert "note: --mixup-alpha has no effect without data from the host, not --data synthetic" in out
+    assert "note: --mixup-alpha has no effect without data from the host (not --data synthetic)" in out

@@ -78,7 +78,7 @@ def test_without_a_key_one_line_says_how_to_do_without(falconet, wandb, monkeypa
 
 REFUSED = {
     "upload": "falconet upload: needs a run folder, as in `falconet upload runs/my-run`",
-    "upload nowhere": "falconet upload: nowhere: no such folder, wanted a run folder",
+    "upload nowhere": "falconet upload: nowhere: no such folder; expected a run folder",
     "upload empty": "falconet upload: empty: no run in it; wanted metrics.jsonl, or training.csv of an original",
 }
 

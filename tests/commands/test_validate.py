@@ -217,7 +217,7 @@ def test_a_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is needed",
+    "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
     "--checkpoint-input-path empty": "empty: no checkpoint in it; wanted a checkpoint, a folder of them or a run",

@@ -23,8 +23,8 @@ def translated(program, line, **place):
 
 
 REFUSED = {
-    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1",
-    "--replicas -2": "--replicas: got '-2', wanted a whole number, at least 1",
+    "--replicas 0": "--replicas: got '0', expected a whole number, at least 1",
+    "--replicas -2": "--replicas: got '-2', expected a whole number, at least 1",
     "--device-iterations 0": "--device-iterations: got '0', wanted a whole number, at least 1",
     "--plan": "unknown option --plan; Falconet's own goes behind a lone --: -- --plan",
 }
@@ -145,7 +145,7 @@ def test_the_share_of_memory_is_that_of_the_device(typed, shares):
 
 def test_shares_of_memory_are_one_or_as_many_as_the_stages():
     translation = translate(TRAIN, ["--data", "generated", "--available-memory-proportion", "0.1", "0.2"])
-    with pytest.raises(ConfigError, match="--available-memory-proportion: got 2 values, wanted one, as there is one"):
+    with pytest.raises(ConfigError, match="--available-memory-proportion: got 2 values, expected one, because there is one"):
         rules.check(parse(TrainOptions, translation.settings).options)
 
 

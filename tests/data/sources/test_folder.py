@@ -102,7 +102,7 @@ def empty(path):
 
 
 MISTAKES = {
-    "no such folder, wanted one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
+    "no such folder; expected one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
     "no folder train/ in it": (".", lambda root: (root / "train").rename(root / "training")),
     "no folder val/ or validation/ in it": (".", lambda root: (root / "val").rename(root / "test")),
     "empty, wanted one folder a class": ("train", lambda root: empty(root / "train")),

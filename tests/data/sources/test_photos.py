@@ -25,7 +25,7 @@ def test_a_folder_with_nothing_of_all_this_says_what_was_wanted(tmp_path):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ((), "none: no such folder, wanted one with train/ and val/"),
+        ((), "none: no such folder; expected one with train/ and val/"),
         (("none/train",), "none/train: empty, wanted one folder a class"),
         (("none/val",), "none: no folder train/ in it"),
         (("none/train/cat",), "none: no folder val/ or validation/ in it"),
