@@ -123,7 +123,11 @@ REFUSED = [
     ("pytorch:train.py", "--epoch -1", "--epoch: got '-1', expected a whole number, at least 1"),
     (TRAIN, f"{IMAGENET} --groups 0", "--groups: here --norm-num-groups: got '0', expected a whole number"),
     (TRAIN, f"{IMAGENET} --abs-learning-rate -1", "--abs-learning-rate: here --lr: got '-1', expected a number"),
-    ("pytorch:datasets/host_benchmark.py", "--iterations -1", "--iterations: here --passes: got '-1', expected a whole"),
+    (
+        "pytorch:datasets/host_benchmark.py",
+        "--iterations -1",
+        "--iterations: here --passes: got '-1', expected a whole",
+    ),
     ("pytorch:train.py", "--lr -1", "--lr: got '-1', expected a number"),
 ]
 
