@@ -77,7 +77,7 @@ class TrainOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions(TrainOptions):
-    """Continue a run exactly where a checkpoint left it."""
+    """Continue a run exactly where a checkpoint left it; options override the checkpoint's."""
 
     example = "falconet restore --checkpoint-input-path runs/my-run"
     common = ("checkpoint-input-path", "epoch", "data-dir", "device", "replicas", "run-dir", "plan")

@@ -44,7 +44,7 @@ def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (),
     else:
         headings = sections_in_order(command)
         lines += ["", "Common options:", *_rows([known[option] for option in command.common])]
-        lines += ["", f"All {len(known)} options, under these headings, with `falconet {name} {EVERYTHING}`:"]
+        lines += ["", *wrapped(f"`falconet {name} {EVERYTHING}` lists all {len(known)} options, under these headings:")]
         width = max(len(title(section)) for section in headings)
         lines += [line for section in headings for line in _row(title(section), _about(section), width=width)]
     if any(option.is_flag for option in known.values()):
