@@ -60,7 +60,7 @@ def test_columns_of_the_pytorch_program_keep_their_names_without_empty_ones(tmp_
 BROKEN = {
     "no run in it": {},
     "without its update": {"metrics.jsonl": '{"train/loss": 1.0}\n'},
-    "is no JSON object": {"metrics.jsonl": "[1]\n"},
+    "not a JSON object": {"metrics.jsonl": "[1]\n"},
     "without an iteration": {"training.csv": "a,b\n1,2\n"},
     "without a number": {"training.csv": "a,b\nx,y\n"},
     "cannot be read": {"training.csv": "a\n\udc80\n"},

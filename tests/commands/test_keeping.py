@@ -118,7 +118,7 @@ def test_plan_of_a_temporary_run_makes_no_folder(falconet, temporary):
 
 CONTRADICTIONS = {
     "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is kept; expected only one",
-    "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is to",
+    "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is",
 }
 
 

@@ -40,7 +40,7 @@ def test_run_is_uploaded_with_its_config(falconet, wandb):
     assert falconet(f"train {TINY} --logs-per-epoch 2 --run-dir runs/first").code == 0
     answer = falconet("upload runs/first --wandb-project classifiers")
     assert answer.code == 0, answer.err
-    assert answer.out == "uploaded 4 moments of runs/first as first to the project classifiers\n"
+    assert answer.out == "uploaded 4 log points of runs/first as first to the project classifiers\n"
     assert (wandb.opened["project"], wandb.opened["name"]) == ("classifiers", "first")
     assert wandb.opened["config"]["micro-batch-size"] == "8"
     assert list(wandb.logged) == [2, 4, 6, 8]
@@ -77,9 +77,9 @@ def test_missing_key_is_one_line_with_a_way_out(falconet, wandb, monkeypatch):
 
 
 REFUSED = {
-    "upload": "falconet upload: needs a run folder, as in `falconet upload runs/my-run`",
+    "upload": "falconet upload: expected a run folder, as in `falconet upload runs/my-run`",
     "upload nowhere": "falconet upload: nowhere: no such folder; expected a run folder",
-    "upload empty": "falconet upload: empty: no run in it; wanted metrics.jsonl, or training.csv of an original",
+    "upload empty": "falconet upload: empty: no run in it; expected metrics.jsonl, or training.csv of an original",
 }
 
 

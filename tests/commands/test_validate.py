@@ -220,7 +220,7 @@ MISTAKES = {
     "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no checkpoint in it; wanted a checkpoint, a folder of them or a run",
+    "--checkpoint-input-path empty": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
     "--checkpoint-input-path r/plan.txt": "r/plan.txt: a file; wanted a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
@@ -274,7 +274,7 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 
 def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
-    monkeypatch.setattr(saved_model.evaluating, "evaluator", lambda *given, **named: lambda model, stopping: found)
+    monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
     monkeypatch.setattr(saved_model, "check_classes", lambda *given, **named: None)
     monkeypatch.setattr(saved_model.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()

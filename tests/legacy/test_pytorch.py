@@ -23,8 +23,8 @@ def translated(program, line, **place):
 
 
 REFUSED = {
-    "--replicas 0": "--replicas: got '0', expected a whole number, at least 1",
-    "--replicas -2": "--replicas: got '-2', expected a whole number, at least 1",
+    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1",
+    "--replicas -2": "--replicas: got '-2', wanted a whole number, at least 1",
     "--device-iterations 0": "--device-iterations: got '0', wanted a whole number, at least 1",
     "--plan": "unknown option --plan; Falconet's own goes behind a lone --: -- --plan",
 }

@@ -120,7 +120,7 @@ REFUSED = [
     (TRAIN, f"{IMAGENET} --epochs-per-ckpt 2 --ckpts-per-epoch 3", "--epochs-per-ckpt: cannot be combined with"),
     (TRAIN, f"{IMAGENET} --learning-rate-schedule nan", "--learning-rate-schedule: got 'nan', wanted shares"),
     (POPART, "--data-dir d --learning-rate-decay nan,1,1", "--learning-rate-decay: got 'nan,1,1', wanted numbers"),
-    ("pytorch:train.py", "--epoch -1", "--epoch: got '-1', expected a whole number, at least 1"),
+    ("pytorch:train.py", "--epoch -1", "--epoch: got '-1', wanted a whole number, at least 1"),
     (TRAIN, f"{IMAGENET} --groups 0", "--groups: here --norm-num-groups: got '0', expected a whole number"),
     (TRAIN, f"{IMAGENET} --abs-learning-rate -1", "--abs-learning-rate: here --lr: got '-1', expected a number"),
     (
