@@ -11,7 +11,7 @@ from falconet.bench import process
 from falconet.bench.measurements import Measured, measure
 from falconet.bench.results import Result, summarise
 from falconet.bench.spec import Benchmark
-from falconet.config.load import values_of
+from falconet.config.recipes import values_of
 from falconet.report.console import Say
 
 _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)

@@ -1,14 +1,14 @@
 """Checkpoints on disk: folders of safetensors with a manifest written last, whole or refused."""
 
+# torch is imported where tensors are read or written: the command line finds a checkpoint without it.
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-import safetensors.torch
-from safetensors import SafetensorError
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
@@ -18,8 +18,9 @@ from falconet.checkpoint.manifest import Manifest as Manifest
 from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest
 from falconet.errors import CheckpointError, did_you_mean
-from falconet.parallel.slices import Slice, joined
-from falconet.report.console import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, object]) -> None:
@@ -27,6 +28,8 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Ma
 
     A checkpoint already there is replaced by two renames; a crash between them leaves it beside, as `.name.old-*`.
     """
+    import safetensors.torch
+
     try:
         refuse_to_replace_other_things(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +64,8 @@ def verify(folder: Path) -> Manifest:
 
 def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Tensor]:
     """The tensors of one kind of a checkpoint that `verify` found whole, in host memory of their own."""
+    from falconet.parallel.slices import Slice, joined
+
     if stem not in verified.stems:
         held = ", ".join(verified.stems) or "nothing"
         raise CheckpointError(f"{folder}: holds no '{stem}', only {held}{did_you_mean(stem, verified.stems)}")
@@ -81,6 +86,9 @@ def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Te
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    import safetensors.torch
+    from safetensors import SafetensorError
+
     with named(path):
         data = path.read_bytes()  # not mapped: a mapped file that is cut short later takes the process with it
     try:
@@ -207,7 +215,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         path = folder / name
         with named(path):
             size = path.stat().st_size
-        apart = counted(abs(size - record.bytes), "byte")
+        apart = f"{abs(size - record.bytes):,} byte{'s' * (abs(size - record.bytes) != 1)}"
         if size < record.bytes:
             raise CheckpointError(f"{path}: {apart} short of {record.bytes:,} (torn)")
         if size > record.bytes:

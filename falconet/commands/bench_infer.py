@@ -1,4 +1,4 @@
-"""`falconet bench infer`: images per second, and latency, of a model that predicts."""
+"""`falconet bench infer`: measure the throughput and latency of a model that predicts."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from falconet.bench.measurements import Measured, leave, settled
 from falconet.checkpoint import format
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
-from falconet.config.load import idle_lines, load_options, of_command, typed
+from falconet.config.load import Loaded, of_command, typed, unused_notes
 from falconet.config.settings import Setting
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset, open_dataset
@@ -46,8 +46,8 @@ class Subject:
     images: Dataset
 
 
-def run(line: Sequence[Setting]) -> int:
-    options, place = load_options(InferOptions, line).options, environment.find_place(os.environ)
+def run(loaded: Loaded[InferOptions]) -> int:
+    options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
     asked = value_or(options.inference.replicas, place.size if place else 1)
     here = _devices(options)
     if place is None and min(asked, here) > 1:
@@ -59,14 +59,14 @@ def run(line: Sequence[Setting]) -> int:
         if asked > world.size:
             console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
         subject = _open(options, line, world)
-        for note in idle_lines(subject.options, line):
+        for note in unused_notes(subject.options, line):
             console.screen_of(world).line(note)
         _go(subject, world)
     return 0
 
 
 def _go(subject: Subject, world: World) -> None:
-    """Say what was decided, then measure, or trace, or neither."""
+    """Print what was decided, then measure, trace, or stop there."""
     options, screen = subject.options, console.screen_of(world)
     decided = []
     if options.inference.half_partial:
@@ -87,7 +87,7 @@ def _go(subject: Subject, world: World) -> None:
 
 
 def _trace(subject: Subject, world: World) -> None:
-    """A few batches under the profiler, on the first process."""
+    """Trace a few batches on the first process."""
     predict, folder = _predictor(subject, world), Path(os.environ.get(RUNS) or "profile")
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
@@ -96,7 +96,7 @@ def _trace(subject: Subject, world: World) -> None:
 
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
-    """What runs of more replicas than there are processes, in the trainer's words."""
+    """What becomes of more replicas than there are processes, in the trainer's words."""
     what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} here"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
     return f"{asked} replicas asked for, {what}: {runs}, with a batch each"
@@ -108,7 +108,7 @@ def _devices(options: InferOptions) -> int:
 
 
 def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
-    """The model with the checkpoint's weights and options, or with random ones."""
+    """The model with the checkpoint's weights and options, or with random weights."""
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
@@ -129,7 +129,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
 
 
 def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
-    """Published weights instead of the new ones, as --weights asks; nothing is fetched for a plan."""
+    """Load published weights if --weights asks for them; nothing is downloaded for a plan."""
     asked = options.inference.weights
     if asked == "random" or options.inference.plan:
         return
@@ -138,7 +138,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
     except CheckpointError as error:
         if asked == "pretrained":
             raise CheckpointError(
-                f"--weights pretrained: {error}; wanted --weights random, or a file by --checkpoint-input-path"
+                f"--weights pretrained: {error}; expected --weights random, or a file with --checkpoint-input-path"
             ) from error
         note(f"note: random weights, because {error}")
 
@@ -147,7 +147,7 @@ def _measure(subject: Subject, world: World) -> None:
     options = subject.options
     screen, count = console.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
-        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
+        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is just as exact")
     predict, batches = _predictor(subject, world), _batches(subject, world)
     resident = measure_resident(predict, batches, count=count, world=world)
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
@@ -184,7 +184,7 @@ def _predictor(subject: Subject, world: World) -> Predict:
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:
-    """A few batches of the validation images, prepared once, or random ones that live on the device."""
+    """A few batches of validation images, prepared once, or random ones on the device."""
     options, images = subject.options, subject.images
     data, shape = options.data, BatchShape(micro_batch=options.data.micro_batch_size)
     if data.data == "synthetic":
@@ -199,7 +199,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
 
 
 def _held(images: Tensor, device: torch.device) -> Tensor:
-    """A copy in the host's memory that stays: channels-last, and pinned where it is copied to a device."""
+    """A lasting copy in host memory: channels-last, and pinned if it is copied to a device."""
     kept = images.permute(0, 2, 3, 1).contiguous().clone().cpu()
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
@@ -218,7 +218,7 @@ def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
 
 
 def _write(options: InferOptions, series: Series, resident: Series, *, facts: dict[str, object]) -> None:
-    """Every batch's seconds, for `falconet bench` and for whoever asked."""
+    """Write the seconds of every batch, for `falconet bench` and --output."""
     content = facts | {
         "model": options.model.model,
         "throughput_seconds": series.throughput,

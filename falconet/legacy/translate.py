@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from falconet.config.commands import COMMANDS
-from falconet.config.effects import idle
+from falconet.config.effects import unused
 from falconet.config.fields import Option, options_of
 from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting, read_yaml, spelled
@@ -355,7 +355,7 @@ def _needed(
     }
     there = [setting for name, setting in changed.items() if name in known]
     options = parse(command, there).options
-    without_effect = idle(options)
+    without_effect = unused(options)
     effective = settings.keys() - without_effect.keys()
     told = {name for name, asked in wanted.items() if not asked or any(not effective & {*new} for new in asked)}
     return {name: setting for name, setting in changed.items() if name in told or name not in without_effect}

@@ -5,14 +5,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from falconet import exits
 from falconet.parallel import environment
-from falconet.parallel.world import World
+
+if TYPE_CHECKING:
+    from falconet.parallel.world import World  # imports torch, which a line printed by `bench` does not need
 
 
 def counted(number: int, word: str) -> str:
@@ -155,12 +157,12 @@ class Counting:
         self._bar.stop()
 
 
-def screen_of(world: World) -> Screen:
+def screen_of(world: "World") -> Screen:
     """Only the first process prints."""
     return Screen() if world.is_first else Screen(Console(quiet=True))
 
 
-def spoken(world: World | None = None) -> Say:
+def spoken(world: "World | None" = None) -> Say:
     """How this process says what concerns itself: the first one plainly, others with their rank.
 
     Before there is a world, only the first one speaks.

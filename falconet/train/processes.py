@@ -46,7 +46,6 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
-    rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
     _check_interleaving(loaded.options.parallel, division)

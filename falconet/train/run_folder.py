@@ -312,7 +312,7 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         run=replace(options.run, run_dir=folder),
         checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
     )
-    return Loaded(options, sources)
+    return replace(loaded, options=options, sources=sources)
 
 
 def home(restored: Checkpoint) -> Path | None:

@@ -83,7 +83,7 @@ def test_no_update_waits_for_the_device(extra):
 
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, extra):
+def test_restore_on_the_gpu_continues_bit_for_bit(falconet, monkeypatch, extra):
     from falconet.train.log import Record
 
     line = f"train {LINE} {extra} --logs-per-epoch 3"
@@ -96,7 +96,7 @@ def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, ext
 
 
 @pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
-def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_folder, monkeypatch, options):
+def test_restore_on_the_gpu_with_photos_continues_bit_for_bit(falconet, image_folder, monkeypatch, options):
     from falconet.train.log import Record
 
     line = (

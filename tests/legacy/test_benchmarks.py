@@ -8,7 +8,8 @@ import pytest
 from falconet.bench.spec import find_spec, read_spec
 from falconet.config.commands import COMMANDS
 from falconet.config.fields import options_of, value_of
-from falconet.config.load import from_config, parse
+from falconet.config.load import parse
+from falconet.config.recipes import from_config
 from falconet.config.settings import from_line
 from falconet.legacy.poprun import read_poprun
 from falconet.legacy.table import Place

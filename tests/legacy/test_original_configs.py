@@ -11,7 +11,8 @@ import pytest
 
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import from_config, load, parse
+from falconet.config.load import load, parse
+from falconet.config.recipes import from_config
 from falconet.config.settings import Setting
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate

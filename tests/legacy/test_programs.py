@@ -251,7 +251,7 @@ def test_the_benchmark_runner_has_its_old_name():
 
 
 def test_ctrl_c_while_a_reference_script_begins_ends_it_without_a_word(tmp_path):
-    (tmp_path / "tyro.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
+    (tmp_path / "yaml.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     line = [sys.executable, COMPAT / "pytorch/train/train.py", "--help"]
     ended = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)

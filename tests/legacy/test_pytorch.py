@@ -145,7 +145,9 @@ def test_the_share_of_memory_is_that_of_the_device(typed, shares):
 
 def test_shares_of_memory_are_one_or_as_many_as_the_stages():
     translation = translate(TRAIN, ["--data", "generated", "--available-memory-proportion", "0.1", "0.2"])
-    with pytest.raises(ConfigError, match="--available-memory-proportion: got 2 values, wanted one, as there is one"):
+    with pytest.raises(
+        ConfigError, match="--available-memory-proportion: got 2 values, expected one, because there is one"
+    ):
         rules.check(parse(TrainOptions, translation.settings).options)
 
 

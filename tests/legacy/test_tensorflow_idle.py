@@ -121,10 +121,14 @@ REFUSED = [
     (TRAIN, f"{IMAGENET} --learning-rate-schedule nan", "--learning-rate-schedule: got 'nan', wanted shares"),
     (POPART, "--data-dir d --learning-rate-decay nan,1,1", "--learning-rate-decay: got 'nan,1,1', wanted numbers"),
     ("pytorch:train.py", "--epoch -1", "--epoch: got '-1', wanted a whole number, at least 1"),
-    (TRAIN, f"{IMAGENET} --groups 0", "--groups: here --norm-num-groups: got '0', wanted a whole number"),
-    (TRAIN, f"{IMAGENET} --abs-learning-rate -1", "--abs-learning-rate: here --lr: got '-1', wanted a number"),
-    ("pytorch:datasets/host_benchmark.py", "--iterations -1", "--iterations: here --passes: got '-1', wanted a whole"),
-    ("pytorch:train.py", "--lr -1", "--lr: got '-1', wanted a number"),
+    (TRAIN, f"{IMAGENET} --groups 0", "--groups: here --norm-num-groups: got '0', expected a whole number"),
+    (TRAIN, f"{IMAGENET} --abs-learning-rate -1", "--abs-learning-rate: here --lr: got '-1', expected a number"),
+    (
+        "pytorch:datasets/host_benchmark.py",
+        "--iterations -1",
+        "--iterations: here --passes: got '-1', expected a whole",
+    ),
+    ("pytorch:train.py", "--lr -1", "--lr: got '-1', expected a number"),
 ]
 
 

@@ -85,7 +85,7 @@ def test_without_validation_images_it_has_no_effect_and_says_so(falconet):
     line = f"train {DATA} --epoch 1 --data synthetic --run-dir r --validate-checkpoints empty"
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert "note: --validate-checkpoints has no effect without data from the host, not --data synthetic" in answer.out
+    assert "note: --validate-checkpoints has no effect without data from the host (not --data synthetic)" in answer.out
 
 
 def test_in_an_originals_style_each_is_a_row_of_its_file(falconet):

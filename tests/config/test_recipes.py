@@ -1,4 +1,4 @@
-"""Named configs: those of the originals mean what the originals' own files do, option by option."""
+"""Named configs: those of the originals equal the originals' files, option by option."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from falconet.config import effects, rules
 from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.docs import configs_page
 from falconet.config.fields import options_of
-from falconet.config.load import EXTENDS, about, all_configs, deviations, from_config, load, parse, values_of
+from falconet.config.load import load, parse
+from falconet.config.recipes import EXTENDS, about, all_configs, deviations, from_config, values_of
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.legacy.table import Place
@@ -36,7 +37,7 @@ def trained(name):
 
 
 def by_dialect(program, name, configs):
-    """What the original's program makes of its own file, without what is documented to differ."""
+    """The settings that the original's file translates to, except for documented differences."""
     entry = {**configs[name], **({"model": "efficientnet-b0"} if name in NO_MODEL else {})}
     if name == NO_SPLITS:
         entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
@@ -47,30 +48,33 @@ def by_dialect(program, name, configs):
 
 
 @pytest.mark.parametrize("name", [*PYTORCH, *TENSORFLOW])
-def test_a_training_config_is_what_the_dialect_makes_of_the_originals(name):
+def test_training_config_equals_the_translated_original(name):
     program, configs = ("pytorch:train.py", PYTORCH) if name in PYTORCH else ("tf1:train.py", TENSORFLOW)
-    wanted = parse(TrainOptions, [PLACE, *by_dialect(program, name, configs)]).options
-    assert trained(name).options == wanted
+    expected = parse(TrainOptions, [PLACE, *by_dialect(program, name, configs)]).options
+    assert trained(name).options == expected
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_an_inference_config_is_what_the_dialect_makes_of_the_originals(name):
+def test_inference_config_equals_the_translated_original(name):
     settings = by_dialect("pytorch:inference/run_benchmark.py", name, INFERENCE)
-    wanted = parse(InferOptions, settings).options
+    expected = parse(InferOptions, settings).options
     found = load(InferOptions, from_config(name, INFER, use="bench infer")).options
-    assert found == replace(wanted, data=replace(wanted.data, data="generated"))
+    assert found == replace(expected, data=replace(expected.data, data="generated"))
 
 
-def test_a_dialects_own_line_reads_the_same_file():
-    """The comparison above goes by the file's entries; this is what a user types."""
+def test_original_command_line_reads_the_same_file():
+    """The comparison above reads the entries of the file; this is what a user types."""
     place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
     settings = translate("tf1:train.py", ["--config", "mk2_resnext101_16ipus"], place=place).settings
-    wanted = parse(TrainOptions, settings).options
+    expected = parse(TrainOptions, settings).options
     found = trained("mk2_resnext101_16ipus").options
-    assert (found.parallel, found.learning_rate, found.model) == (wanted.parallel, wanted.learning_rate, wanted.model)
+    found_parts, expected_parts = (
+        (options.parallel, options.learning_rate, options.model) for options in (found, expected)
+    )
+    assert found_parts == expected_parts
 
 
-def test_no_config_of_the_originals_is_left_out_and_none_is_made_up():
+def test_every_config_of_the_originals_exists_and_no_other():
     assert all_configs().keys() == PYTORCH.keys() | TENSORFLOW.keys() | OURS
     assert all_configs("bench infer").keys() == INFERENCE.keys()
 
@@ -94,7 +98,7 @@ WORKED_OUT = {  # by hand from the originals' formulas: global batch, stages, pe
 
 
 @pytest.mark.parametrize("name", WORKED_OUT)
-def test_the_recipe_is_the_one_worked_out_by_hand(name):
+def test_recipe_equals_the_one_worked_out_by_hand(name):
     options = trained(name).options
     batch = options.data.micro_batch_size * options.training.gradient_accumulation * options.parallel.replicas
     stages, rate = rules.stages_of(options.parallel), options.learning_rate.lr
@@ -102,14 +106,14 @@ def test_the_recipe_is_the_one_worked_out_by_hand(name):
 
 
 @pytest.mark.parametrize("name", all_configs())
-def test_nothing_in_a_config_is_without_effect(name):
+def test_every_option_of_a_config_has_an_effect(name):
     loaded = trained(name)
     unused = {"--data-dir has no effect without --data imagenet, folder, cifar10 or cifar100"}
     assert set(effects.notes(loaded.options, loaded.sources)) <= unused
 
 
 @pytest.mark.parametrize("use", ["train", "bench infer"])
-def test_every_config_says_what_it_is_and_the_originals_what_differs(use):
+def test_every_config_has_a_description_and_lists_differences(use):
     for name, entry in all_configs(use).items():
         assert 20 < len(about(name, use=use)) < 200
         assert deviations(name, use=use) or EXTENDS in entry or name in OURS
@@ -129,25 +133,25 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_wrong_name_is_answered_with_the_right_one(name):
+def test_unknown_config_name_suggests_the_nearest(name):
     use, message = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
         from_config(name, TRAIN if use == "train" else INFER, use=use)
     assert message in str(caught.value)
 
 
-def test_values_are_those_of_the_whole_chain():
+def test_values_include_those_of_extended_configs():
     values = values_of("resnet50-pod4")
     assert (values["replicas"], values["lr"]) == ("4", "2.0")
     assert values_of("resnet50", use="bench infer")["micro-batch-size"] == "90"
     assert values_of("nobody") == {}
 
 
-def test_the_page_of_configs_is_not_stale():
+def test_configs_page_is_up_to_date():
     assert (ROOT / "docs/configs.md").read_text() == configs_page(), "run `make docs`"
 
 
-def test_the_list_is_printed_without_torch():
+def test_configs_are_listed_without_torch():
     code = "import sys; from falconet.cli import main; main(['configs']); sys.exit('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Mistakes that names and the file system show are answered before torch is imported."""
+"""Wrong names, values and paths are answered before torch is imported."""
 
 import subprocess
 import sys
@@ -7,47 +7,48 @@ from pathlib import Path
 import pytest
 
 from falconet import cli
+from falconet.config.commands import COMMANDS
 from tiny import TINY
 
 MISTAKES = {
     "restore --checkpoint-input-path /nope": "/nope: no such file or folder\n",
     "restore --checkpoint-input-path runs/firts": "runs/firts: no such file or folder; did you mean 'first'?\n",
     "restore --checkpoint-input-path runs/others": "runs/others: no such file or folder\n",
-    "restore": "--checkpoint-input-path: is needed",
+    "restore": "--checkpoint-input-path: is required",
     "validate --checkpoint-input-path none.pt": "none.pt: no such file or folder\n",
     "average --checkpoint-input-path none": "none: no such file or folder\n",
     "bench infer --checkpoint-input-path none": "none: no such file or folder\n",
     "bench infer --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?\n",
     "train --model resnet5O": "--model: 'resnet5O' is not a model; did you mean 'resnet50'?\n",
     "restore --checkpoint-input-path runs/first --model resnet5O": "--model: 'resnet5O' is not a model",
-    "train --data folder --data-dir nope": "nope: no such folder, expected one with train/ and val/\n",
-    "train --data imagenet --data-dir nope": "nope: no such folder, expected one with train/ and val/\n",
-    "train --data folder --data-dir nope --plan": "nope: no such folder, expected one with train/ and val/\n",
-    "data bench --data folder --data-dir nope": "nope: no such folder, expected one with train/ and val/\n",
+    "train --data folder --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
+    "train --data imagenet --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
+    "train --data folder --data-dir nope --plan": "nope: no such folder; expected one with train/ and val/\n",
+    "data bench --data folder --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
     "train --data imagenet": "--data imagenet: needs --data-dir",
-    "data pack": "needs two folders",
-    "data pack nope there": "nope: no such folder, expected one with train/ and val/\n",
-    "data verify": "needs the folder with the shards\n",
-    "data verify nope": "nope: no such folder, wanted one that `falconet data pack` has made\n",
-    "upload": "needs a run folder, as in `falconet upload runs/my-run`\n",
-    "upload nope": "nope: no such folder, wanted a run folder\n",
-    f"train {TINY} --replicas 2 --batchnorm-span 2 --disable-stable-batchnorm": "--batchnorm-span: got 2, which",
+    "data pack": "expected two folders",
+    "data pack nope there": "nope: no such folder; expected one with train/ and val/\n",
+    "data verify": "expected a folder of shards, as in `falconet data verify photos-packed`\n",
+    "data verify nope": "nope: no such folder; expected one that `falconet data pack` made\n",
+    "upload": "expected a run folder, as in `falconet upload runs/my-run`\n",
+    "upload nope": "nope: no such folder; expected a run folder\n",
+    f"train {TINY} --replicas 2 --batchnorm-span 2 --disable-stable-batchnorm": "--batchnorm-span: got 2, expected 1",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_is_answered_before_the_commands_module_is_imported(falconet, monkeypatch, line, message):
+def test_mistake_is_answered_before_the_command_is_imported(falconet, monkeypatch, line, message):
     monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
     Path("runs/first/checkpoints").mkdir(parents=True)
-    Path("runs/other").mkdir()  # near, but no run
+    Path("runs/other").mkdir()  # a near name, but no run
     answer = falconet(line)
-    command = next(name for name in sorted(cli.COMMANDS, key=len, reverse=True) if line.startswith(name))
+    command = next(name for name in sorted(COMMANDS, key=len, reverse=True) if line.startswith(name))
     assert answer.code == 2
     assert answer.err.startswith(f"falconet {command}: {message}")
     assert answer.err.count("\n") == 1
 
 
-def test_a_server_without_its_library_is_answered_too(falconet, monkeypatch):
+def test_missing_server_library_is_answered_before_import(falconet, monkeypatch):
     monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "aiohttp" else pytest.fail(name))
     answer = falconet("serve")
@@ -57,7 +58,7 @@ def test_a_server_without_its_library_is_answered_too(falconet, monkeypatch):
     )
 
 
-def test_neither_the_answers_nor_the_reader_of_specs_import_torch():
+def test_command_line_and_spec_reader_do_not_import_torch():
     code = "import sys, falconet.cli, falconet.commands.bench; print({'torch', 'numpy', 'timm'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
@@ -82,7 +83,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize(("line", "said"), PLANNED.items())
-def test_a_plan_needs_no_imagenet_and_no_cifar(falconet, line, said):
+def test_plan_needs_neither_imagenet_nor_cifar(falconet, line, said):
     answer = falconet(f"train {line} --device cpu --epoch 1 --plan")
     assert answer.code == 0, answer.err
     for text in said:
@@ -90,7 +91,7 @@ def test_a_plan_needs_no_imagenet_and_no_cifar(falconet, line, said):
     assert not Path("data").exists(), "nothing is fetched for a plan"
 
 
-def test_a_run_needs_them(falconet, monkeypatch):
+def test_run_needs_its_data(falconet, monkeypatch):
     def offline(*anything, **more):
         raise OSError("no network here")
 
