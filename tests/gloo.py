@@ -19,7 +19,7 @@ MODULES = [
     "torch",
     "torch.distributed",
     "timm",
-    "falconet.train.phase",
+    "falconet.train.run",
     "gloo",
     "replica_scenarios",
     "pipeline_scenarios",

@@ -38,8 +38,9 @@ from falconet.parallel.data_parallel import digest
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
-from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer, sharded_step
+from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer
 from falconet.train.evaluate import evaluate
+from falconet.train.placement import sharded_step
 from falconet.train.step import Elsewhere, LocalStep, Loss, Moving, PlainMove, ScaledMove
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3

@@ -19,7 +19,7 @@ from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
 from falconet.report.console import Say, Screen, counted
-from falconet.train import checkpoints, saved_model
+from falconet.train import save, saved_model
 from falconet.train.evaluate import reestimate
 
 
@@ -33,13 +33,13 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     options = loaded.over(data).options
     for note in unused_notes(options, line):
         screen.line(note)
-    how = checkpoints.rule_of(options.average)
+    how = save.rule_of(options.average)
     folders = select(whole, how.last, discarded=how.discarded)
     if not folders and how.discarded:
         raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves no checkpoint of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds only averages; expected checkpoints of training")
-    to = options.average.checkpoint_output_path or checkpoints.averaged_name(folders[-1])
+    to = options.average.checkpoint_output_path or save.averaged_name(folders[-1])
     if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
     weights = average(folders, replace(how, discarded=0))  # already left out
@@ -52,7 +52,7 @@ def run(loaded: Loaded[AverageOptions]) -> int:
         load_weights(opened.model, weights, where=str(path))
         _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
         weights = dict(opened.model.state_dict())
-    checkpoints.write_average(folders, how, weights=weights, to=to)
+    save.write_average(folders, how, weights=weights, to=to)
     screen.line(f"written to {to}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)

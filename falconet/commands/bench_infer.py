@@ -15,6 +15,7 @@ from falconet.checkpoint import format
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
+from falconet.config.options import share_of
 from falconet.config.settings import Setting
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset, open_dataset
@@ -22,7 +23,13 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
+from falconet.numerics.precision import (
+    REGIMES,
+    allow_half_partials,
+    describe_half_partials,
+    describe_workspace,
+    limit_workspace,
+)
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
@@ -31,7 +38,7 @@ from falconet.report import inference as lines
 from falconet.report.console import Say, are, counted
 from falconet.report.folders import RUNS
 from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
-from falconet.train import build, saved_model
+from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -72,7 +79,11 @@ def _go(subject: Subject, world: World) -> None:
     if options.inference.half_partial:
         allow_half_partials(world.device)
         decided.append(describe_half_partials(world.device))
-    for text in [*decided, *build.workspace_lines(options.workspace, device=world.device)]:
+    share = share_of(options.workspace.available_memory_proportion, stage=0, stages=1)
+    if share is not None:
+        limit_workspace(share, world.device)
+        decided.append(describe_workspace(share, world.device))
+    for text in decided:
         screen.line(text)
     if options.inference.plan:
         data = options.data

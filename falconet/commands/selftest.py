@@ -25,9 +25,10 @@ from falconet.parallel.grid import Grid, divide
 from falconet.parallel.pipeline import Kind, Place
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
-from falconet.train.build import build_replicas, checkpoint_writer, sharded_step
+from falconet.train.build import build_replicas, checkpoint_writer
 from falconet.train.evaluate import evaluate
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
+from falconet.train.placement import sharded_step
 from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
 IMAGES, SIZE, CLASSES = 4, 8, 3  # of a micro-batch

@@ -5,14 +5,14 @@ import os
 from falconet.config.commands import TrainOptions
 from falconet.config.load import Loaded
 from falconet.parallel import environment
-from falconet.train import processes, restore
+from falconet.train import processes
 from falconet.train.run import carry_out
 
 
 def run(loaded: Loaded[TrainOptions]) -> int:
     # Restarted workers resume their run in the same way, perhaps in fewer processes than before.
     resumes = loaded.options.run.resume or environment.attempt(os.environ) > 0
-    restored = restore.earlier(loaded) if resumes else None
+    restored = processes.earlier(loaded) if resumes else None
     if restored:
         loaded = loaded.over(restored.manifest.config)
     launch = processes.prepare(loaded, restored)

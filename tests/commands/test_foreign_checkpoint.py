@@ -61,7 +61,7 @@ def test_recorded_run_folder_is_not_written_to(falconet, trained, victim):
     line = "restore --checkpoint-input-path alone/inner --epoch 2"
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert "--run-dir: is needed, the folder to continue in: alone/inner does not lie in a run folder" in answer.err
+    assert "--run-dir: is needed, because alone/inner does not lie in a run folder" in answer.err
     assert falconet(f"{line} --plan").code == 0
     assert falconet(f"{line} --run-dir r").code == 0
     assert format.checkpoints_in(Path("r/checkpoints"))[-1].name == "resnet8-cifar_generated_2"
@@ -80,10 +80,8 @@ def test_checkpoint_folder_is_not_taken_over_and_nothing_is_removed(falconet, tr
     before = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert (
-        "note: --checkpoints-kept is not taken from a checkpoint; add it to the line to remove older checkpoints"
-        in answer.out
-    )
+    note = "note: --checkpoints-kept is not taken from a checkpoint; add it to the command line to remove"
+    assert f"{note} older checkpoints" in answer.out
     after = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     assert before | {"resnet8-cifar_generated_2"} <= after, "none is removed where the line does not ask for it"
     assert falconet(f"{line[:-1]}3 --checkpoints-kept 1").code == 0

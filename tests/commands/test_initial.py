@@ -31,7 +31,7 @@ def test_run_starts_with_the_newest_weights_of_another_or_of_a_file(falconet, tm
     assert first.code == 0, first.err
     answer = falconet(f"train {TINY} {STILL} --run-dir b --init-path a")
     assert answer.code == 0, answer.err
-    assert "begins with the weights of a\n" in answer.out
+    assert "starts with the weights of a\n" in answer.out
     assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
     file = format.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
     assert falconet(f"train {TINY} {STILL} --run-dir c --init-path {file}").code == 0

@@ -67,17 +67,17 @@ PLANNED = {
     "--data imagenet --model resnet18 --micro-batch-size 256": (
         "1,281,167 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
         " because no --data-dir is given",
-        "5,004 updates of 1,281,167 images; 143 images sit out",
+        "5,004 updates; 1,281,167 training images, of which each epoch leaves out a different 143",
     ),
     "--data imagenet --data-dir nope --model resnet18 --micro-batch-size 100 --dataset-percentage 50": (
         "640,583 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
         " because they are not in nope",
-        "6,405 updates of 640,583 images",
+        "6,405 updates; 640,583 training images",
     ),
     "--data cifar10 --model resnet8-cifar --micro-batch-size 100": (
         "50,000 training and 10,000 validation images of 10 classes, 32 x 32, from their published sizes, because they"
         " are not in data",
-        "500 updates of 50,000 images",
+        "500 updates; 50,000 training images",
     ),
 }
 

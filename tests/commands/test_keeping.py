@@ -84,7 +84,7 @@ def test_checkpoints_start_with_an_epoch_and_the_last_is_always_saved(falconet, 
 def test_temporary_run_leaves_nothing(falconet, tmp_path, temporary):
     answer = falconet(f"train {TINY} --temporary")
     assert answer.code == 0, answer.err
-    said = re.search(r"the run folder is temporary, removed at a clean end: (\S+)", answer.out)
+    said = re.search(r"the run folder is temporary and removed after a clean end: (\S+)", answer.out)
     assert said
     assert Path(said[1]).parent == temporary
     assert f"removed the temporary run folder {said[1]}" in answer.out

@@ -13,7 +13,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.numerics.precision import REGIMES
-from falconet.train.phase import Run
+from falconet.train.build import BuiltPhase, open_site
 from falconet.train.processes import prepare
 from runs import state
 from tiny import TINY
@@ -22,14 +22,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def run_of(line):
-    return Run(prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))))
+    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    return BuiltPhase(launch, open_site(launch))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
     run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
-    wanted = run.regime.formats(run.world.device)
+    wanted = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
     seen = {}
@@ -89,7 +90,9 @@ def test_recomputation_changes_no_bit(falconet, extra, model):
 def test_memory_budget_recomputes_no_more_than_necessary(falconet):
     line = f"train {TINY} --micro-batch-size 64 --plan --recompute-mode auto"
     everything = falconet(line).out
-    predicted, without = map(float, re.search(r"of (\S+) GiB predicted instead of (\S+) GiB", everything).groups())
+    predicted, without = map(
+        float, re.search(r"predicted activations of (\S+) GiB instead of (\S+) GiB", everything).groups()
+    )
     assert predicted < without
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
@@ -102,7 +105,8 @@ def test_overflow_skips_updates_names_the_layer_and_keeps_the_weights(falconet):
     answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
     assert answer.code == 0, answer.err
     assert re.search(
-        r"note: 1 of 1 update skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
+        r"note: skipped 1 of 1 update because gradients were not finite, first in \S+; the loss scale is now 1e\+38",
+        answer.out,
     )
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("train/skipped", 0) for line in lines) == 4
@@ -169,7 +173,7 @@ def test_restore_refuses_another_update_format(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet("restore --checkpoint-input-path r --epoch 2 --precision 16.16")
     assert answer.code == 2
-    assert "--precision: got '16.16', wanted one that updates as '32.32' does" in answer.err
+    assert "--precision: got '16.16', expected one that updates in the same format as '32.32'" in answer.err
 
 
 def test_half_partials_have_no_effect_on_a_cpu_and_are_noted(falconet):

@@ -47,7 +47,7 @@ def test_published_weights_equal_those_of_the_file(falconet, cache, measured, as
 
 def test_classifier_stays_random_for_other_classes(falconet, cache, measured):
     answer = falconet(f"{LINE} --weights pretrained --classes 7")
-    assert answer.out == "weights resnet18.tv_in1k, but for the classifier, of 7 classes here\n"
+    assert answer.out == "weights resnet18.tv_in1k, except the classifier's: 7 classes here\n"
     found = measured[0].state_dict()
     assert found["fc.weight"].shape == (7, 512)
     assert torch.equal(found["conv1.weight"].contiguous(), cache["conv1.weight"])

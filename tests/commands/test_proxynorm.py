@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import runs
-from falconet.train.log import Record
-from runs import assert_bitwise, state
+from runs import assert_bitwise, state, stop_at
 from tiny import TINY
 
 # EfficientNet's seven stages with one block each, 8 to 80 channels wide.
@@ -38,7 +37,7 @@ def test_restore_continues_bit_for_bit_and_is_averaged_and_validated(falconet, m
     line = f"train {TINY} {SLIM} {extra} --classes 10 --checkpoints-kept all"
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 3)
+        stop_at(patched, 3)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
     assert_bitwise(Path("straight"), Path("other"))

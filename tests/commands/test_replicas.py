@@ -30,8 +30,8 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
 MISTAKES = {
     "--replicas 8 --strict-devices": "--strict-devices: --replicas 8 needs as many devices; 2 cores are here",
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
-    "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, wanted a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "wanted a divisor of the number of replicas that run, 4, of 8 asked for",
+    "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
+    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 asked for)",
 }
 
 
@@ -112,7 +112,7 @@ def test_restore_on_another_number_of_replicas_keeps_the_global_batch(falconet):
     assert "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2" in falconet(f"{line} --replicas 2").out
     refused = falconet(f"{line} --replicas 3")
     assert refused.code == 2
-    assert "--replicas: got 3, which does not divide the 4 micro-batches of an update" in refused.err
+    assert "--replicas: got 3, which does not divide the 4 micro-batches per update" in refused.err
     other = falconet(f"{line} --replicas 3 --gradient-accumulation 1")
     assert "global batch 24 = micro-batch 8 x accumulation 1 x replicas 3" in other.out
 
@@ -156,6 +156,6 @@ def test_port_in_use_is_one_line(tmp_path):
 def test_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
     monkeypatch.setattr(resources, "cores", lambda processes=1: 8 // processes)
     line = TINY.replace("--threads 1", "").replace("--dataloader-workers 1", "")
-    assert "device cpu, 8 CPU threads, 8 loader threads\n" in falconet(f"train {line} --plan").out
+    assert "device cpu, 8 CPU threads and 8 loader threads\n" in falconet(f"train {line} --plan").out
     found = falconet(f"train {line} --replicas 4 --plan")
-    assert "device cpu, 2 CPU threads, 2 loader threads in each process\n" in found.out
+    assert "device cpu, 2 CPU threads and 2 loader threads per process\n" in found.out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import assert_bitwise, wait_for
+from runs import assert_bitwise, stop_at, wait_for
 from tiny import TINY
 
 RUNS = {
@@ -39,11 +39,9 @@ def test_restore_continues_bit_for_bit_from_any_update(falconet, monkeypatch, ex
     line = f"train {TINY} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
 
-    from falconet.train.log import Record
-
     target = random.randrange(1, 8)
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == target)
+        stop_at(patched, target)
         assert falconet(f"{line} --run-dir other").code == 130
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
@@ -85,12 +83,12 @@ def test_run_stopped_during_a_validation_repeats_it_when_restored(falconet, monk
 STANDING = """
 import sys, time
 from falconet.cli import main
-from falconet.train.log import Record
-plain = Record.log
-def log(record, meter):
-    plain(record, meter)
-    time.sleep(600 if record.state.progress.update == 45 else 0)
-Record.log = log
+from falconet.train.log import Log
+plain = Log.log
+def log(own, meter):
+    plain(own, meter)
+    time.sleep(600 if own.state.progress.update == 45 else 0)
+Log.log = log
 main(sys.argv[1:])
 """
 
@@ -150,8 +148,8 @@ def test_older_checkpoint_continues_in_another_folder(falconet):
     line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1 --lr 0.01"
     answer = falconet(line)
     assert answer.code == 2
-    assert "--run-dir: r/checkpoints holds newer checkpoints than resnet8-cifar_generated_1, such as" in answer.err
-    assert "such as resnet8-cifar_generated_3; wanted another folder" in answer.err
+    assert "--run-dir: r/checkpoints holds checkpoints newer than resnet8-cifar_generated_1, such as" in answer.err
+    assert "such as resnet8-cifar_generated_3; expected another folder" in answer.err
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
     again = falconet(f"{line} --run-dir other")
     assert again.code == 0, again.err
@@ -171,7 +169,7 @@ MISTAKES = {
     "restore": "falconet restore: --checkpoint-input-path: is required",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
-    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",
+    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', expected 'sgd', whose state",
     "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",
 }
 
@@ -201,7 +199,9 @@ def test_full_disk_is_reported_and_the_run_continues(falconet, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     answer = falconet(f"train {TINY} --run-dir r --epoch 3")
     assert answer.code == 0, answer.err
-    assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run goes on" in answer.out
+    assert (
+        "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run continues" in answer.out
+    )
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("r")) if format.verify(folder)] == ["1", "3"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import updates, wait_for
+from runs import stop_at, updates, wait_for
 from tiny import TINY
 
 
@@ -54,7 +54,7 @@ def test_plan_is_printed_first_and_plan_alone_trains_nothing(falconet):
     answer = falconet(f"train {TINY} --gradient-accumulation 2 --plan")
     assert answer.code == 0
     assert "global batch 16 = micro-batch 8 x accumulation 2 x replicas 1" in answer.out
-    assert "8 updates = 2 epochs x 4 updates of 64 images" in answer.out
+    assert "8 updates = 2 epochs x 4 updates; 64 training images" in answer.out
     assert re.search(r"^gradient-accumulation: 2  # command line$", answer.out, re.M)
     assert re.search(r"^optimizer: sgd  # default$", answer.out, re.M)
     assert not Path("runs").exists()
@@ -64,11 +64,11 @@ def test_length_in_updates_ends_within_an_epoch_and_can_be_extended(falconet):
     """TINY has 4 updates an epoch."""
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
-    assert "6 updates = 1.5 epochs of 4 updates of 32 images" in answer.out
-    assert "note: --epoch has no effect without a length in epochs: --updates replaces it" in answer.out
+    assert "6 updates = 1.5 epochs x 4 updates; 32 training images" in answer.out
+    assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
-    assert "nothing left to train: all 6 updates are done; a larger --updates goes on" in again.out
+    assert "nothing left to train: all 6 updates are done; a larger --updates continues the run" in again.out
     longer = falconet("restore --checkpoint-input-path r --updates 7")
     assert longer.code == 0, longer.err
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 7
@@ -84,7 +84,7 @@ def test_options_without_effect_are_noted(falconet):
 def test_synthetic_data_trains_without_validation(falconet):
     answer = falconet(f"train {TINY} --data synthetic --classes 3")
     assert answer.code == 0, answer.err
-    assert "nothing to validate on" in answer.out
+    assert "so nothing is validated" in answer.out
     assert "throughput:" in answer.out
 
 
@@ -234,8 +234,8 @@ def test_disk_too_full_for_metrics_is_one_line(falconet, monkeypatch):
     answer = falconet(f"train {TINY}")
     assert answer.code == 2
     assert answer.err == (
-        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from: the"
-        " same command begins again\n"
+        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from; the"
+        " same command starts again\n"
     )
 
 
@@ -265,45 +265,33 @@ def test_run_without_a_terminal_reports_its_start(falconet):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_second_signal_reports_what_is_lost(falconet, monkeypatch, saved):
-    from falconet.train.log import Record
+def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
-    plain = Record.stop_requested
-
-    def twice(record):
-        if record.state.progress.update == 7:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
-
-    monkeypatch.setattr(Record, "stop_requested", twice)
+    stop_at(monkeypatch, 7, twice)
     answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
     assert (answer.code, answer.err) == (130, "")
     lost = (
         "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates lost; there is no checkpoint to continue from: the same command begins again"
+        else "7 updates lost; there is no checkpoint to continue from; the same command starts again"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 
 
 def test_second_signal_while_saving_reports_what_is_lost(falconet, monkeypatch):
-    from falconet.train.log import Record
     from falconet.train.save import Saving
 
-    plain, finish = Record.stop_requested, Saving.finish
-
-    def once(record):
-        if record.state.progress.update == 3:
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
+    finish = Saving.finish
 
     def again(saving):
         signal.raise_signal(signal.SIGINT)
         return finish(saving)
 
-    monkeypatch.setattr(Record, "stop_requested", once)
+    stop_at(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(Saving, "finish", again)
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")

@@ -63,7 +63,7 @@ def test_restored_run_trains_the_same_weights_bit_for_bit(falconet, tmp_path):
     refused = falconet(f"restore --checkpoint-input-path {first} --run-dir c --trainable fc")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert (
-        f"--trainable: got 'fc', wanted '.*bias', whose state {first} holds; `falconet train --init-path`"
+        f"--trainable: got 'fc', expected '.*bias', whose state {first} holds; `falconet train --init-path`"
         in refused.err
     )
 

@@ -165,7 +165,7 @@ def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, forei
     for line in ("", "--model resnet8-cifar", "--data digits"):
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
-        assert answer.err == "falconet validate: w.pt: holds weights alone; wanted --model and --data beside it\n"
+        assert answer.err == "falconet validate: w.pt: holds only weights; expected --model and --data as well\n"
 
 
 class Hostile:
@@ -227,7 +227,7 @@ MISTAKES = {
     "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",
     "--checkpoint-input-path r --model resnet9-cifar": "'resnet9-cifar' is not a model; did you mean 'resnet",
     "--checkpoint-input-path r --data generated --classes 3": "was trained on 10 classes, the data has 3",
-    "--checkpoint-input-path r --data synthetic": "--data synthetic: lives on the device only",
+    "--checkpoint-input-path r --data synthetic": "--data synthetic: has no validation images",
     "--checkpoint-input-path r --data folder --data-dir empty": "empty",
     "--checkpoint-input-path r --epoch 3": "--epoch",
 }
@@ -260,7 +260,7 @@ def test_unreadable_photos_give_no_accuracy(falconet, image_folder):
         path.write_bytes(b"")
     answer = falconet("validate --checkpoint-input-path r --bad-images-allowed 100")
     assert answer.code == 2
-    assert answer.err == "falconet validate: validation: not one image could be read, so there is no accuracy to tell\n"
+    assert answer.err == "falconet validate: validation: none of the images could be read, so there is no accuracy\n"
 
 
 def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):

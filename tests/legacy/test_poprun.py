@@ -69,7 +69,7 @@ MISTAKES = {
     "of stages": (
         "--num-replicas 1 --ipus-per-replica 2",
         [*FALCONET, "train", *TINY.split()],
-        "falconet train: --ipus-per-replica: poprun was given 2, but the model is in 1 stage; wanted 1, or 1"
+        "falconet train: --ipus-per-replica: poprun was given 2, but the model has 1 stage; expected 1, or 1"
         " --pipeline-splits\n",
     ),
     "of the program": (
@@ -94,7 +94,7 @@ def test_stages_that_the_program_does_not_have_are_refused_also_where_they_would
     assert code == 2
     note, mistake = err.splitlines()
     assert note.endswith(": 1 is started")
-    assert mistake.startswith("falconet train: --ipus-per-replica: poprun was given 4096, but the model is in 1 stage;")
+    assert mistake.startswith("falconet train: --ipus-per-replica: poprun was given 4096, but the model has 1 stage;")
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path):

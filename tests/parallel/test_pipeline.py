@@ -124,7 +124,7 @@ def test_a_plan_says_each_stages_layers_weights_and_memory(two_stages):
     number = list(TWO_STAGES).index("interleaved")
     lines = two_stages[0][number]["lines"]
     begin = lines.index(
-        "pipeline of 2 stages, interleaved: 4 micro-batches an update; each stage recomputes its blocks"
+        "pipeline of 2 stages, interleaved: 4 micro-batches per update; each stage recomputes its blocks"
     )
     assert lines[begin + 1].startswith(
         "stage 0: conv1 to layer1/0/relu2, 5,136 parameters, 2 micro-batches in flight, "

@@ -1,4 +1,4 @@
-"""Half-resolution training in processes of its own: killed with 9, and in several replicas."""
+"""Half-resolution training in separate processes: killed with signal 9, and in several replicas."""
 
 import signal
 import subprocess
@@ -9,17 +9,17 @@ import torch
 
 from falconet.checkpoint import format
 from half_resolution import EARLY, HALF, NAME, logged, tensors
-from runs import wait_for
+from runs import stop_at, wait_for
 
 
-def test_a_run_killed_with_9_in_the_second_phase_goes_on_bit_for_bit(tmp_path, falconet):
+def test_a_run_killed_in_the_second_phase_continues_bit_for_bit(tmp_path, falconet):
     line = f"train {HALF} --fine-tune-epoch 40 --checkpoint-save-freq 0.5 --checkpoints-kept all --validation-mode none"
     command = [sys.executable, "-m", "falconet", *line.split(), "--run-dir", "killed"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for((tmp_path / f"killed/checkpoints/{NAME}_2+00002").exists, "the second phase's first checkpoint")
     process.kill()
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    # Both are compared two epochs later, of forty: however far it came, the machine's speed decides nothing.
+    # Both are compared two epochs later, of forty, so the speed of the machine does not matter.
     epochs = format.read_manifest(format.newest_whole(tmp_path / "killed", note=print)).progress.epoch + 2
     for run, start in (
         ("killed", "restore --checkpoint-input-path killed"),
@@ -32,18 +32,14 @@ def test_a_run_killed_with_9_in_the_second_phase_goes_on_bit_for_bit(tmp_path, f
 
 
 def stops_after(epochs, falconet, line):
-    from falconet.train.log import Record
-
-    real = Record.stop_requested
-    try:
-        Record.stop_requested = lambda record: record.plan.place(record.state.progress.update) == (epochs, 0)
+    # 4 updates per epoch in both phases
+    with pytest.MonkeyPatch.context() as patched:
+        stop_at(patched, 4 * epochs)
         return falconet(line).code
-    finally:
-        Record.stop_requested = real
 
 
 @pytest.mark.dist
-def test_replicas_go_through_both_phases(falconet):
+def test_replicas_train_both_phases(falconet):
     # Group norm does not see how the images are divided, so the losses are those of one process.
     line = f"train {HALF} --norm-type group --norm-num-groups 4 --logs-per-epoch 4 --lr 0.02 --fine-tune-lr 0.02"
     alone = falconet(f"{line} --gradient-accumulation 2 --iterations 2 --run-dir alone")

@@ -1,4 +1,4 @@
-"""Histograms of the weights: of all trained ones, whichever stage has them, while the clock stands."""
+"""Histograms of all trained weights, in any stage, while the stopwatch stands."""
 
 import contextlib
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from torch import nn
 
 from falconet.parallel.world import World
 from falconet.report.sinks import count_histograms, read_histograms
-from falconet.train.log import no_drawing, weight_drawing
+from falconet.train.log import weight_drawing
 
 
 class Drawn(dict):
@@ -20,7 +20,7 @@ class Drawn(dict):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages(World):
-    """Stages that hand their rows to each other, one after the other."""
+    """Stages that add up their rows, one after the other."""
 
     handed: list = field(default_factory=list)
 
@@ -65,7 +65,7 @@ def test_stages_draw_the_weights_of_the_whole_model():
     assert sink == {3: expected(whole)}
 
 
-def test_the_clock_stands_while_weights_are_drawn():
+def test_the_stopwatch_stands_while_weights_are_drawn():
     moments = []
 
     @contextlib.contextmanager
@@ -80,4 +80,3 @@ def test_the_clock_stands_while_weights_are_drawn():
 
     weight_drawing(model(), ["0.weight"], stages=World(device=CPU), sinks=[Sink()], pause=pause)(9)
     assert moments == ["stands", 9, "runs"]
-    assert no_drawing(9) is None

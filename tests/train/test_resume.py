@@ -1,4 +1,4 @@
-"""`falconet train --resume`: the same line goes on with its own run and touches no other."""
+"""`falconet train --resume`: the same command line continues its run and touches no other."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ def weights(run):
     return format.read_tensors(folder, "model", verified=format.verify(folder))
 
 
-def test_without_an_earlier_run_it_begins_one(falconet):
+def test_without_an_earlier_run_resume_starts_one(falconet):
     answer = falconet(LINE)
     assert answer.code == 0, answer.err
     assert "restored" not in answer.out
     assert format.verify(format.checkpoints_in(Path("r"))[-1]).progress.update == 8
 
 
-def test_a_run_cut_short_goes_on_and_ends_with_the_same_bits(falconet):
+def test_a_run_cut_short_resumes_bit_for_bit(falconet):
     assert falconet(LINE.replace("--run-dir r", "--run-dir straight --checkpoint-save-freq 0.5")).code == 0
     line = f"{LINE} --checkpoint-save-freq 0.5"
     assert falconet(line).code == 0
@@ -46,7 +46,7 @@ def test_a_finished_run_is_left_alone(falconet):
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
 
 
-def test_a_run_whose_checkpoints_are_all_torn_is_refused_with_what_is_wrong(falconet):
+def test_a_run_with_only_torn_checkpoints_is_refused_with_the_reason(falconet):
     falconet(LINE)
     for folder in format.checkpoints_in(Path("r")):
         (folder / "model.safetensors").write_bytes(b"")
@@ -55,13 +55,13 @@ def test_a_run_whose_checkpoints_are_all_torn_is_refused_with_what_is_wrong(falc
     assert (
         "r/checkpoints: none of the 2 checkpoints in it is whole; r/checkpoints/resnet8-cifar_generated_" in answer.err
     )
-    assert answer.err.endswith("(torn); wanted another --run-dir, to begin anew\n")
+    assert answer.err.endswith("(torn); expected another --run-dir, to start a new run\n")
 
 
 OTHERS = {
-    "--lr 0.3": "was trained with --lr 0.1, this line has 0.3",
-    "--replicas 2": "was trained with --replicas 1, this line has 2",
-    "--ema-half-life 1": "was trained with --ema-half-life unset, this line has 1",
+    "--lr 0.3": "was trained with --lr 0.1, but this command line has 0.3",
+    "--replicas 2": "was trained with --replicas 1, but this command line has 2",
+    "--ema-half-life 1": "was trained with --ema-half-life unset, but this command line has 1",
 }
 
 
@@ -81,7 +81,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_it_has_its_place(falconet, line, message):
+def test_resume_is_refused_where_it_makes_no_sense(falconet, line, message):
     falconet(LINE)
     answer = falconet(line)
     assert answer.code == 2

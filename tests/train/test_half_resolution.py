@@ -10,6 +10,7 @@ from falconet.checkpoint import format
 from falconet.errors import CheckpointError
 from falconet.parallel import resources
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
+from runs import stop_at
 from tiny import TINY
 
 RUNS = {
@@ -30,16 +31,14 @@ def assert_equal_runs(straight, other):
 
 
 def stopped_at(monkeypatch, falconet, line, update):
-    from falconet.train.log import Record
-
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == update)
+        stop_at(patched, update)
         assert falconet(line).code == 130
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, extra, device):
+def test_a_run_stopped_in_each_phase_continues_bit_for_bit(falconet, monkeypatch, extra, device):
     line = f"train {HALF} {extra} --logs-per-epoch 2 --device {device}"
     assert falconet(f"{line} --run-dir straight").code == 0
     stopped_at(monkeypatch, falconet, f"{line} --run-dir other", 3)
@@ -53,8 +52,8 @@ def test_a_run_stopped_in_each_phase_goes_on_bit_for_bit(falconet, monkeypatch, 
     assert_equal_runs("straight", "other")
 
 
-def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monkeypatch):
-    from falconet.train import checkpoints
+def test_a_run_that_died_between_phases_averages_and_continues(falconet, monkeypatch):
+    from falconet.train import save
 
     line = f"train {HALF}"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -63,7 +62,7 @@ def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monke
         raise CheckpointError("died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "write_average", dies)
+        patched.setattr(save, "write_average", dies)
         assert falconet(f"{line} --run-dir other").code == 2
     assert sorted(path.name for path in Path("other/checkpoints").iterdir()) == [f"{NAME}_1", f"{NAME}_2"]
     again = falconet("restore --checkpoint-input-path other")
@@ -74,13 +73,13 @@ def test_a_run_that_died_between_the_phases_averages_and_goes_on(falconet, monke
 
 @pytest.fixture
 def done(falconet):
-    """A whole run."""
+    """A complete run."""
     answer = falconet(f"train {HALF} --momentum 0.9 --run-dir r")
     assert answer.code == 0, answer.err
     return answer
 
 
-def test_the_second_phase_begins_with_the_average_and_moves_the_later_layers_alone(done):
+def test_the_second_phase_starts_with_the_average_and_trains_only_later_layers(done):
     first, second, averaged, last = (tensors(f"r/checkpoints/{NAME}_{end}") for end in ("1", "2", "2_averaged", "4"))
     weights = [name for name in averaged if name.startswith("model:") and averaged[name].is_floating_point()]
     for name in weights:
@@ -94,7 +93,7 @@ def test_the_second_phase_begins_with_the_average_and_moves_the_later_layers_alo
     assert not [name for name in last if name.startswith("optimizer:") and last[name].numel() > 1]  # no momentum
 
 
-def test_epochs_updates_and_rates_count_through(done):
+def test_epochs_updates_and_rates_are_counted_across_phases(done):
     lines = [line for line in metrics("r") if "train/lr" in line]
     assert [(line["update"], line["epoch"]) for line in lines] == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
     # cos(3 pi / 8) and cos(7 pi / 8), of the last update of each epoch: by hand.
@@ -115,12 +114,12 @@ PLANNED = (
     "phase 1 of 2: epochs 1 to 2 at 12 x 12",
     "16 x 16 and 12 x 12 in training",
     "global batch 8 = micro-batch 8 x accumulation 1 x replicas 1",
-    "phase 2 of 2: epochs 3 to 4 at 16 x 16, from the average of the checkpoints before",
-    "trains 56,202 parameters, from layer3/0 on; the layers before it stay as they are",
+    "phase 2 of 2: epochs 3 to 4 at 16 x 16, starting with the average of phase 1's checkpoints",
+    "trains 56,202 parameters, from layer3/0; the layers before it are frozen",
     "global batch 8 = micro-batch 4 x accumulation 2 x replicas 1",
-    "8 updates = 2 epochs x 4 updates of 32 images",
+    "8 updates = 2 epochs x 4 updates; 32 training images",
     "learning rate cosine from 0.2 to 0 over 2 epochs",
-    "optimizer sgd with momentum 0, augment none, nothing mixed",
+    "optimizer sgd, no momentum; augment none, no mixing",
 )
 
 
@@ -133,7 +132,7 @@ def test_both_phases_are_planned(falconet):
     assert [line for line in PLANNED[4:] if line not in second] == []
 
 
-def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falconet, monkeypatch, image_folder):
+def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet, monkeypatch, image_folder):
     from falconet.train import evaluate
     from falconet.train.step import LocalStep
 
@@ -146,7 +145,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
 
     monkeypatch.setattr(LocalStep, "_backward", seen)
     monkeypatch.setattr(
-        "falconet.data.input.evaluate",
+        "falconet.train.evaluate.evaluate",
         lambda model, batches, **more: count(
             model, (validated.append(batch.images.shape[-1]) or batch for batch in batches), **more
         ),
@@ -160,7 +159,7 @@ def test_each_phase_reads_images_of_its_size_and_validates_at_the_full_one(falco
     assert "augment crop-flip" in answer.out
 
 
-def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
+def test_replicas_are_folded_into_accumulation_in_both_phases(falconet, monkeypatch):
 
     monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # 2 processes
     answer = falconet(f"train {HALF} --replicas 4 --gradient-accumulation 3 --plan")
@@ -168,7 +167,7 @@ def test_replicas_that_are_folded_fold_in_both_phases(falconet, monkeypatch):
     assert "global batch 32 = micro-batch 4 x accumulation 4 x replicas 2" in answer.out
 
 
-def test_an_interruption_changes_no_average_and_takes_no_checkpoints_place(falconet, monkeypatch):
+def test_an_interruption_changes_neither_averages_nor_kept_checkpoints(falconet, monkeypatch):
     # Four of the last epochs are averaged and as many kept; the run is interrupted among them.
     line = f"train {TINY} --epoch 6 --weight-avg-strategy mean --weight-avg-N 4 --validation-mode none"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -180,35 +179,35 @@ def test_an_interruption_changes_no_average_and_takes_no_checkpoints_place(falco
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_stages_share_a_process_and_it_is_said(falconet):
+def test_stages_share_a_process_with_a_note(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 16 = micro-batch 4 x accumulation 2 x replicas 2" in answer.out
-    assert "note: 2 stages asked for: all of a replica's run in one process, because --half-res-training" in answer.out
+    assert "note: the 2 stages of a replica run in one process, because --half-res-training" in answer.out
     assert "pipeline of 2 stages" not in answer.out
 
 
-def test_averages_made_later_are_of_one_phase(done, falconet):
+def test_average_uses_checkpoints_of_one_phase(done, falconet):
     answer = falconet("average --checkpoint-input-path r --checkpoint-output-path other_averaged")
     assert f"averaged 2 checkpoints (mean): {NAME}_3, {NAME}_4" in answer.out
 
 
-def test_a_complete_run_says_so_and_more_fine_tuning_goes_on(done, falconet):
+def test_a_complete_run_has_nothing_left_and_can_be_fine_tuned_longer(done, falconet):
     said = falconet("restore --checkpoint-input-path r").out
-    assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch goes on" in said
+    assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch continues the run" in said
     answer = falconet("restore --checkpoint-input-path r --fine-tune-epoch 3")
     assert answer.code == 0, answer.err
     assert "Epoch 5/5" in answer.out
 
 
 RESTORED = {
-    "--epoch 3": "--epoch: got 3, wanted 2: r/checkpoints/resnet8-cifar_generated_4 stands in the fine-tuning",
-    "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 stands in the fine",
     "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is not a layer; the nearest are 'layer3/0'",
+    "--epoch 3": "--epoch: got 3, expected 2: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
+    "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
 }
 
 
-def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
+def test_restoring_fine_tuning_with_incompatible_options_is_refused(done, falconet):
     for extra, message in RESTORED.items():
         answer = falconet(f"restore --checkpoint-input-path r {extra}")
         assert answer.code == 2, extra
@@ -218,25 +217,25 @@ def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
 
 REFUSED = {
     "--fine-tune-first-trainable-layer layer33": "'layer33' is not a layer; the nearest are 'layer3'",
-    "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in processes of their own",
+    "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in separate processes",
     "--fine-tune-micro-batch-size 64": "a global batch of 128 is more than the 32 training images",
 }
 
 
 @pytest.mark.parametrize(("extra", "message"), REFUSED.items())
-def test_a_mistake_is_refused_before_the_first_phase(falconet, extra, message):
+def test_a_mistake_in_the_second_phase_is_refused_before_the_first(falconet, extra, message):
     answer = falconet(f"train {HALF} {extra}")
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_a_fine_tuning_option_alone_has_no_effect_and_it_is_said(falconet):
+def test_a_fine_tuning_option_alone_has_no_effect_and_a_note(falconet):
     answer = falconet(f"train {TINY} --fine-tune-lr 0.1 --plan")
     assert "note: --fine-tune-lr has no effect without --half-res-training" in answer.out
 
 
-def test_several_averages_in_an_originals_style_are_all_kept_and_the_first_is_trained_on(falconet):
+def test_several_averages_in_an_original_style_are_kept_and_the_first_is_fine_tuned(falconet):
     """An exponential average of a part had the name of the one of all, which took its place."""
     averages = "--weight-avg-strategy exponential --weight-avg-exp-decay 0.5 --weight-avg-N 1"
     line = (
@@ -244,7 +243,7 @@ def test_several_averages_in_an_originals_style_are_all_kept_and_the_first_is_tr
     )
     answer = falconet(f"{line} --run-dir r")
     assert answer.code == 0, answer.err
-    assert "phase 2 of 2 begins with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
+    assert "phase 2 of 2 starts with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
     made = {
         path.name: format.read_manifest(path).content["averaged"]["of"] for path in Path("r/checkpoints").glob("w*")
     }

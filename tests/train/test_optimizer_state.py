@@ -1,4 +1,4 @@
-"""Divided and offloaded optimizer state as a person asks for it, and what reads its checkpoints."""
+"""Divided and offloaded optimizer state, from the command line to its checkpoints."""
 
 import json
 from pathlib import Path
@@ -22,10 +22,10 @@ def test_a_half_precision_run_with_divided_state_is_saved_per_rank_and_read_by_e
     assert manifest.format == 2
     for stem in ("model", "optimizer"):
         sizes = [manifest.files[f"{stem}-{rank:05d}.safetensors"].bytes for rank in (0, 1)]
-        assert max(sizes) < 1.2 * min(sizes), "one process writes more than its share"
+        assert max(sizes) < 1.2 * min(sizes), "one process wrote more than its share"
     held = json.loads(Path("r/summary.json").read_text())["memory_bytes"]
     assert held["optimizer_state"]["host"] < 0.6 * held["whole_state"]
-    assert "on the host of this process, of" in answer.out
+    assert "on the host of this process, " in answer.out
 
     assert falconet("validate --checkpoint-input-path r").code == 0
     assert falconet("average --checkpoint-input-path r").code == 0
@@ -48,32 +48,32 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_what_cannot_be_offloaded_is_refused_in_one_line(falconet, extra, message):
+def test_an_optimizer_that_cannot_be_offloaded_is_refused_in_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_on_a_cpu_the_plan_says_that_offloading_has_no_effect(falconet):
+def test_the_plan_notes_that_offloading_has_no_effect_on_a_cpu(falconet):
     answer = falconet(f"train {TINY} --offload-optimizer --device cpu --plan")
     assert answer.code == 0, answer.err
-    assert "which it is on a CPU anyway: --offload-optimizer has no effect" in answer.out
+    assert "as always on a CPU: --offload-optimizer has no effect" in answer.out
 
 
-def test_offloading_an_optimizer_without_state_is_said_to_have_no_effect(falconet):
+def test_offloading_an_optimizer_without_state_has_no_effect_and_a_note(falconet):
     answer = falconet(f"train {TINY} --offload-optimizer --momentum 0 --plan")
     assert "note: --offload-optimizer has no effect without an optimizer with state" in answer.out
 
 
 ONE_REPLICA = {
     "": "note: --enable-optimizer-rts has no effect without --replicas\n",
-    "--replicas 5": "note: --enable-optimizer-rts has no effect: one replica runs, which holds the whole state\n",
+    "--replicas 5": "note: --enable-optimizer-rts has no effect: only one replica runs, and holds the whole state\n",
 }
 
 
 @pytest.mark.parametrize(("extra", "said"), ONE_REPLICA.items())
-def test_one_replica_has_nothing_to_divide_its_state_with_and_says_so_once(falconet, extra, said):
+def test_one_replica_cannot_divide_its_state_and_gets_one_note(falconet, extra, said):
     out = falconet(f"train {TINY} --enable-optimizer-rts {extra} --plan").out
     assert said in out
     assert out.count("--enable-optimizer-rts has no effect") == 1

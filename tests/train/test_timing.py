@@ -1,4 +1,4 @@
-"""A profiled step makes the same updates and leaves a trace."""
+"""Timed and profiled steps: the same updates, with the time of each and a trace of some."""
 
 import json
 from contextlib import nullcontext
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from falconet.report import trace
-from falconet.report.throughput import Stopwatch
+from falconet.report.throughput import HostMoments, Stopwatch
 from falconet.report.trace import TABLE, TRACE
-from falconet.train.step import ProfiledStep, TimedStep
+from falconet.train.step import DeviceMoments, ProfiledStep, TimedStep, moments_of
 
 
 class Counted:
@@ -23,7 +23,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 10])
-def test_every_update_is_made_once_and_some_are_traced(tmp_path, updates):
+def test_every_update_runs_once_and_some_are_traced(tmp_path, updates):
     step = Counted()
     profiled = ProfiledStep(step, tmp_path, device=torch.device("cpu"), updates=updates, pause=nullcontext)
     assert [profiled([], update=number, lr=0.5) for number in range(updates)] == list(range(updates))
@@ -35,7 +35,7 @@ def test_every_update_is_made_once_and_some_are_traced(tmp_path, updates):
 
 
 @pytest.mark.parametrize("updates", [1, 10])
-def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatch, updates):
+def test_starting_and_writing_the_trace_is_not_update_time(tmp_path, monkeypatch, updates):
     now = [0.0]
     watch = Stopwatch(clock=lambda: now[0])
 
@@ -53,6 +53,43 @@ def test_beginning_and_writing_the_trace_is_no_updates_time(tmp_path, monkeypatc
     for number in range(updates):
         now[0] += 0.5  # until its images are there
         profiled([], update=number, lr=0.5)
-    waited = 0.0 if updates == 1 else 0.5  # a profiler that must begin before the first update stands between
+    waited = 0.0 if updates == 1 else 0.5  # the profiler starts in between
     assert watch.update_seconds() == [3.0 + waited] + [3.5] * (updates - 1)
     assert watch.lap()[0] == 3.5 * updates
+
+
+def test_a_timed_step_calls_the_step_and_the_stopwatch():
+    calls = []
+
+    def step(micro_batches, *, update, lr):
+        calls.append((micro_batches, update, lr))
+        return "made"
+
+    watch = Stopwatch()
+    timed = TimedStep(step, watch)
+    assert timed([1, 2], update=7, lr=0.5) == "made"
+    assert timed([3], update=8, lr=0.25) == "made"
+    assert calls == [([1, 2], 7, 0.5), ([3], 8, 0.25)]
+    assert len(watch.update_seconds()) == 2
+
+
+def test_the_host_is_timed_by_its_clock():
+    assert isinstance(moments_of(torch.device("cpu")), HostMoments)
+
+
+@pytest.mark.gpu
+def test_the_device_is_timed_without_waiting_for_it():
+    torch.cuda._sleep(1)  # the first launch loads the module, which takes milliseconds
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watch = Stopwatch(moments=moments_of(torch.device("cuda")))
+        for cycles in (1_000_000, 40_000_000):
+            torch.cuda._sleep(cycles)
+            watch.updated()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    short, long = watch.update_seconds()
+    assert isinstance(moments_of(torch.device("cuda")), DeviceMoments)
+    assert long > short > 0

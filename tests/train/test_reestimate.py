@@ -1,4 +1,4 @@
-"""Batch-norm statistics measured anew, against the closed form."""
+"""Re-estimated batch-norm statistics, against the closed form."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def normalised():
 
 
 def spoilt(layer):
-    """A layer that has seen other things."""
+    """A layer with statistics of other data."""
     layer.running_mean.fill_(100.0)
     layer.running_var.fill_(1e-6)
     layer.num_batches_tracked.fill_(1000)
@@ -42,7 +42,7 @@ def spoilt(layer):
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormAct2d])
-def test_statistics_are_the_plain_mean_of_the_batches_statistics(kind):
+def test_statistics_are_the_plain_mean_over_batches(kind):
     layer = spoilt(kind(3))
     measure(nn.Sequential(layer))
     inputs = normalised()
@@ -51,7 +51,7 @@ def test_statistics_are_the_plain_mean_of_the_batches_statistics(kind):
     assert layer.num_batches_tracked == BATCHES
 
 
-def test_a_later_layer_sees_what_the_earlier_one_makes_of_each_batch():
+def test_a_later_layer_sees_the_earlier_one_in_training_mode():
     second = spoilt(nn.BatchNorm2d(3))
     measure(nn.Sequential(spoilt(nn.BatchNorm2d(3)), nn.ReLU(), second))
     inputs = normalised()
@@ -61,7 +61,7 @@ def test_a_later_layer_sees_what_the_earlier_one_makes_of_each_batch():
     np.testing.assert_allclose(second.running_var, hidden.var((1, 3, 4), ddof=1).mean(0), rtol=1e-5)
 
 
-def test_momenta_come_back_and_the_model_is_left_ready_to_evaluate():
+def test_momenta_are_restored_and_the_model_is_in_evaluation_mode():
     layers = [nn.BatchNorm2d(3, momentum=momentum) for momentum in (0.1, 0.3, None)]
     model = nn.Sequential(*layers).train()
     measure(model)
@@ -69,7 +69,7 @@ def test_momenta_come_back_and_the_model_is_left_ready_to_evaluate():
     assert not any(module.training for module in model.modules())
 
 
-def test_nothing_else_changes_and_nothing_is_dropped_out():
+def test_nothing_else_changes_and_dropout_is_off():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5), nn.BatchNorm2d(3), nn.GroupNorm(1, 3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""--validate-checkpoints: a run that measures each checkpoint of a folder at its end, as `falconet validate` does."""
+"""--validate-checkpoints: at its end a run measures each checkpoint of a folder, as `falconet validate` does."""
 
 import csv
 from pathlib import Path
@@ -26,10 +26,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("extra", KINDS.values(), ids=KINDS)
-def test_the_runs_own_checkpoints_are_measured_as_validate_does(falconet, extra):
+def test_a_runs_checkpoints_are_measured_as_validate_does(falconet, extra):
     answer = falconet(f"train {DATA} {extra} --run-dir r --validate-checkpoints r/checkpoints")
     assert answer.code == 0, answer.err
-    assert "then measures each checkpoint of r/checkpoints\n" in answer.out
+    assert "then validates each checkpoint in r/checkpoints\n" in answer.out
     assert "written to r/validation.csv\n" in answer.out
     found = rows("r/validation.csv")
     assert [row["checkpoint"] for row in found if "moving" not in row["checkpoint"]] == NAMES
@@ -42,7 +42,7 @@ def test_the_runs_own_checkpoints_are_measured_as_validate_does(falconet, extra)
 
 @pytest.mark.dist
 @pytest.mark.parametrize("extra", ["--replicas 2", "--pipeline-splits layer3/0 --gradient-accumulation 2"])
-def test_several_processes_measure_them_together(falconet, monkeypatch, extra):
+def test_several_processes_measure_checkpoints_together(falconet, monkeypatch, extra):
     monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
     answer = falconet(f"train {DATA} --epoch 2 {extra} --run-dir r --validate-checkpoints r/checkpoints")
     assert answer.code == 0, answer.err
@@ -53,7 +53,7 @@ def test_several_processes_measure_them_together(falconet, monkeypatch, extra):
         assert float(one["loss"]) == pytest.approx(float(other["loss"]), abs=2e-4)  # summed in another order
 
 
-def test_what_is_torn_or_of_another_model_is_passed_over(falconet):
+def test_torn_checkpoints_and_those_of_another_model_are_skipped(falconet):
     assert falconet(f"train {DATA} --run-dir r").code == 0
     assert falconet(f"train {DATA} --epoch 1 --model resnet14-cifar --checkpoint-output-path other").code == 0
     Path("other/resnet14-cifar_generated_1").rename("r/checkpoints/resnet14-cifar_generated_1")
@@ -61,26 +61,26 @@ def test_what_is_torn_or_of_another_model_is_passed_over(falconet):
     torn.write_bytes(torn.read_bytes()[:-1])
     answer = falconet(f"train {DATA} --epoch 1 --run-dir second --validate-checkpoints r")
     assert answer.code == 0, answer.err
-    assert answer.out.count("passed over ") == 2
-    assert "holds resnet14-cifar; wanted resnet8-cifar, which was trained" in answer.out
+    assert answer.out.count("skipped ") == 2
+    assert "holds resnet14-cifar, expected resnet8-cifar, which was trained" in answer.out
     assert [row["checkpoint"] for row in rows("second/validation.csv")] == [NAMES[0], NAMES[2]]
 
 
-def test_a_folder_that_is_not_there_is_refused_before_training(falconet):
+def test_a_missing_folder_is_refused_before_training(falconet):
     answer = falconet(f"train {DATA} --run-dir r --validate-checkpoints nowhere")
     assert (answer.code, answer.err) == (2, "falconet train: nowhere: no such file or folder\n")
     assert not Path("r").exists()
 
 
-def test_a_folder_without_checkpoints_is_said_once_training_is_saved(falconet):
+def test_an_empty_folder_is_reported_after_training_is_saved(falconet):
     Path("empty").mkdir()
     answer = falconet(f"train {DATA} --epoch 1 --run-dir r --validate-checkpoints empty")
     assert answer.code == 2
     assert "--validate-checkpoints: empty holds no whole checkpoint of resnet8-cifar on generated" in answer.err
-    assert "the training itself is whole and saved as r/checkpoints/resnet8-cifar_generated_1\n" in answer.err
+    assert "the training itself is complete and saved as r/checkpoints/resnet8-cifar_generated_1\n" in answer.err
 
 
-def test_without_validation_images_it_has_no_effect_and_says_so(falconet):
+def test_without_validation_images_it_has_no_effect_and_a_note(falconet):
     Path("empty").mkdir()
     line = f"train {DATA} --epoch 1 --data synthetic --run-dir r --validate-checkpoints empty"
     answer = falconet(line)
@@ -88,7 +88,7 @@ def test_without_validation_images_it_has_no_effect_and_says_so(falconet):
     assert "note: --validate-checkpoints has no effect without data from the host (not --data synthetic)" in answer.out
 
 
-def test_in_an_originals_style_each_is_a_row_of_its_file(falconet):
+def test_in_an_original_style_each_checkpoint_is_a_row_of_its_file(falconet):
     line = f"train {DATA} --validation-mode after --log-style pytorch --run-dir r --validate-checkpoints r"
     answer = falconet(line)
     assert answer.code == 0, answer.err
