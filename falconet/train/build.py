@@ -249,10 +249,7 @@ def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime
     if initial is not None and initial != final:
         epochs = options.training.epoch
         with named_option("initial_loss_scaling"):
-            with named_option("initial_loss_scaling"):
-                return SteppedScale(
-                    initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device
-                )
+            return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
     return FixedScale(final, device=world.device)
 
 
