@@ -58,11 +58,11 @@ def serve_nothing(args: argparse.Namespace) -> None:
         name="nothing", preprocessing=preprocessing, class_names=names, output="float16", max_batch=args.batch
     )
     policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
-    batcher, room = Batcher([lane, lane], policy), app.Room(1 << 34)
+    batcher, memory = Batcher([lane, lane], policy), app.Memory(1 << 34)
 
-    def fronts() -> list[app.Front]:
+    def fronts() -> list[app.FrontEnd]:
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
-        return [app.Front(served, way, counts=batcher.counts, room=room, max_delay=0.0) for way in ways]
+        return [app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=0.0) for way in ways]
 
     with app.Address(host="127.0.0.1", port=0).open() as listening:
         print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)

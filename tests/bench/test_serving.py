@@ -101,7 +101,7 @@ def test_an_answer_that_is_wrong_is_counted(job):
 def test_a_client_that_fails_says_why_and_none_is_left(job):
     with pytest.raises(WorldError, match=r"client 0: cannot connect: .*refused"):
         load_test.run_clients(job, 2)
-    with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*no model is named"):
+    with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*there is no model"):
         load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
 
 

@@ -139,7 +139,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, line, message):
+def test_every_mistake_is_refused_in_one_line(falconet, line, message):
     answer = falconet(line)
     assert answer.code == 2
     assert answer.err.startswith(f"falconet bench infer: {message}")

@@ -108,7 +108,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, extra, message):
+def test_every_mistake_is_refused_in_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err

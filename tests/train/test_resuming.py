@@ -52,10 +52,8 @@ def test_a_run_whose_checkpoints_are_all_torn_is_refused_with_what_is_wrong(falc
         (folder / "model.safetensors").write_bytes(b"")
     answer = falconet(LINE)
     assert answer.code == 2
-    assert (
-        "r/checkpoints: none of the 2 checkpoints in it is whole; r/checkpoints/resnet8-cifar_generated_" in answer.err
-    )
-    assert answer.err.endswith("(torn); wanted another --run-dir, to begin anew\n")
+    assert "r/checkpoints: none of its 2 checkpoints is complete; r/checkpoints/resnet8-cifar_generated_" in answer.err
+    assert answer.err.endswith("(truncated); wanted another --run-dir, to begin anew\n")
 
 
 OTHERS = {
