@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
 from falconet.bench.measurements import Measured, leave, settled
+from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy
 from falconet.checkpoint import format
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
@@ -19,7 +19,7 @@ from falconet.config.settings import Setting
 from falconet.data import input
 from falconet.data.dataset import Images, open_images
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, half_partials
 from falconet.parallel import environment, resources
@@ -221,4 +221,5 @@ def _write(options: InferOptions, series: Series, resident: Series, *, facts: di
         "resident_throughput_seconds": resident.throughput,
         "resident_latency_seconds": resident.latency,
     }
-    leave(content, output=options.inference.output)
+    with named_option("output"):
+        leave(content, output=options.inference.output)

@@ -261,7 +261,7 @@ def test_a_disk_that_becomes_full_says_how_to_go_on(falconet, monkeypatch):
 
 
 def test_without_a_terminal_a_run_says_that_it_begins(falconet):
-    assert "training begins: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
+    assert "training starts: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
 
 
 @pytest.mark.parametrize("saved", [True, False])

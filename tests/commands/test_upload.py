@@ -72,7 +72,7 @@ def test_without_a_key_one_line_says_how_to_do_without(falconet, wandb, monkeypa
     assert (answer.code, answer.err) == (
         2,
         "falconet upload: Weights & Biases: No API key configured. Use `wandb login` to log in;"
-        " WANDB_MODE=offline needs neither key nor network\n",
+        " WANDB_MODE=offline needs neither a key nor a network\n",
     )
 
 

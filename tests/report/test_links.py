@@ -1,4 +1,4 @@
-"""Every file that a report is written to: a link in its place leads to no file of the user."""
+"""No report file is ever written through a symbolic link."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_is_refused_and_what_it_names_is_left(tmp_path, name):
+def test_a_link_is_refused_and_its_target_unchanged(tmp_path, name):
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.mkdir()
     run.mkdir()
@@ -51,7 +51,7 @@ def test_a_link_is_refused_and_what_it_names_is_left(tmp_path, name):
     assert (victim / "file").read_text() == ""
 
 
-def test_without_links_all_of_them_are_written(tmp_path):
+def test_all_files_are_written_without_links(tmp_path):
     for write in WRITERS.values():
         opened = write(tmp_path)
         with contextlib.closing(opened) if opened is not None else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""MLPerf's log: the events of a run in the order and with the keys of the public logs of the TensorFlow original."""
+"""The MLPerf log has the events of the TensorFlow original's public logs, in their order."""
 
 import json
 
@@ -18,7 +18,7 @@ def events(path):
 
 
 def told(path):
-    """Each event as its key and number of the epoch."""
+    """Each event as its key and epoch."""
     return [(event["key"], event["metadata"].get("epoch_num")) for event in events(path)]
 
 
@@ -36,7 +36,7 @@ BEGINNING = [
 ]
 
 
-def test_a_run_is_told_from_its_beginning_to_its_end(tmp_path):
+def test_a_whole_run_is_logged(tmp_path):
     path = tmp_path / "result_0.txt"
     log = MlperfLog(path, SUBMISSION)
     trained(log, 1, accuracy=50.0)
@@ -63,7 +63,7 @@ def test_a_run_is_told_from_its_beginning_to_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(("accuracy", "status"), [(75.9, "success"), (75.85, "aborted")])
-def test_the_target_of_resnet50_makes_a_success(tmp_path, accuracy, status):
+def test_reaching_the_target_accuracy_is_a_success(tmp_path, accuracy, status):
     path = tmp_path / "result_0.txt"
     log = MlperfLog(path, SUBMISSION)
     trained(log, 1, accuracy=accuracy)
@@ -73,7 +73,7 @@ def test_the_target_of_resnet50_makes_a_success(tmp_path, accuracy, status):
     assert (end["metadata"]["status"], end["value"]) == (status, {"success": status == "success"})
 
 
-def test_a_restored_run_goes_on_where_its_checkpoint_stands(tmp_path):
+def test_a_restored_run_continues_from_its_checkpoint(tmp_path):
     straight, stopped = tmp_path / "straight.txt", tmp_path / "stopped.txt"
     log = MlperfLog(straight, SUBMISSION)
     trained(log, 1, 2, 3, accuracy=76.0)
@@ -106,5 +106,5 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("ours", "theirs"), NAMES.items())
-def test_weights_of_resnet50_have_mlperfs_names(ours, theirs):
+def test_resnet50_weights_get_mlperf_names(ours, theirs):
     assert tensor_name(ours) == theirs
