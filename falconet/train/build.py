@@ -19,7 +19,7 @@ from falconet.data import input
 from falconet.data.dataset import Images
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.freezing import count_trained, freeze, train_only
 from falconet.models.zoo import build_model
@@ -140,7 +140,8 @@ def build_replicas(model: nn.Module, world: World, *, bucket: float, sharded: bo
     """The replicas of `model` in `world`; a world of one has nothing to divide. `bucket`: megabytes."""
     if not isinstance(world, Processes):
         return OneReplica()
-    return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
+    with named_option("enable_optimizer_rts"):
+        return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
 def describe_optimizer_state(parallel: options.Parallel, world: World, *, replicas: int) -> str:

@@ -12,6 +12,7 @@ from falconet.config.rules import PHOTOS, boxes_used
 from falconet.data import input
 from falconet.data.dataset import Images, check_classes, open_images, published_images, refuse_download
 from falconet.data.loader import BatchShape
+from falconet.errors import named_option
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import Offender
@@ -250,7 +251,8 @@ class Run:
             lars_trust=options.lars_eeta,
             undecayed=self._undecayed(),
         )
-        span_batchnorm(self.model, self.grid, span=self.options.parallel.batchnorm_span)
+        with named_option("batchnorm_span"):
+            span_batchnorm(self.model, self.grid, span=self.options.parallel.batchnorm_span)
         if self.options.training.batchnorm_per_update:
             move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None

@@ -71,14 +71,14 @@ def test_the_terminal_table_has_aligned_columns():
 
 def test_csv_has_one_row_per_variant_and_the_chosen_metrics(tmp_path):
     every = [result([2000]), result([], status="failed")]
-    compare.write_csv(tmp_path / "r.csv", every, metrics=["loss", "nothing"])
+    results.write_csv(tmp_path / "r.csv", every, metrics=["loss", "nothing"])
     with (tmp_path / "r.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["passed", "failed"]
     assert (rows[0]["images_per_second"], rows[0]["loss"], rows[0]["nothing"]) == ("2000", "2.0", "")
     assert (rows[0]["latency_p50_ms"], rows[0]["waiting_percent"]) == ("8", "25.00")
     assert rows[1]["images_per_second"] == ""
-    assert compare.metric_names(every) == ["loss", "accuracy"]
+    assert results.metric_names(every) == ["loss", "accuracy"]
 
 
 def test_a_loss_beyond_the_margin_is_bold():

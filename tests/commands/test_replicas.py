@@ -28,7 +28,7 @@ def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
 
 
 MISTAKES = {
-    "--replicas 8 --strict-devices": "--strict-devices: --replicas 8 needs as many devices; 2 cores are here",
+    "--replicas 8 --strict-devices": "--strict-devices: 8 replicas asked for, which takes 8 devices; 2 cores are here",
     "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1 or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, wanted a divisor of the number of replicas that run",
     "--replicas 8 --batchnorm-span 8": "wanted a divisor of the number of replicas that run, 4, of 8 asked for",

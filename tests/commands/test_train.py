@@ -125,7 +125,7 @@ MISTAKES = {
         2,
         "--norm-num-groups 32: layer 'bn1' has 16 channels, which 32 does not divide; 16 divides every layer",
     ),
-    "train --device cuda": (2, "falconet train: --device cuda: PyTorch sees no CUDA device here"),
+    "train --device cuda": (2, "falconet train: device cuda: PyTorch finds no CUDA device here"),
 }
 
 

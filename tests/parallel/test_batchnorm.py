@@ -57,5 +57,5 @@ def test_every_process_makes_every_group_in_the_same_order_whatever_its_stage_ho
 def test_a_span_of_one_changes_nothing_and_one_that_does_not_divide_is_refused():
     model = nn.Sequential(nn.BatchNorm2d(3))
     assert type(span_batchnorm(model, divide(ALONE, stages=1), span=1)[0]) is nn.BatchNorm2d
-    with pytest.raises(ConfigError, match="--batchnorm-span: got 2, wanted a divisor of 1, the replicas that run"):
+    with pytest.raises(ConfigError, match="batch norm over 2 replicas: expected a divisor of 1"):
         span_batchnorm(model, divide(ALONE, stages=1), span=2)

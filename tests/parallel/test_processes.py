@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_process_has_the_same_answer(size):
-    for found in gloo.in_world(size, replica_scenarios.collectives):
+    for found in gloo.in_world(size, replica_scenarios.reductions):
         assert found["sum"] == [size, sum(range(size))]
         assert found["max"] == [1, size - 1]
         assert found["broadcast"] == [1, 0]

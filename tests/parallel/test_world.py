@@ -51,7 +51,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(monkeypatch):
     with_cuda(monkeypatch, False)
     with pytest.raises(DeviceError) as refused:
         open_world("cuda", threads=1, deterministic=True)
-    assert str(refused.value) == ("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the processor")
+    assert str(refused.value) == "device cuda: PyTorch finds no CUDA device here; device cpu runs on the processor"
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -43,7 +43,7 @@ FOLDED = {
     ),
     "--replicas 2 --pipeline-splits auto:5": (
         "global batch 16 = micro-batch 8 x accumulation 1 x replicas 2",
-        "5 stages asked for, 2 cores are here, for 2 processes each: all of a replica's run in one process",
+        "5 stages asked for, 2 cores are here, for 2 processes each: all stages of a replica run in one process",
         "recomputes 4 blocks",
     ),
 }
