@@ -1,4 +1,4 @@
-"""Photos a second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
+"""Photos per second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
 
     python bench/decode_device.py FOLDER                 any folder of JPEG files, flat or not
     python bench/decode_device.py FOLDER --images 8192 --workers 2 4 8 16
@@ -43,7 +43,7 @@ def bad() -> BadImages:
 def nvjpeg_alone(source: FileSource, portion: int) -> float:
     read = bytes_of(source)
     encoded = [torch.frombuffer(read(index), dtype=torch.uint8) for index in range(min(1024, len(source)))]
-    for _ in range(2):  # the first warms up
+    for _ in range(2):  # the first one is warm-up
         begin = time.perf_counter()
         refused = 0
         for first in range(0, len(encoded), portion):
@@ -56,7 +56,7 @@ def nvjpeg_alone(source: FileSource, portion: int) -> float:
 
 
 def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -> float:
-    """Images a second on the device, after the first four updates."""
+    """Images per second on the device, after the first four updates."""
     intake = Intake(reader=reader, labels=source.labels, workers=workers, landing=landing)
     loader = Loader(intake, shape=BatchShape(micro_batch=BATCH), seed=0)
     updates = iter(Feed(loader.streamed(0), device=DEVICE, ring=landing.ring))

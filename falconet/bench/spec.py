@@ -128,7 +128,7 @@ def select(benchmarks: Sequence[Benchmark], names: Iterable[str], *, convergence
 class _Spelled(yaml.SafeLoader):
     """Keeps scalars as text, merges `<<`, and refuses a key that an entry has twice."""
 
-    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}
+    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}  # noqa: RUF012, as the base class declares it
 
     def construct_document(self, node: yaml.Node) -> Any:
         # Not refused at the top: of two entries with one name the last is used, and a note says so.
