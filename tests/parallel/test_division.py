@@ -51,7 +51,7 @@ def test_replicas_are_folded_before_stages(asked, run):
     assert (found.replicas, found.stages) == run
 
 
-def test_what_is_folded_is_said_in_a_line_each():
+def test_folding_is_explained_in_a_line_each():
     found = over_devices(Asked(replicas=4, accumulation=1, stages=4), devices=3, what="3 devices are here")
     assert found == Division(
         2,
@@ -65,7 +65,7 @@ def test_what_is_folded_is_said_in_a_line_each():
     )
 
 
-def test_strict_devices_refuse():
+def test_strict_devices_refuse_too_few_devices():
     asked = Asked(replicas=4, accumulation=1, strict=True)
     assert over_devices(asked, devices=4, what="").processes == 4
     with pytest.raises(DeviceError, match="4 replicas asked for, which takes 4 devices; 2 are here"):
@@ -74,7 +74,7 @@ def test_strict_devices_refuse():
         over_processes(asked, size=2, launcher="torchrun")
 
 
-def test_strict_devices_refuse_stages_without_one():
+def test_strict_devices_refuse_too_few_devices_for_stages():
     asked = Asked(replicas=2, accumulation=1, stages=2, strict=True)
     with pytest.raises(DeviceError, match="2 replicas of 2 stages asked for, which takes 4 devices; 2 are here"):
         over_devices(asked, devices=2, what="2 are here")
@@ -93,5 +93,5 @@ def test_a_world_that_contradicts_the_recipe_is_refused():
     ("replicas", "stages", "devices", "processes"),
     [(16, 1, 16, 16), (16, 1, 3, 2), (4, 4, 16, 16), (4, 4, 8, 8), (4, 4, 7, 4), (4, 4, 3, 1), (1, 1, 1, 1)],
 )
-def test_poprun_starts_whole_replicas_on_the_devices_there_are(replicas, stages, devices, processes):
+def test_processes_that_fit_are_whole_replicas(replicas, stages, devices, processes):
     assert processes_that_fit(replicas, stages=stages, devices=devices) == processes

@@ -129,7 +129,7 @@ def test_the_first_host_of_a_node_list(nodes, host):
 
 
 @pytest.mark.parametrize(("stages", "asked"), [("3", (2, 3)), ("", None)])
-def test_what_poprun_was_asked_for_is_known_where_it_says_so(stages, asked):
+def test_what_poprun_was_asked_for_is_read_from_the_environment(stages, asked):
     assert asked_of_poprun({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
 
 
@@ -157,9 +157,9 @@ CORES = {
 
 
 @pytest.mark.parametrize(("variables", "host", "own", "cores"), CORES.values(), ids=CORES.keys())
-def test_cores_are_divided_unless_the_launcher_has(variables, host, own, cores):
+def test_cores_are_divided_unless_the_launcher_binds_them(variables, host, own, cores):
     assert cores_of(variables, host=host, own=own) == cores
 
 
-def test_processes_that_are_yet_to_be_started_share_the_cores():
+def test_future_processes_share_the_cores():
     assert cores_of({}, host=8, own=8, expected=4) == 2

@@ -31,7 +31,7 @@ def ended(process, *, hung):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_stopped_is_named_with_where_it_was(tmp_path, rank):
+def test_a_stopped_worker_is_named_with_where_it_was(tmp_path, rank):
     process = begin(f"train {TINY} {LINE}", tmp_path)
     wait_for(lambda: len(updates(tmp_path / "r")) > 5, "update 6")
     workers = children(process.pid)
@@ -55,7 +55,7 @@ os.open = patient
 """
 
 
-def test_a_worker_that_waits_for_an_image_is_named_with_that(tmp_path, image_folder):
+def test_a_worker_that_waits_for_an_image_is_named(tmp_path, image_folder):
     (tmp_path / "sitecustomize.py").write_text(HANGING)
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     data = f"--data folder --data-dir {image_folder} --model resnet8-cifar --image-size 32 --device cpu --threads 1"

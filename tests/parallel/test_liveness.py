@@ -40,7 +40,7 @@ def two():
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our launcher", "another launcher"])
-def test_a_process_that_is_gone_is_named_with_its_host_and_what_it_was_about(two, monkeypatch, own):
+def test_a_lost_process_is_named_with_its_host_and_what_it_was_doing(two, monkeypatch, own):
     if own:
         monkeypatch.setenv(environment.OWN, "1")
     two[1].close()
@@ -49,7 +49,7 @@ def test_a_process_that_is_gone_is_named_with_its_host_and_what_it_was_about(two
     assert said.endswith(" s ago at update 7; see what it said last" + ("" if own else RESUME))
 
 
-def test_where_all_are_there_the_reason_is_not_kept_under_our_own_launcher(two, monkeypatch):
+def test_the_reason_is_reported_when_no_process_is_lost(two, monkeypatch):
     """Such as a device that fails: the launcher sees no more than that this process ended."""
     monkeypatch.setattr(
         collectives, "SILENCE", 5.0
@@ -59,13 +59,13 @@ def test_where_all_are_there_the_reason_is_not_kept_under_our_own_launcher(two, 
     assert said == f"{BEGIN}every process gives signs of life, so a device or the network of {HERE} is to blame"
 
 
-def test_the_launcher_may_end_a_process_that_waits_for_news(two):
+def test_the_launcher_can_end_a_process_that_lost_another(two):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     two[0].lost("summing over the processes", BROKEN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_who_is_asked_to_end_before_it_sees_that_another_is_gone_ends_without_a_word(two, monkeypatch):
+def test_a_process_already_asked_to_stop_ends_silently(two, monkeypatch):
     """Our launcher saw it first, and says who went."""
     sent = []
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))

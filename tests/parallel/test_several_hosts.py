@@ -100,7 +100,7 @@ def gone(hosts):
     wait_for(lambda: not hosts.processes(), "the end of all processes")
 
 
-def test_a_host_that_is_cut_off_is_named_and_the_run_goes_on_when_it_is_back(hosts, undisturbed, tmp_path):
+def test_an_unreachable_host_is_named_and_the_run_resumes_when_it_is_back(hosts, undisturbed, tmp_path):
     line = ["-m", "falconet", "train", *LINE.split(), "--epoch", "12", "--run-dir", "r"]
     process = hosts.begin(line, tmp_path)
     wait_for(lambda: max(updates(tmp_path / "r"), default=0) >= 20, "update 20")
@@ -132,7 +132,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_mixed_versions_are_refused_by_the_first_process_and_nobody_stays(hosts, tmp_path):
+def test_mixed_versions_are_refused_and_all_processes_end(hosts, tmp_path):
     (tmp_path / "program.py").write_text(PRETEND)
     process = hosts.begin(["program.py", "train", *LINE.split(), "--run-dir", "r"], tmp_path)
     _, err = process.communicate(timeout=LIMIT)
@@ -146,7 +146,7 @@ def test_mixed_versions_are_refused_by_the_first_process_and_nobody_stays(hosts,
     assert not (tmp_path / "r").exists()
 
 
-def test_a_port_in_use_is_one_line(hosts, tmp_path):
+def test_a_port_in_use_is_refused_in_one_line(hosts, tmp_path):
     listen = "import socket, time; s = socket.socket(); s.bind(('', 29777)); s.listen(); print(flush=True); input()"
     taken = subprocess.Popen(
         ["ip", "netns", "exec", f"{hosts.prefix}-left", sys.executable, "-c", listen],
@@ -163,7 +163,7 @@ def test_a_port_in_use_is_one_line(hosts, tmp_path):
     gone(hosts)
 
 
-def test_a_missing_host_is_one_line_and_nothing_is_started(hosts, tmp_path):
+def test_a_missing_host_is_refused_in_one_line_and_nothing_is_started(hosts, tmp_path):
     process = hosts.begin(["-m", "falconet", "train", *LINE.split()], tmp_path, hosts="{0}.1,{0}.9")
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
@@ -171,7 +171,7 @@ def test_a_missing_host_is_one_line_and_nothing_is_started(hosts, tmp_path):
     gone(hosts)
 
 
-def test_replicas_that_do_not_divide_are_one_line(hosts, tmp_path):
+def test_replicas_that_do_not_divide_are_refused_in_one_line(hosts, tmp_path):
     program = ["-m", "falconet", "train", *LINE.split(), "--run-dir", "r", "--replicas", "6"]
     process = hosts.begin(program, tmp_path)
     _, err = process.communicate(timeout=LIMIT)
