@@ -321,7 +321,7 @@ def reductions(world):
         "max": world.max(values).tolist(),
         "broadcast": world.broadcast(values).tolist(),
         "own": values.tolist(),
-        "once": world.once(lambda: f"said by {world.rank}"),
+        "once": world.once(lambda: f"made by {world.rank}"),
         "empty": world.once(lambda: ""),
         "no UTF-8": world.once(lambda: os.fsdecode(b"caf\xe9")),
         "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],

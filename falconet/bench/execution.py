@@ -136,7 +136,7 @@ def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo:
 
 def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
     log.parent.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         process = subprocess.Popen(
             command.argv,
@@ -170,7 +170,7 @@ def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo
     reader.join(timeout=GRACE)
     return Ended(
         code=process.returncode,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         lines=lines,
         peak_memory=child.peak,
         stopped=stopped,
@@ -185,7 +185,7 @@ def child_environment(command: Command, runs: Path) -> dict[str, str]:
 
 
 class _Log:
-    """A log that stops when the disk is full; reading goes on, because a full pipe would block the program."""
+    """A log that stops when the disk is full; reading continues, because a full pipe would block the program."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] | None = path.open("wb", buffering=0)

@@ -202,13 +202,13 @@ class Together:
 def together(outcomes: Sequence[Outcome], *, in_flight: int) -> Together:
     """Combine the times of all clients; `in_flight` is the number of requests in progress over all of them."""
     kept = [outcome.times[min(DROPPED, len(outcome.times) - 1) :] for outcome in outcomes]
-    begun = max(times[0][0] for times in kept)
+    start = max(times[0][0] for times in kept)
     ended = min(max(answered for _, answered in times) for times in kept)
-    answered = sorted(end for times in kept for _, end in times if begun < end <= ended)
+    answered = sorted(end for times in kept for _, end in times if start < end <= ended)
     if not answered:  # so few requests that the clients did not overlap
-        begun, answered = min(times[0][0] for times in kept), sorted(end for times in kept for _, end in times)
+        start, answered = min(times[0][0] for times in kept), sorted(end for times in kept for _, end in times)
     # Answers come in bursts, one per batch, so a stretch spans as many requests as are in progress.
     size = max(1, min(in_flight, len(answered) // 6))
-    marks = [begun, *answered[size - 1 :: size]]
-    latencies = [end - start for times in kept for start, end in times]
+    marks = [start, *answered[size - 1 :: size]]
+    latencies = [end - sent for times in kept for sent, end in times]
     return Together(latencies=latencies, spacing=[after - before for before, after in pairwise(marks)], requests=size)

@@ -221,11 +221,11 @@ def _part(held: Slice, file: str) -> Part:
 
 def _write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write atomically: the record appears whole or not at all."""
-    begun = path.with_suffix(".begun")
-    begun.unlink(missing_ok=True)  # left when a full disk cut an earlier one short
-    with begun.open("x", encoding="utf-8") as file:
+    partial = path.with_suffix(".begun")
+    partial.unlink(missing_ok=True)  # left when a full disk cut an earlier one short
+    with partial.open("x", encoding="utf-8") as file:
         json.dump(content, file)
-    begun.rename(path)
+    partial.rename(path)
 
 
 def _give_up(meeting: Meeting, rank: int, text: str) -> None:

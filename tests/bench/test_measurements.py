@@ -114,7 +114,7 @@ def test_throughput_is_all_images_over_all_seconds(tmp_path):
     # as many images at 100 as at 50 in a second: 2 / (1/100 + 1/50)
     found = measure(spec, {}, ended(*lines), tmp_path)
     assert found.throughput == pytest.approx(200 / 3)
-    assert found.waiting_percent is None  # nobody measured it
+    assert found.waiting_percent is None  # not measured
 
 
 def test_folding_is_read_from_the_trainers_output(tmp_path):

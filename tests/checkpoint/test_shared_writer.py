@@ -128,9 +128,9 @@ def test_a_full_disk_on_one_process_is_reported_by_the_first_at_once(tmp_path, m
         full.setattr(os, "fsync", _no_space)
         with pytest.raises(CheckpointError, match="No space left on device") as error:
             write_slices(place, State(1).slices(), rank=1)
-    with pytest.raises(CheckpointError) as said:
+    with pytest.raises(CheckpointError) as reported:
         complete(place, content(), patience=lambda: 1000.0)
-    assert str(said.value) == str(error.value) == f"cannot save {tmp_path / 'a'}: No space left on device"
+    assert str(reported.value) == str(error.value) == f"cannot save {tmp_path / 'a'}: No space left on device"
     assert list(tmp_path.iterdir()) == []
 
 

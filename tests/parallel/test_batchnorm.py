@@ -1,4 +1,4 @@
-"""Batch norm over a span of replicas is batch norm of their batches put together."""
+"""Batch norm over a span of replicas matches batch norm of their combined batches."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Replicas and stages over devices: the global batch is the recipe's, or the run is refused."""
+"""However replicas and stages are divided, the global batch is the recipe's, or the run is refused."""
 
 import pytest
 from hypothesis import given

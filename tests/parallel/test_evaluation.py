@@ -1,4 +1,4 @@
-"""Exact evaluation: every image once, however many processes there are."""
+"""Exact evaluation counts every image once, whatever the number of processes."""
 
 import pytest
 

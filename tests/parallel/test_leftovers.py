@@ -1,4 +1,4 @@
-"""What torch's agent forgets when a signal reaches it as it starts its workers."""
+"""Workers that torch's agent loses when a signal arrives as it starts them are ended."""
 
 import signal
 import subprocess
@@ -42,7 +42,7 @@ def test_a_worker_that_the_agent_lost_is_ended_with_its_children(monkeypatch, li
     with pytest.raises(Interrupted):
         failures_of(agent)
     (process,) = forgotten
-    assert process.communicate(timeout=LIMIT)[0] == ""  # ends when nobody holds the pipe any more
+    assert process.communicate(timeout=LIMIT)[0] == ""  # ends once no process holds the pipe
 
 
 def test_earlier_processes_are_left_alone():

@@ -1,4 +1,4 @@
-"""The peak of a process's memory is its own, whoever started it."""
+"""The peak memory of a process does not include that of its parent."""
 
 import os
 import subprocess
@@ -26,9 +26,9 @@ def test_a_missing_process_has_no_peak():
 
 
 @pytest.mark.parametrize(
-    ("account", "seen", "told"),
+    ("account", "seen", "expected"),
     [(900, 30, 900), (900, 950, 950), (510, 30, 30), (500, 0, 0)],
 )
-def test_rusage_of_an_exited_child_is_used_unless_it_may_be_inherited(account, seen, told):
+def test_rusage_of_an_exited_child_is_used_unless_it_may_be_inherited(account, seen, expected):
     usage = SimpleNamespace(ru_maxrss=account * 1024)
-    assert host.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == told * MIB
+    assert host.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == expected * MIB

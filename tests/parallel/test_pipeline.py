@@ -1,4 +1,4 @@
-"""Stages in processes of their own against one process with the same accumulation."""
+"""Stages in separate processes match one process with the same accumulation."""
 
 from functools import partial
 
@@ -202,7 +202,7 @@ LEAVING = {
     # Of 24 validation images in batches of 4: six on each stage. The answer comes one batch late.
     "the first stage wishes it": (2, "", 0, 2, [("left", 4, 24)] * 2),
     "the last stage wishes it": (2, "", 1, 2, [("left", 4, 24)] * 2),
-    "nobody does": (2, "", 9, 0, [(24, 6, 24)] * 2),
+    "neither does": (2, "", 9, 0, [(24, 6, 24)] * 2),
     "too late": (2, "", 0, 5, [(24, 6, 24)] * 2),
     # The other replica counts all of its own, and learns of it then.
     "of two replicas one": (4, "--replicas 2", 1, 0, [("left", 2, 48)] * 2 + [("left", 6, 48)] * 2),

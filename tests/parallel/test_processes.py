@@ -1,4 +1,4 @@
-"""Processes that sum, agree and vote."""
+"""Processes reduce, compare, vote and report errors together."""
 
 import os
 
@@ -16,7 +16,7 @@ def test_collectives_give_every_process_the_same_answer(size):
         assert found["sum"] == [size, sum(range(size))]
         assert found["max"] == [1, size - 1]
         assert found["broadcast"] == [1, 0]
-        assert found["once"] == "said by 0"
+        assert found["once"] == "made by 0"
         assert found["empty"] == ""
         assert os.fsencode(found["no UTF-8"]) == b"caf\xe9"
         assert found["votes"] == [False, False, False, True, False]  # one call late

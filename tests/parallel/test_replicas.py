@@ -1,4 +1,4 @@
-"""Replicas: the same update however a global batch is divided, and statistics that every replica shares."""
+"""Replicas give the same update however a global batch is divided, and share batch norm statistics."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Divided optimizer state: another place in memory, the same update, the same checkpoint."""
+"""Sharded optimizer state gives the same update and the same checkpoint."""
 
 import pytest
 import torch

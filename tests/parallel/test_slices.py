@@ -1,4 +1,4 @@
-"""Slices of tensors: every value in one of them, and the whole back from them."""
+"""Slices cover every value once, and join into the whole tensor."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A part of the weights trained in several processes: stages that train nothing, divided state, buckets of the rest."""
+"""Training some of the weights in several processes: frozen stages, sharded state, buckets of the rest."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A world of one is a real World, on the device asked for or found."""
+"""A world of one is a World, on the chosen or detected device."""
 
 import pytest
 import torch

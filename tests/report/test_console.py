@@ -138,7 +138,7 @@ def test_a_closed_terminal_does_not_end_a_run():
     with os.fdopen(terminal, "w") as file, Screen(Lines(file=file)) as screen:
         screen.begin(total=2, done=0)
         os.close(there)
-        screen.line("said")
+        screen.line("a line")
         screen.line("again")
 
 
@@ -148,4 +148,4 @@ def test_other_output_errors_are_raised():
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        Lines(file=Full()).print("said")
+        Lines(file=Full()).print("a line")

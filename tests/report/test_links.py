@@ -28,11 +28,11 @@ WRITERS = {
     "result_0.txt": lambda folder: MlperfLog(
         folder / "result_0.txt", Submission(values={}, tensors=(), epochs=1, began=0.0)
     ),
-    "log.txt": lambda folder: log(folder).kept_line("said"),
+    "log.txt": lambda folder: log(folder).kept_line("a line"),
     "training.csv": lambda folder: log(folder).row("training.csv", {"epoch": 1}, update=1),
     "validation.csv": lambda folder: log(folder).row("validation.csv", {"epoch": 1}, update=1),
     "app.json": lambda folder: log(folder).json("app.json", {}),
-    "log_str.txt": lambda folder: log(folder).text("log_str.txt", "said"),
+    "log_str.txt": lambda folder: log(folder).text("log_str.txt", "a line"),
     "profile.json": traced,
     "profile.txt": traced,
 }

@@ -17,7 +17,7 @@ def events(path):
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
 
 
-def told(path):
+def keys(path):
     """Each event as its key and epoch."""
     return [(event["key"], event["metadata"].get("epoch_num")) for event in events(path)]
 
@@ -42,7 +42,7 @@ def test_a_whole_run_is_logged(tmp_path):
     trained(log, 1, accuracy=50.0)
     trained(log, 2, 3)
     log.close()
-    assert told(path) == [
+    assert keys(path) == [
         *BEGINNING,
         *(("epoch_start", 1), ("epoch_stop", 1), ("epoch_start", 2)),
         *(("eval_start", 1), ("eval_stop", 1), ("eval_accuracy", 1)),
@@ -80,14 +80,14 @@ def test_a_restored_run_continues_from_its_checkpoint(tmp_path):
     log.close()
     log = MlperfLog(stopped, SUBMISSION)
     trained(log, 1, 2, accuracy=76.0)
-    log.close()  # interrupted: told as the end
+    log.close()  # interrupted: logged as the end
     with stopped.open("a") as file:
         file.write(':::MLLOG {"names')  # and killed while it wrote
     log = MlperfLog(stopped, SUBMISSION, done=1)
     trained(log, 2, 3, accuracy=10.0)
     log.close()
-    assert sorted(told(stopped), key=str) == sorted(told(straight), key=str)
-    assert told(stopped)[: len(BEGINNING)] == BEGINNING
+    assert sorted(keys(stopped), key=str) == sorted(keys(straight), key=str)
+    assert keys(stopped)[: len(BEGINNING)] == BEGINNING
     assert events(stopped)[-1]["value"] == {"success": True}  # by what was measured before
 
 
