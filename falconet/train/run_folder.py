@@ -366,6 +366,8 @@ def _fresh(options: commands.TrainOptions) -> Path:
     if saved and _logs_where_it_saves(options):
         return saved
     size, replicas = options.data.image_size, options.parallel.replicas
+    with named_option("model"):
+        side = zoo.image_size(options.model.model) if size == "auto" else size
     shape = RunShape(
         model=options.model.model,
         data=options.data.data,
@@ -378,7 +380,7 @@ def _fresh(options: commands.TrainOptions) -> Path:
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
-        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
+        image_size=side,
         suffix=options.run.name_suffix,
     )
     return fresh(style, shape, version=falconet.__version__)
