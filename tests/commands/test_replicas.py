@@ -149,7 +149,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path):
     assert found.returncode == 2
     assert (
         found.stderr
-        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; wanted a free one, such as {port + 1}\n"
+        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; choose a free port, such as {port + 1}\n"
     )
 
 

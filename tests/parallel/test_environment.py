@@ -1,4 +1,4 @@
-"""Whatever launcher started the processes, each finds its place."""
+"""Every process finds its place, whatever launcher started it."""
 
 import json
 
@@ -109,7 +109,7 @@ PLACES = {
         | {"SLURM_STEP_NUM_TASKS": ""},
         None,
     ),
-    "nobody": ({"PATH": "/bin"}, None),
+    "no launcher": ({"PATH": "/bin"}, None),
     "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     "a batch script without srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
     "TF_CONFIG of an estimator alone": ({"TF_CONFIG": "{}"}, None),
@@ -122,18 +122,18 @@ def test_a_process_finds_its_place(variables, place):
 
 
 MISTAKES = {
-    "RANK: got 'x' from the launcher, wanted a whole number": {"RANK": "x", "WORLD_SIZE": "2"},
+    "RANK: got 'x' from the launcher, expected an integer": {"RANK": "x", "WORLD_SIZE": "2"},
     "WORLD_SIZE: got 'two' from the launcher": {"RANK": "0", "WORLD_SIZE": "two"},
     "PMI_SIZE: got '' from the launcher": {"PMI_RANK": "0", "PMI_SIZE": ""},
-    "torchrun: says process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
+    "torchrun: this is process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
     "MASTER_PORT: got 99999": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"},
-    "MASTER_ADDR: is needed under mpirun on several hosts": {
+    "MASTER_ADDR: required under mpirun on several hosts": {
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     },
-    "TF_CONFIG: cannot be read": {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed": {"TF_CONFIG": "{'cluster'"},
 }
 
 

@@ -109,7 +109,7 @@ def kill_at_random(home, run, *, total, kills, extra=""):
 def test_killed_workers_restart_and_finish_bit_for_bit(straight, tmp_path):
     targets, code, out, err = kill_at_random(tmp_path, "r", total=48, kills=2)
     assert (code, err) == (0, ""), (targets, out)
-    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 2
+    assert out.count("was killed by SIGKILL; restarting all workers from the newest complete checkpoint") == 2
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
@@ -118,7 +118,7 @@ def test_a_killed_stage_restarts_and_the_run_finishes_bit_for_bit(tmp_path):
     assert finish(begin(f"train {LINE} {STAGES} --epoch 6 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=24, kills=1, extra=STAGES)
     assert (code, err) == (0, ""), (targets, out)
-    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 1
+    assert out.count("was killed by SIGKILL; restarting all workers from the newest complete checkpoint") == 1
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
 
@@ -180,9 +180,9 @@ def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
 ENDS = {
     "killed": (
         {0: -15, 1: -9},
-        " was killed by SIGKILL on {here} (by the system, if memory ran out there: `dmesg` tells)",
+        " was killed by SIGKILL on {here} (by the system, if it ran out of memory: see `dmesg`)",
     ),
-    "failed": ({0: -15, 1: 1}, " ended with exit code 1 on {here}"),
+    "failed": ({0: -15, 1: 1}, " exited with code 1 on {here}"),
 }
 
 
@@ -194,7 +194,7 @@ def test_giving_up_names_the_process_its_host_and_where_to_look(monkeypatch, fai
     with pytest.raises(WorldError) as caught:
         launch.launch(workers, progress=lambda: None, say=said.append)
     found = words.format(here=socket.gethostname())
-    assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (--max-restarts 1)"
+    assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (restarts allowed: 1)"
     assert len(said) == 1
 
 

@@ -1,4 +1,4 @@
-"""The same run under every launcher that is installed here ends with the same bits as under our own."""
+"""Every installed launcher gives the same bits as our own."""
 
 import json
 import os

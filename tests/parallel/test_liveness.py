@@ -1,4 +1,4 @@
-"""What a process says that was cut off from another: who, where, and what to do."""
+"""A process that lost another reports which one, where, and what to do."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from runs import wait_for
 
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
 HERE = socket.gethostname()
-BEGIN = "rank 0: lost another process, summing over the processes (Connection closed by peer [127.0.0.1]:5): "
-RESUME = "; the same line with --resume goes on from the newest checkpoint"
+BEGIN = "rank 0: lost another process while summing over the processes (Connection closed by peer [127.0.0.1]:5): "
+RESUME = "; resume the run to continue from the newest checkpoint"
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,8 @@ def test_a_lost_process_is_named_with_its_host_and_what_it_was_doing(two, monkey
         monkeypatch.setenv(environment.OWN, "1")
     two[1].close()
     said = str(two[0].lost("summing over the processes", BROKEN))
-    assert said.startswith(f"{BEGIN}rank 1 on {HERE} gives no sign of life, it was last seen ")
-    assert said.endswith(" s ago at update 7; see what it said last" + ("" if own else RESUME))
+    assert said.startswith(f"{BEGIN}rank 1 on {HERE} gives no sign of life, last seen ")
+    assert said.endswith(" s ago in update 7; see its last output" + ("" if own else RESUME))
 
 
 def test_the_reason_is_reported_when_no_process_is_lost(two, monkeypatch):
@@ -64,7 +64,7 @@ def test_the_reason_is_reported_when_no_process_is_lost(two, monkeypatch):
     )  # in which the other's thread gets a core, however busy the machine
     monkeypatch.setenv(environment.OWN, "1")
     said = str(two[0].lost("summing over the processes", BROKEN))
-    assert said == f"{BEGIN}every process gives signs of life, so a device or the network of {HERE} is to blame"
+    assert said == f"{BEGIN}all processes are alive, so suspect a device or the network of {HERE}"
 
 
 def test_the_launcher_can_end_a_process_that_lost_another(two):

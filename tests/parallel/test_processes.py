@@ -30,7 +30,7 @@ def test_a_difference_between_processes_is_reported_with_its_process():
 def test_a_missing_process_is_named_with_where_it_was_last_seen():
     with pytest.raises(AssertionError) as failed:
         gloo.in_world(2, replica_scenarios.late, 3)
-    assert "rank 0: waited 3 s in vain at update 7, waiting for everybody: rank 1 did not come" in str(failed.value)
+    assert "rank 0: timed out after 3 s in update 7, waiting for everybody: rank 1 did not arrive" in str(failed.value)
     assert "ago at update 6, reading images" in str(failed.value)
 
 

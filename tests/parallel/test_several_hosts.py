@@ -1,4 +1,4 @@
-"""Two hosts with two processes each, as network namespaces with a cable between them; one is cut off and comes back."""
+"""Two hosts (network namespaces) with two processes each; one is disconnected and comes back."""
 
 import os
 import re
@@ -112,8 +112,8 @@ def test_an_unreachable_host_is_named_and_the_run_resumes_when_it_is_back(hosts,
         hosts.cable("up")
     assert process.returncode == 1
     assert time.monotonic() - cut < 25 + 30 + 60, "the time-out, and torch's 30 s for those that do not end"
-    silent = r"rank 2 on right gives no sign of life, it was last seen \d+ s ago at .*; rank 3 on right gives no sign"
-    assert re.search(rf"rank [01]: waited 25 s in vain at update \d+, [a-z ']+: {silent}", err), err
+    silent = r"rank 2 on right gives no sign of life, last seen \d+ s ago in .*; rank 3 on right gives no sign"
+    assert re.search(rf"rank [01]: timed out after 25 s in update \d+, [a-z ']+: {silent}", err), err
     gone(hosts)
     process = hosts.begin(line, tmp_path)
     out, err = process.communicate(timeout=LIMIT)
@@ -139,7 +139,7 @@ def test_mixed_versions_are_refused_and_all_processes_end(hosts, tmp_path):
     assert process.returncode == 2
     assert re.fullmatch(
         r"falconet train: the version of falconet and torch: is '0\.0\.1 and .*' in process 3 and '.*' in process 0;"
-        r" wanted the same in both\n",
+        r" expected the same in both\n",
         err,
     )
     gone(hosts)
@@ -159,7 +159,7 @@ def test_a_port_in_use_is_refused_in_one_line(hosts, tmp_path):
     _, err = process.communicate(timeout=LIMIT)
     taken.communicate("\n", timeout=LIMIT)
     assert process.returncode == 2
-    assert err == f"poprun: MASTER_PORT: 29777 is in use on {hosts.network}.1; wanted a free one\n"
+    assert err == f"poprun: MASTER_PORT: 29777 is in use on {hosts.network}.1; choose a free port\n"
     gone(hosts)
 
 
