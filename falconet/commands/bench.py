@@ -12,7 +12,7 @@ from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
 from falconet.config.load import Loaded
 from falconet.config.options import Bench
-from falconet.errors import ConfigError, LinkError
+from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.report.console import Screen, counted
 
@@ -23,9 +23,15 @@ RESULTS = ("results.json", "results.csv", "results.md", "comparison.md")
 
 def run(loaded: Loaded[BenchOptions]) -> int:
     options, screen = loaded.options.bench, Screen()
-    old = results.read(options.compare) if options.compare else None
-    every = [benchmark for name in _specs(options) for benchmark in read_spec(find_spec(name))]
-    chosen = select(every, options.benchmark, convergence=options.include_convergence)
+    with named_option("compare"):
+        old = results.read(options.compare) if options.compare else None
+    with named_option("spec"):
+        paths = [find_spec(name) for name in _specs(options)]
+    every = [benchmark for path in paths for benchmark in read_spec(path)]
+    with named_option("benchmark"):
+        chosen = select(every, options.benchmark, convergence=options.include_convergence)
+    if not chosen:
+        raise ConfigError("--spec: all benchmarks train to an accuracy; add --include-convergence to run them")
     jobs = runner.prepare(chosen, wandb=options.allow_wandb, profile=options.profile, note=screen.line)
     if options.plan:
         _show_plan(jobs, screen)
@@ -72,9 +78,7 @@ def _specs(options: Bench) -> tuple[str, ...]:
     if options.spec:
         return options.spec
     if not Path(DEFAULT).exists():
-        raise ConfigError(
-            f"--spec: is required where there is no {DEFAULT}; expected a file, or {', '.join(builtin_specs())}"
-        )
+        raise ConfigError(f"required, because there is no {DEFAULT}: a file, or one of {', '.join(builtin_specs())}")
     return (DEFAULT,)
 
 
@@ -115,12 +119,12 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 
 
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
-    every = compare.metric_names(measured) if options.additional_metrics else []
+    every = results.metric_names(measured) if options.additional_metrics else []
     names = list(dict.fromkeys([*every, *options.csv_metrics]))
     try:
         results.write(folder / "results.json", measured, about)
-        compare.write_csv(folder / "results.csv", measured, metrics=names)
-        writing.replace(folder, "results.md", compare.results_markdown(measured, about))
+        results.write_csv(folder / "results.csv", measured, metrics=names)
+        writing.replace(folder, "results.md", results.markdown(measured, about))
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
@@ -128,11 +132,11 @@ def _write(measured: Sequence[results.Result], about: dict[str, object], options
 def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:
     """Print the tables; `left`: benchmarks that were not run."""
     screen.line("")
-    unknown = [name for name in options.csv_metrics if name not in compare.metric_names(measured)]
+    unknown = [name for name in options.csv_metrics if name not in results.metric_names(measured)]
     if unknown:
         screen.line(f"note: --csv-metrics: nothing measured {', '.join(unknown)}; the columns are empty")
     text = (folder / "results.md").read_text(encoding="utf-8")
-    for line in compare.plain_table(text):
+    for line in results.plain_table(text):
         screen.line(line)
     for line in text.splitlines():
         if line.startswith("- "):
@@ -152,14 +156,14 @@ def _compare(
     """Print what changed; returns whether anything lost more than the margin."""
     earlier, there = old
     comparisons = list(compare.compare(earlier, measured))
-    text = compare.comparison_markdown(comparisons, margin=options.margin)
+    text = compare.markdown(comparisons, margin=options.margin)
     writing.replace(folder, "comparison.md", text)
     screen.line("")
     here = machine()
     other = [name for name in ("devices", "processor", "cores") if there.get(name) != here[name]]
     if other:
         screen.line(f"note: {options.compare} was measured on another machine ({', '.join(other)} differ)")
-    for line in compare.plain_table(text):
+    for line in results.plain_table(text):
         screen.line(line)
     lost = [one.name for one in comparisons if one.loses_more_than(options.margin)]
     if lost:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
 from falconet.bench.measurements import Measured, leave, settled
+from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy
 from falconet.checkpoint import format
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
@@ -237,4 +237,5 @@ def _write(options: InferOptions, series: Series, resident: Series, *, facts: di
         "resident_throughput_seconds": resident.throughput,
         "resident_latency_seconds": resident.latency,
     }
-    leave(content, output=options.inference.output)
+    with named_option("output"):
+        leave(content, output=options.inference.output)

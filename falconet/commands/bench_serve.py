@@ -12,9 +12,9 @@ import torch
 
 from falconet.bench import load_test
 from falconet.bench.client import Job, Outcome
+from falconet.bench.execution import terminated_as_interrupted
 from falconet.bench.load_test import Target, Tensors, Together
 from falconet.bench.measurements import leave, settled
-from falconet.bench.process import terminated_as_interrupted
 from falconet.checkpoint import format
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
@@ -23,7 +23,7 @@ from falconet.config.settings import LINE, Setting, spelled
 from falconet.data.dataset import Dataset, open_dataset
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
-from falconet.errors import ConfigError, WorldError
+from falconet.errors import ConfigError, WorldError, named_option
 from falconet.infer.predictor import Pixels, Predictor, open_classifier
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
@@ -86,7 +86,9 @@ def _note_unused(options: BenchServeOptions, line: Sequence[Setting], screen: Sc
 @contextlib.contextmanager
 def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Target]:
     if options.load.url is not None:
-        yield Target.at(options.load.url, options.model.model)
+        with named_option("url"):
+            target = Target.at(options.load.url, options.model.model)
+        yield target
         return
     with load_test.started(["serve", *_server_line(options, line)]) as target:
         yield target
@@ -230,7 +232,8 @@ def _write(found: Together, options: BenchServeOptions) -> None:
         "throughput_seconds": found.spacing,
         "latency_seconds": found.latencies,
     }
-    leave(content, output=options.load.output)
+    with named_option("output"):
+        leave(content, output=options.load.output)
 
 
 def _check(outcomes: Sequence[Outcome], job: Job, screen: Screen) -> int:

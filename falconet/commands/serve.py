@@ -37,14 +37,15 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             max_queue=max(value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
         )
         batcher = Batcher(predictor.lanes(), policy)
-        room = app.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
+        memory = app.Memory(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
 
-        def fronts() -> list[app.Front]:
+        def fronts() -> list[app.FrontEnd]:
             """One for the batcher's own thread, the others with a thread each."""
             count = value_or(serving.front_ends, FRONT_ENDS if classifier.device.type == "cuda" else 1)
             ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (count - 1)]
             return [
-                app.Front(served, way, counts=batcher.counts, room=room, max_delay=policy.max_delay) for way in ways
+                app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=policy.max_delay)
+                for way in ways
             ]
 
         host, port = listening.getsockname()[:2]

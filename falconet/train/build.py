@@ -184,7 +184,8 @@ class BuiltPhase:
         """The model and its optimizer before the first update."""
         options, grid, device = self.options, self.site.grid, self.site.world.device
         undecayed = self._undecayed()
-        span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
+        with named_option("batchnorm_span"):
+            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
         if options.training.batchnorm_per_update:
             move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
@@ -261,7 +262,8 @@ def build_replicas(model: nn.Module, world: World, *, bucket: float, sharded: bo
     """The replicas of `model` in `world`; a world of one has nothing to divide. `bucket`: megabytes."""
     if not isinstance(world, Processes):
         return OneReplica()
-    return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
+    with named_option("enable_optimizer_rts"):
+        return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
 def attach_pieces(

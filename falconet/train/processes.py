@@ -17,7 +17,7 @@ from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
-from falconet.errors import CheckpointError, ConfigError, WorldError
+from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
@@ -150,14 +150,20 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
     if place is not None:
-        return over_processes(asked, size=place.size, launcher=place.launcher)
+        try:
+            return over_processes(asked, size=place.size, launcher=place.launcher)
+        except DeviceError as error:
+            raise DeviceError(f"--strict-devices: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"--replicas: {error}") from None
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
-        return over_devices(asked, devices=max(1, count), what=f"{are(count, 'CUDA device')} here")
-    cores = resources.cores()
-    return over_devices(
-        asked, devices=PROCESSES_PER_CORE * cores, what=f"{are(cores, 'core')} here, for 2 processes each"
-    )
+        devices, what = max(1, count), f"{are(count, 'CUDA device')} here"
+    else:
+        cores = resources.cores()
+        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for 2 processes each"
+    with named_option("strict_devices"):
+        return over_devices(asked, devices=devices, what=what)
 
 
 def _check_stages(stages: int) -> None:

@@ -230,10 +230,12 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     logging = loaded.options.logging
     drawn: list[TensorBoard | WeightsAndBiases] = []
     if logging.tensorboard:
-        drawn.append(TensorBoard(folder / "tensorboard"))
+        with named_option("tensorboard"):
+            drawn.append(TensorBoard(folder / "tensorboard"))
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
-        drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+        with named_option("wandb"):
+            drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 

@@ -55,7 +55,7 @@ def by_dialect(name):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_benchmark_does_what_the_line_of_the_page_means(name):
+def test_a_benchmark_does_what_the_original_line_does(name):
     translation = by_dialect(name)
     kind = TrainOptions if translation.command == "train" else InferOptions
     wanted = parse(kind, translation.settings).options
@@ -81,7 +81,7 @@ def test_every_benchmark_is_compared():
     assert benchmarks == LINES.keys()
 
 
-def test_the_norms_are_the_programs():
+def test_norms_match_the_tensorflow_program():
     """Group norm of every G-th channel with the operation's own epsilon, 1e-3 in EfficientNets: inventory 2.2."""
     for name, entry in ENTRIES.items():
         grouped = "resnext101_train" in name or "efficientnet_b4" in name

@@ -136,7 +136,7 @@ def test_average_of_a_scaled_run_restores_with_its_scale(falconet):
     assert answer.code == 0, answer.err
 
 
-def test_no_state_is_counted_twice(falconet, run):
+def test_links_and_copies_count_once(falconet, run):
     falconet("average --checkpoint-input-path r")
     first = weights(AVERAGED)
     shutil.copytree(run / "checkpoints" / NAMES[1], run / "checkpoints/best")
@@ -214,7 +214,7 @@ MISTAKES = {
     f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (
         f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; expected another name"
     ),
-    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other things",
+    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other files",
     "--checkpoint-input-path r --weight-avg-N 0": "--weight-avg-N",
     "--checkpoint-input-path r --weight-avg-strategy median": "--weight-avg-strategy",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.bench.process import build_command
+from falconet.bench.execution import build_command
 from falconet.bench.spec import builtin_specs, find_spec, read_spec
 from falconet.config.commands import COMMANDS
 from falconet.config.fields import options_of
@@ -104,13 +104,12 @@ def test_failing_entry_shows_its_last_line_and_the_others_run(falconet, tmp_path
 
 MISTAKES = {
     "--spec nothing.yml": "nothing.yml: cannot be read: No such file or directory",
-    "--spec smok": "--spec: no spec is named 'smok'; did you mean 'smoke'?",
-    "": "--spec: is required where there is no ./benchmarks.yml; expected a file, or gpu, pytorch_inference,"
-    " pytorch_train,"
-    " smoke, tensorflow",
-    "--spec smoke --benchmark smoke_train_digit": "--benchmark: no benchmark is named 'smoke_train_digit'; did you"
+    "--spec smok": "--spec: there is no spec 'smok'; did you mean 'smoke'?",
+    "": "--spec: required, because there is no ./benchmarks.yml: a file, or one of gpu, pytorch_inference,"
+    " pytorch_train, smoke, tensorflow",
+    "--spec smoke --benchmark smoke_train_digit": "--benchmark: there is no benchmark 'smoke_train_digit'; did you"
     " mean 'smoke_train_digits'?",
-    "--spec smoke --compare none.json": "--compare: none.json: cannot be read: No such file or directory",
+    "--spec smoke --compare none.json": "--compare: cannot read none.json: No such file or directory",
     "--spec smoke --repeat 0": "--repeat: got '0', expected a whole number, at least 1",
     "--spec smoke --log-dir /proc/x": "--log-dir: cannot write to /proc/x: No such file or directory",
 }

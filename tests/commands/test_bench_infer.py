@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.bench.inference import Series
+from falconet.bench.timing import Series
 from falconet.parallel.environment import Place
 from tiny import TINY
 

@@ -28,10 +28,10 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
 
 
 MISTAKES = {
-    "--replicas 8 --strict-devices": "--strict-devices: --replicas 8 needs as many devices; 2 cores are here",
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
     "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 asked for)",
+    "--replicas 8 --strict-devices": "--strict-devices: 8 replicas asked for, which takes 8 devices; 2 cores are here",
 }
 
 
@@ -149,7 +149,7 @@ def test_port_in_use_is_one_line(tmp_path):
     assert found.returncode == 2
     assert (
         found.stderr
-        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; wanted a free one, such as {port + 1}\n"
+        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; choose a free port, such as {port + 1}\n"
     )
 
 

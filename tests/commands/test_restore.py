@@ -116,7 +116,7 @@ def test_newest_whole_checkpoint_is_taken_and_the_torn_one_named(falconet):
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-5])
     answer = falconet("restore --checkpoint-input-path r")
     assert answer.code == 0, answer.err
-    assert "passed over r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
+    assert "skipped r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
     assert "restored r/checkpoints/resnet8-cifar_generated_2, update 8 of 12" in answer.out
     assert format.verify(newest).progress.update == 12
 
@@ -130,7 +130,7 @@ def test_torn_checkpoint_asked_for_by_name_is_refused_and_a_whole_one_offered(fa
     answer = falconet(f"restore --checkpoint-input-path {newest}")
     assert answer.code == 2
     assert "optimizer.safetensors: contents changed since it was written (digest mismatch)" in answer.err
-    assert "the newest whole one is r/checkpoints/resnet8-cifar_generated_1" in answer.err
+    assert "the newest complete one is r/checkpoints/resnet8-cifar_generated_1" in answer.err
     assert newest.exists()
 
 

@@ -80,7 +80,7 @@ def test_signal_stops_the_server_after_requests_in_flight(number, code):
 def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
     with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
-        assert lines[0].startswith("weights of r/checkpoints/")
+        assert lines[0].startswith("loaded r/checkpoints/")
         name = re.search(r"serving (\S+) at", lines[-1])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
             connection.request("GET", f"/v2/models/{name}")
@@ -102,8 +102,8 @@ def test_mistakes_are_one_line(falconet):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         mistakes = {
-            f"--model resnet8-cifar --port {port}": f"--port: {port} is in use on 127.0.0.1; wanted another one",
-            "--port 0": "--checkpoint-input-path: is needed, or --model NAME to measure with random weights",
+            f"--model resnet8-cifar --port {port}": f"cannot listen on '127.0.0.1': port {port} is in use",
+            "--port 0": "--checkpoint-input-path: required, or --model NAME to measure with random weights",
             "--port 0 --checkpoint-input-path none": "none: no such file or folder",
             "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
             "--port 70000 --model resnet50": "--port: got '70000', expected a whole number, from 0 to 65535, or auto",

@@ -125,7 +125,7 @@ MISTAKES = {
         2,
         "--norm-num-groups: got 32, which does not divide the 16 channels of layer 'bn1'; 16 divides every layer",
     ),
-    "train --device cuda": (2, "falconet train: --device cuda: PyTorch sees no CUDA device here"),
+    "train --device cuda": (2, "falconet train: device cuda: PyTorch finds no CUDA device here"),
 }
 
 
@@ -261,7 +261,7 @@ def test_disk_that_fills_up_reports_how_to_continue(falconet, monkeypatch):
 
 
 def test_run_without_a_terminal_reports_its_start(falconet):
-    assert "training begins: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
+    assert "training starts: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -72,7 +72,7 @@ def test_missing_key_is_one_line_with_a_way_out(falconet, wandb, monkeypatch):
     assert (answer.code, answer.err) == (
         2,
         "falconet upload: Weights & Biases: No API key configured. Use `wandb login` to log in;"
-        " WANDB_MODE=offline needs neither key nor network\n",
+        " WANDB_MODE=offline needs neither a key nor a network\n",
     )
 
 

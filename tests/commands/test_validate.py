@@ -178,7 +178,9 @@ def test_hostile_pickle_is_refused_and_not_executed(falconet, suffix):
     torch.save({"state_dict": Hostile()}, f"w{suffix}")
     answer = falconet(f"validate --checkpoint-input-path w{suffix} --model resnet8-cifar --data digits")
     assert answer.code == 2
-    assert re.fullmatch(rf"falconet validate: w{suffix}: refused, it asks for \S*mkdir; .*\n", answer.err), answer.err
+    assert re.fullmatch(rf"falconet validate: w{suffix}: refused: it would import \S*mkdir; .*\n", answer.err), (
+        answer.err
+    )
     assert not Path("executed").exists()
 
 
@@ -200,7 +202,7 @@ def test_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_o
     answer = falconet(f"validate --checkpoint-input-path r/checkpoints/{NAMES[0]}")
     assert answer.code == 2
     assert f"{NAMES[0]}/model.safetensors: 7 bytes short" in answer.err
-    assert answer.err.endswith(f"; the newest whole one is r/checkpoints/{NAMES[2]}\n")
+    assert answer.err.endswith(f"; the newest complete one is r/checkpoints/{NAMES[2]}\n")
     assert answer.err.count("\n") == 1
 
 
@@ -221,7 +223,7 @@ MISTAKES = {
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
     "--checkpoint-input-path empty": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
-    "--checkpoint-input-path r/plan.txt": "r/plan.txt: a file; wanted a checkpoint or a folder of them",
+    "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
     "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",

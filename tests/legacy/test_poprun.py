@@ -118,7 +118,7 @@ def test_another_exit_code_is_told_with_its_rank(tmp_path):
     program = [sys.executable, "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))"]
     code, _, err = run("--num-replicas 2", program, tmp_path)
     assert code == 1
-    assert err.endswith(": rank 1 ended with exit code 3\n")
+    assert err.endswith(": rank 1 exited with code 3\n")
     assert err.count("\n") == 1
 
 

@@ -43,7 +43,7 @@ FOLDED = {
     ),
     "--replicas 2 --pipeline-splits auto:5": (
         "global batch 16 = micro-batch 8 x accumulation 1 x replicas 2",
-        "5 stages asked for, 2 cores are here, for 2 processes each: all of a replica's run in one process",
+        "5 stages asked for, 2 cores are here, for 2 processes each: all stages of a replica run in one process",
         "recomputes 4 blocks",
     ),
 }
@@ -108,7 +108,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, extra, message):
+def test_every_mistake_is_refused_in_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err

@@ -1,4 +1,4 @@
-"""Where a process listens: at the one address that was asked for, on loopback when all are on one host."""
+"""Which interfaces processes listen on: one address, and loopback when all are on one host."""
 
 import errno
 import ipaddress
@@ -16,19 +16,18 @@ NETWORK = Path("/proc/self/ns/net")
 
 
 def store_at(address: str, port: int, size: int | None, *, wait: timedelta) -> TCPStore:
-    """The store that other processes come to, at that address alone; torch's own would listen on every interface."""
+    """Open a store that listens on one address only; torch's would listen on every interface."""
     server = listener(address, port)
     own, port = server.getsockname()[:2]
-    reached = LOOPBACK if own in ("0.0.0.0", "::") else own  # by ourselves
+    reached = LOOPBACK if own in ("0.0.0.0", "::") else own  # from this host
     return TCPStore(reached, port, size, True, wait, master_listen_fd=server.detach())
 
 
 def listener(address: str, port: int) -> socket.socket:
-    """A socket that listens there, and on no other interface.
+    """Open a socket that listens on one address.
 
-    Two addresses cannot be listened at, and then it is all interfaces here too: one that is not of this host (a
-    service's, in front of it), and a name that means loopback here alone (Debian's 127.0.1.1), where others would
-    knock in vain.
+    For two kinds of address it must listen on all interfaces: one that does not belong to this host (that of a service
+    in front of it), and a name that means loopback only here (Debian's 127.0.1.1), where others could not connect.
     """
     found = [(each[0], str(each[4][0])) for each in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
     family, own = next((each for each in found if each[0] == socket.AF_INET), found[0])
@@ -43,7 +42,7 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means this host to every host, by itself: a name may mean another thing to each."""
+    """Whether an address is loopback on every host; a name may mean something else on each."""
     return address == "localhost" or _is_loopback(address)
 
 
@@ -60,17 +59,17 @@ def _everywhere(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def network() -> str:
-    """The same text in every process that shares this one's network, and so its loopback; containers have their own."""
+def namespace() -> str:
+    """An id shared by all processes with the same network namespace, and so the same loopback."""
     try:
         return f"{BOOT.read_text().strip()} {NETWORK.readlink()}"
     except OSError:
-        return ""  # not told: then nothing is taken to be shared
+        return ""  # unknown: assume that nothing is shared
 
 
 def keep_to_loopback() -> None:
-    """Let gloo and NCCL listen there alone, unless another interface was asked for."""
+    """Let gloo and NCCL listen on loopback only, unless another interface was chosen."""
     if "lo" not in (name for _, name in socket.if_nameindex()):
-        return  # a network without one: gloo takes what there is
+        return  # without loopback, gloo takes any interface
     for variable in INTERFACES:
         os.environ[variable] = os.environ.get(variable) or "lo"

@@ -1,6 +1,6 @@
-"""How torch's agents meet, one on each host: torch's ways, with nothing unpickled and no port on every interface.
+"""The rendezvous of torch's agents, one per host, without unpickling and without a port on every interface.
 
-Torch's c10d rendezvous unpickles the content of a store that any program can write to, and so runs its code.
+Torch's c10d rendezvous unpickles the content of a store that any program can write to, and so executes its code.
 """
 
 import json
@@ -30,16 +30,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from falconet.parallel.environment import LOOPBACK, PORT
-from falconet.parallel.listening import is_loopback, store_at
+from falconet.parallel.network import is_loopback, store_at
 
 ONE_HOST, IN_ORDER, ELASTIC = "falconet-one-host", "falconet-in-order", "falconet-elastic"
 ELASTIC_PORT = 29400  # torch's own default
 
 
-class Meeting(RendezvousHandler):
-    """Hosts whose number and order are known beforehand, as in torch's static rendezvous: no state to agree on.
+class FixedRendezvous(RendezvousHandler):
+    """Hosts whose number and order are known, as in torch's static rendezvous: there is no state to agree on.
 
-    What the agents tell one another beyond that, torch writes as JSON.
+    Anything else that agents exchange, torch writes as JSON.
     """
 
     def __init__(self, params: RendezvousParameters, *, rank: int, open_store: Callable[[], Store]) -> None:
@@ -52,7 +52,7 @@ class Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers use the store of the first host's agent; those of one host open their own."""
+        """Whether the workers use the store of the first agent; on one host they open their own."""
         return self._params.backend == IN_ORDER
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -65,7 +65,7 @@ class Meeting(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """The number of hosts is fixed: none could join later."""
+        """Nothing to do: the number of hosts is fixed."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -78,17 +78,17 @@ class Meeting(RendezvousHandler):
 
 
 def _free_port() -> int:
-    """For the workers' own store, on loopback; another one for every attempt, as a killed worker's may linger."""
+    """A port for the workers' store on loopback; new for every attempt, because a killed worker's may linger."""
     with socket.create_server((LOOPBACK, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def _one_host(params: RendezvousParameters) -> Meeting:
-    """One agent: its store is in its own memory, and no other process can reach it."""
-    return Meeting(params, rank=0, open_store=HashStore)
+def _one_host(params: RendezvousParameters) -> FixedRendezvous:
+    """One agent, whose store is in memory where no other process can reach it."""
+    return FixedRendezvous(params, rank=0, open_store=HashStore)
 
 
-def _in_order(params: RendezvousParameters) -> Meeting:
+def _in_order(params: RendezvousParameters) -> FixedRendezvous:
     rank = int(params.config["rank"])
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     wait = timedelta(seconds=int(params.config["timeout"]))
@@ -98,11 +98,11 @@ def _in_order(params: RendezvousParameters) -> Meeting:
             return store_at(host, port, params.max_nodes, wait=wait)
         return TCPStore(host, port, params.max_nodes, False, wait)
 
-    return Meeting(params, rank=rank, open_store=open_store)
+    return FixedRendezvous(params, rank=rank, open_store=open_store)
 
 
 def _elastic(params: RendezvousParameters) -> RendezvousHandler:
-    """Torch's c10d rendezvous: hosts may come and go, and their state is in a store at the endpoint."""
+    """Torch's c10d rendezvous: hosts may join and leave, and their state is in a store at the endpoint."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=ELASTIC_PORT)
     wait = timedelta(seconds=int(params.get("read_timeout", 60)))
     asked = params.get_as_bool("is_host")
@@ -112,13 +112,13 @@ def _elastic(params: RendezvousParameters) -> RendezvousHandler:
             store = store_at(host, port, None, wait=wait)
         except OSError:
             if asked:
-                raise  # else another agent on this host has the port, and the store
+                raise  # otherwise another agent on this host has the port and the store
     store = store or TCPStore(host, port, None, False, wait)
     return create_handler(store, JsonBackend(C10dRendezvousBackend(store, params.run_id), params.run_id), params)
 
 
 def is_own(host: str) -> bool:
-    """Whether a name or an address is one of this host's: what can be bound is."""
+    """Whether a name or address belongs to this host, which is so if it can be bound."""
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -129,9 +129,9 @@ def is_own(host: str) -> bool:
 
 
 class JsonBackend(RendezvousBackend):
-    """The state of an elastic rendezvous as JSON in the store.
+    """Keeps the state of an elastic rendezvous in the store as JSON.
 
-    Torch's handler takes and gives its state as a pickle: here those pickles are made by this very process.
+    Torch's handler exchanges its state as a pickle; here those pickles never leave this process.
     """
 
     def __init__(self, inner: RendezvousBackend, run_id: str) -> None:
@@ -159,7 +159,7 @@ class JsonBackend(RendezvousBackend):
 
 
 def as_json(state: _RendezvousState) -> bytes:
-    """The state as text; hosts as lists of their name, process number and a number within that."""
+    """Encode a state; a node is its host name, process id and local id."""
     return json.dumps(
         {
             "round": state.round,
@@ -175,7 +175,7 @@ def as_json(state: _RendezvousState) -> bytes:
 
 
 def from_json(stored: bytes) -> _RendezvousState:
-    """The state of such a text; raises ValueError, KeyError, TypeError or RecursionError for any other bytes."""
+    """Decode a state; raises ValueError, KeyError, TypeError or RecursionError for anything else."""
     content: dict[str, Any] = json.loads(stored)
     state = _RendezvousState()
     state.round = int(content["round"])

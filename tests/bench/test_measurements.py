@@ -1,12 +1,12 @@
-"""What a run measured, from files and lines that were made by hand."""
+"""Measurements read from hand-made files and output."""
 
 import json
 import re
 
 import pytest
 
+from falconet.bench.execution import Ended
 from falconet.bench.measurements import Measured, Sample, measure
-from falconet.bench.process import Ended
 from falconet.bench.spec import Benchmark, Metric
 
 THROUGHPUT = Metric(pattern=re.compile(r"throughput: *(.*?) samples\/sec"), skip=1)
@@ -37,7 +37,7 @@ def training(folder, rates, *, batch=64, waiting=10.0, summary=True):
         (folder / "summary.json").write_text(json.dumps({"peak_memory_bytes": 3 << 30}))
 
 
-def test_a_training_run_without_its_warm_up(tmp_path):
+def test_a_training_run_is_measured_without_its_warm_up(tmp_path):
     training(tmp_path / "runs/r", [10.0] + [640.0] * 9 + [320.0])
     found = measure(benchmark(tmp_path), {}, ended(), tmp_path / "runs")
     # nine stretches of 128 images in 0.2 s and one in 0.4 s
@@ -52,14 +52,14 @@ def test_a_training_run_without_its_warm_up(tmp_path):
     assert found.metrics["throughput"] == found.throughput
 
 
-def test_a_run_that_was_killed_keeps_what_it_logged(tmp_path):
+def test_a_killed_run_keeps_what_it_logged(tmp_path):
     training(tmp_path / "runs/r", [10.0, 64.0, 64.0], summary=False)
     found = measure(benchmark(tmp_path), {}, ended(), tmp_path / "runs")
     assert found.throughput == pytest.approx(64.0)
     assert found.peak_memory == 1 << 20
 
 
-def test_predictions_have_a_series_of_their_own_for_latency(tmp_path):
+def test_predictions_have_separate_latencies(tmp_path):
     (tmp_path / "runs").mkdir()
     content = {
         "images_per_batch": 8,
@@ -74,7 +74,7 @@ def test_predictions_have_a_series_of_their_own_for_latency(tmp_path):
     assert found.peak_memory == 5
 
 
-def test_other_programs_are_read_by_their_lines(tmp_path):
+def test_other_programs_are_measured_by_their_output(tmp_path):
     spec = benchmark(
         tmp_path,
         metrics={
@@ -99,7 +99,7 @@ def test_other_programs_are_read_by_their_lines(tmp_path):
     }
 
 
-def test_a_latency_has_a_warm_up_of_its_own_and_is_a_metric_where_no_line_has_it(tmp_path):
+def test_latency_has_its_own_warm_up_and_is_a_metric_even_if_not_printed(tmp_path):
     latency = Metric(pattern=re.compile(r"latency: (\S+)"), skip=3)
     spec = benchmark(tmp_path, metrics={"throughput": THROUGHPUT, "latency": latency})
     lines = [f"latency: {value}" for value in (90, 80, 70, 5, 5)]
@@ -108,24 +108,24 @@ def test_a_latency_has_a_warm_up_of_its_own_and_is_a_metric_where_no_line_has_it
     assert measure(spec, {}, ended(), tmp_path).metrics["latency"] == pytest.approx(20.0)
 
 
-def test_the_rate_of_several_lines_is_all_images_over_all_seconds(tmp_path):
+def test_throughput_is_all_images_over_all_seconds(tmp_path):
     spec = benchmark(tmp_path, metrics={"throughput": THROUGHPUT})
     lines = [f"throughput: {rate} samples/sec" for rate in (5, 100, 50)]
     # as many images at 100 as at 50 in a second: 2 / (1/100 + 1/50)
     found = measure(spec, {}, ended(*lines), tmp_path)
     assert found.throughput == pytest.approx(200 / 3)
-    assert found.waiting_percent is None  # nobody measured it
+    assert found.waiting_percent is None  # not measured
 
 
-def test_folding_is_read_off_what_the_trainer_says(tmp_path):
-    said = "16 replicas asked for, 1 CUDA device is here: 1 runs, with 16 times the accumulation"
-    stages = "4 stages asked for, 1 CUDA device is here: all of a replica's run in one process"
-    found = measure(benchmark(tmp_path), {}, ended(f"note: {stages}", f"note: {said}", "other"), tmp_path)
-    assert found.folded == f"{stages}; {said}"
+def test_folding_is_read_from_the_trainers_output(tmp_path):
+    printed = "16 replicas asked for, 1 CUDA device is here: 1 runs, with 16 times the accumulation"
+    stages = "4 stages asked for, 1 CUDA device is here: all stages of a replica run in one process"
+    found = measure(benchmark(tmp_path), {}, ended(f"note: {stages}", f"note: {printed}", "other"), tmp_path)
+    assert found.folded == f"{stages}; {printed}"
     assert measure(benchmark(tmp_path), {}, ended("note: x has no effect"), tmp_path).folded is None
 
 
-def test_the_spread_within_a_run_is_that_of_blocks(tmp_path):
+def test_spread_within_a_run_is_over_blocks(tmp_path):
     fast, slow = Sample(10, 1.0), Sample(10, 2.0)
     found = Measured(samples=[fast, fast, slow, slow]).within()
     assert (found.count, found.mean, found.of) == (2, pytest.approx(7.5), "blocks of one run")

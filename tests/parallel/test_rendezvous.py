@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 import gloo
 import replica_scenarios
-from falconet.parallel import listening, meeting
+from falconet.parallel import network, rendezvous
 from runs import begin, finish, updates, wait_for
 from tiny import TINY
 from watched import descendants
@@ -89,7 +89,7 @@ def sized(content):
 
 
 def is_open_to_others(address):
-    return not listening.is_loopback(address)
+    return not network.is_loopback(address)
 
 
 def run_ids(pids):
@@ -139,7 +139,7 @@ def test_gloo_keeps_to_loopback_where_all_processes_share_a_network():
 def test_an_interface_that_was_asked_for_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
-    listening.keep_to_loopback()
+    network.keep_to_loopback()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
 
 
@@ -159,10 +159,10 @@ def test_a_store_listens_at_the_address_that_was_asked_for(monkeypatch, asked, m
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", resolved)
-        with listening.listener(asked, 0) as found:
+        with network.listener(asked, 0) as found:
             everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
             assert found.getsockname()[0] == (everywhere if expected == "::" else expected)
-    store = listening.store_at("127.0.0.1", 0, 1, wait=WAIT)
+    store = network.store_at("127.0.0.1", 0, 1, wait=WAIT)
     assert {address for address, port in listening_at([os.getpid()]) if port == store.port} == {"127.0.0.1"}
 
 
@@ -177,10 +177,10 @@ def some_state():
 
 def test_the_state_of_an_elastic_rendezvous_is_json_and_the_same_after_it():
     state = some_state()
-    found = meeting.from_json(meeting.as_json(state))
+    found = rendezvous.from_json(rendezvous.as_json(state))
     assert vars(found) == vars(state)
     assert list(found.participants) == list(state.participants)
-    assert vars(meeting.from_json(meeting.as_json(_RendezvousState()))) == vars(_RendezvousState())
+    assert vars(rendezvous.from_json(rendezvous.as_json(_RendezvousState()))) == vars(_RendezvousState())
     assert len(vars(state)) == 8, "torch's state has a part that JSON does not carry"
 
 
@@ -189,7 +189,7 @@ WRONG = {
     "no JSON": b"{",
     "another JSON": b"[]",
     "a part is missing": b'{"round": 1}',
-    "of another kind": meeting.as_json(_RendezvousState()).replace(b'"wait_list": []', b'"wait_list": [3]'),
+    "of another kind": rendezvous.as_json(_RendezvousState()).replace(b'"wait_list": []', b'"wait_list": [3]'),
     "endless": b"[" * 100_000,
 }
 
@@ -197,7 +197,7 @@ WRONG = {
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
 def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tmp_path, content):
     store, trace = HashStore(), tmp_path / "trace"
-    backend = meeting.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
+    backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     assert backend.get_state() is None
     bad = pickle.dumps(Touching(trace)) if content is None else content
     store.set("torch.rendezvous.job", b64encode(bad).decode())
@@ -211,14 +211,14 @@ def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tm
 
 def test_what_is_stored_is_text(tmp_path):
     store = HashStore()
-    backend = meeting.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
+    backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     state, token, has_set = backend.set_state(pickle.dumps(some_state()))
     assert has_set
     assert vars(pickle.loads(state)) == vars(some_state()) | {
         name: vars(pickle.loads(state))[name] for name in ("deadline", "last_heartbeats")
     }
     assert backend.get_state() == (state, token)
-    assert b64encode(meeting.as_json(pickle.loads(state))) == store.get("torch.rendezvous.job")
+    assert b64encode(rendezvous.as_json(pickle.loads(state))) == store.get("torch.rendezvous.job")
 
 
 # Two agents of one rendezvous, as on two hosts.

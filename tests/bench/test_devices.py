@@ -1,4 +1,4 @@
-"""How many devices a command was written for, in every spelling there is."""
+"""How many devices a command asks for, in every spelling."""
 
 import shlex
 
@@ -31,5 +31,5 @@ LINES = {
 
 
 @pytest.mark.parametrize(("line", "devices"), LINES.items())
-def test_the_devices_of_a_line(line, devices):
+def test_devices_needed_by_a_command_line(line, devices):
     assert devices_needed(shlex.split(line)) == devices

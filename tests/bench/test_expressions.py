@@ -1,4 +1,4 @@
-"""Arithmetic of specs: what it computes, and what it never runs."""
+"""Expressions in specs: what they compute, and what they never execute."""
 
 import pytest
 
@@ -18,11 +18,11 @@ HOSTILE = ["__import__('os').system('x')", "{throughput}.real", "9 ** 9 ** 9", "
 
 
 @pytest.mark.parametrize(("expression", "value"), SUMS.items())
-def test_an_expression_has_its_value(expression, value):
+def test_expressions_are_evaluated(expression, value):
     assert evaluate_expression(expression, VALUES) == value
 
 
 @pytest.mark.parametrize("expression", HOSTILE)
-def test_what_is_no_arithmetic_is_refused(expression):
+def test_anything_but_arithmetic_is_refused(expression):
     with pytest.raises(ConfigError, match="expr: "):
         check_expression(expression)

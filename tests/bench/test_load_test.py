@@ -1,4 +1,4 @@
-"""What the times of several clients mean together, worked out by hand, and a client against a real server."""
+"""Combined times of several clients, worked out by hand, and clients against a real server."""
 
 import contextlib
 import json
@@ -17,8 +17,8 @@ from falconet.infer.predictor import Predictor
 from served import NAME, PATH, SIDE, pixels, running, small_classifier
 
 
-def test_throughput_is_that_of_the_time_in_which_all_clients_are_at_work():
-    """One client begins a second later, the other ends two seconds earlier; one request takes a second."""
+def test_throughput_covers_the_time_when_all_clients_send():
+    """One client starts a second later, the other ends two seconds earlier; a request takes a second."""
     early = Outcome(times=[(float(t), t + 1.0) for t in range(10)])
     late = Outcome(times=[(t + 1.0, t + 2.0) for t in range(11)])
     found = together([early, late], in_flight=2)
@@ -28,7 +28,7 @@ def test_throughput_is_that_of_the_time_in_which_all_clients_are_at_work():
     assert found.latencies == [1.0] * (8 + 9)
 
 
-def test_bursts_of_answers_are_one_stretch():
+def test_a_burst_of_answers_is_one_stretch():
     """Four clients whose requests are always answered together, every half second."""
     bursts = Outcome(times=[(t / 2, (t + 1) / 2) for t in range(20)])
     found = together([bursts] * 4, in_flight=4)
@@ -37,14 +37,14 @@ def test_bursts_of_answers_are_one_stretch():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_requests_are_better_than_none(count):
+def test_clients_that_do_not_overlap_still_have_a_throughput(count):
     found = together([Outcome(times=[(float(t), t + 1.0) for t in range(count)])], in_flight=8)
     assert found.spacing == found.latencies == [1.0]
     apart = [Outcome(times=[(0.0, 1.0)]), Outcome(times=[(5.0, 6.0)])]
     assert together(apart, in_flight=2).latencies == [1.0, 1.0]
 
 
-def test_the_difference_is_a_share_of_the_largest_score():
+def test_difference_is_relative_to_the_largest_score():
     expected = np.array([[0.0, -10.0], [1.0, 0.5]])
     assert difference(expected, expected) == 0
     assert difference(expected + np.array([[0.1, 0], [0, 0]]), expected) == pytest.approx(0.01)
@@ -55,7 +55,7 @@ def test_the_difference_is_a_share_of_the_largest_score():
 
 @pytest.fixture
 def job(tmp_path):
-    """Clients of two batches of three images, which know the scores."""
+    """Clients with two batches of three images and their expected scores."""
     batches = np.stack([pixels(3, seed=number) for number in range(2)])
     (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
     np.save(tmp_path / "images.npy", batches)
@@ -75,7 +75,7 @@ def job(tmp_path):
 
 
 @pytest.mark.dist
-def test_clients_in_processes_see_the_models_answers(job):
+def test_client_processes_get_the_models_answers(job):
     with running() as found:
         outcomes = load_test.run_clients(replace(job, port=found.port), 2)
         assert [len(outcome.times) for outcome in outcomes] == [10, 10]
@@ -87,7 +87,7 @@ def test_clients_in_processes_see_the_models_answers(job):
 
 
 @pytest.mark.dist
-def test_an_answer_that_is_wrong_is_counted(job):
+def test_wrong_answers_are_counted(job):
     def wrong(portions):
         return [np.zeros((len(portion), 5), dtype=np.float32) for portion in portions]
 
@@ -98,39 +98,39 @@ def test_an_answer_that_is_wrong_is_counted(job):
 
 
 @pytest.mark.dist
-def test_a_client_that_fails_says_why_and_none_is_left(job):
+def test_a_failing_client_is_reported_and_none_is_left(job):
     with pytest.raises(WorldError, match=r"client 0: cannot connect: .*refused"):
         load_test.run_clients(job, 2)
-    with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*no model is named"):
+    with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*there is no model"):
         load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
 
 
-def test_a_client_that_ended_before_it_was_told_is_noticed_by_its_silence():
-    """Its broken pipe would be taken for that of our own output, whose reader went away."""
+def test_a_client_that_exits_early_is_reported():
+    """Its broken pipe must not be mistaken for a closed stdout."""
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.wait()
-        load_test._say(process, "go")
+        load_test._send(process, "go")
         assert load_test._line(process) == ""
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 URLS = {
-    "ftp://x": "--url: got 'ftp://x', wanted an address such as http://127.0.0.1:8000",
-    "http://x:port": "--url: got 'http://x:port'",
-    "http://": "--url: got 'http://'",
-    "127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/m: .*refused; wanted a server that runs",
+    "ftp://x": "got 'ftp://x', expected an address such as http://127.0.0.1:8000",
+    "http://x:port": "got 'http://x:port'",
+    "http://": "got 'http://'",
+    "127.0.0.1:1": "http://127.0.0.1:1/v2/models/m: .*refused; expected a running server",
 }
 
 
 @pytest.mark.parametrize(("url", "message"), URLS.items())
-def test_an_address_without_a_server_is_one_line(url, message):
+def test_an_address_without_a_server_is_refused_in_one_line(url, message):
     with pytest.raises(ConfigError, match=message):
         Target.at(url, "m").get()
 
 
-def test_a_model_that_takes_something_else_is_refused(monkeypatch):
+def test_a_model_with_other_inputs_is_refused(monkeypatch):
     about = {"inputs": [{"name": "x", "shape": [-1, 8, 8, 3], "datatype": "UINT8"}], "outputs": [{"name": "y"}]}
     monkeypatch.setattr(Target, "get", lambda self: json.loads(json.dumps(about)))
-    with pytest.raises(ConfigError, match=r"m takes .*, wanted one UINT8 tensor \[-1, 3, S, S\]"):
+    with pytest.raises(ConfigError, match=r"m takes .*, expected one UINT8 tensor \[-1, 3, S, S\]"):
         Tensors.of(Target.at("http://x", "m"))

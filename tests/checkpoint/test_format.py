@@ -71,7 +71,7 @@ def test_odd_layouts_and_shared_storage_come_back_as_values(tmp_path):
         np.testing.assert_array_equal(read[name].numpy(), tensor.detach().numpy(), strict=True)
 
 
-def test_reading_needs_no_falconet_but_a_json_reader_and_safetensors(tmp_path):
+def test_a_checkpoint_can_be_read_without_falconet(tmp_path):
     folder = saved(tmp_path / "a", epoch=3)
     record = json.loads((folder / "manifest.json").read_text())["files"]["model.safetensors"]
     data = (folder / "model.safetensors").read_bytes()
@@ -81,7 +81,7 @@ def test_reading_needs_no_falconet_but_a_json_reader_and_safetensors(tmp_path):
     assert np.frombuffer(data[8 + header :][slice(*where)], "<f4").tolist() == [3.0] * 6
 
 
-def test_the_manifest_keeps_what_it_is_given(tmp_path):
+def test_manifest_round_trips_its_content(tmp_path):
     given = content(
         2, class_names=["cat", "dog"], metrics={"validation_accuracy": 0.5}, plan=[1, 2], novelty={"a": [1]}
     )
@@ -94,21 +94,21 @@ def test_the_manifest_keeps_what_it_is_given(tmp_path):
     assert manifest.content["novelty"] == {"a": [1]}
 
 
-def test_a_manifest_of_tuples_integer_keys_and_not_a_number_is_whole(tmp_path):
+def test_manifest_with_tuples_integer_keys_and_nan_verifies(tmp_path):
     format.write(tmp_path / "a", tensors(), content(metrics={"loss": float("nan")}, plan={1: (2, 3)}))
     assert format.verify(tmp_path / "a").plan == {"1": [2, 3]}
 
 
-def test_several_files_are_read_one_by_one_and_a_wrong_name_is_answered(tmp_path):
+def test_files_are_read_by_stem_and_a_wrong_stem_gets_a_suggestion(tmp_path):
     format.write(tmp_path / "a", {"rank0": {"x": torch.zeros(1)}, "rank1": {"x": torch.ones(1)}}, content())
     manifest = format.verify(tmp_path / "a")
     assert format.read_tensors(tmp_path / "a", "rank1", verified=manifest)["x"].item() == 1
-    with pytest.raises(CheckpointError, match=r"holds no 'rank_1', only rank0, rank1; did you mean 'rank1'"):
+    with pytest.raises(CheckpointError, match=r"holds no 'rank_1'; it holds rank0, rank1; did you mean 'rank1'"):
         format.read_tensors(tmp_path / "a", "rank_1", verified=manifest)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_file_cut_at_any_byte_is_named(tmp_path, name):
+def test_a_file_truncated_at_any_byte_is_refused_by_name(tmp_path, name):
     path = saved(tmp_path / "a") / name
     data = path.read_bytes()
     for length in range(len(data)):
@@ -121,7 +121,7 @@ def test_a_file_cut_at_any_byte_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_flipped_bit_anywhere_is_named(tmp_path, name):
+def test_a_flipped_bit_anywhere_is_refused_by_name(tmp_path, name):
     path = saved(tmp_path / "a", metrics={"validation_accuracy": 0.5}) / name
     data = path.read_bytes()
     for place in range(len(data)):
@@ -132,12 +132,12 @@ def test_a_flipped_bit_anywhere_is_named(tmp_path, name):
             format.verify(tmp_path / "a")
 
 
-def test_sizes_and_digests_are_told_in_words(tmp_path):
+def test_wrong_sizes_and_digests_are_explained(tmp_path):
     path = saved(tmp_path / "a") / "model.safetensors"
     data = path.read_bytes()
     cases = {
-        data[:-5]: f"{path}: 5 bytes short of {len(data):,} (torn)",
-        data + b"123": f"{path}: 3 bytes more than {len(data):,} (not as written)",
+        data[:-5]: f"{path}: 5 bytes short of {len(data):,} (truncated)",
+        data + b"123": f"{path}: 3 bytes more than the expected {len(data):,}",
         data[:-1] + b"\xff": f"{path}: contents changed since it was written (digest mismatch)",
     }
     for damaged, message in cases.items():
@@ -157,14 +157,14 @@ NOT_MANIFESTS = {
     b"[" * 100_000: "not JSON",
     b"[1, 2]": "not the manifest of a Falconet checkpoint",
     b'{"name": "web-app", "files": []}': "not the manifest of a Falconet checkpoint",
-    b'{"format": 3, "files": {}}': "written by format 3, this Falconet reads up to 2: upgrade",
-    b'{"format": "1", "files": {}}': "'format' is str, wanted int",
+    b'{"format": 3, "files": {}}': "has format 3, but this version of Falconet reads at most 2",
+    b'{"format": "1", "files": {}}': "'format' is str, expected int",
     b'{"format": 1, "files": {}}': "digest mismatch",
 }
 
 
 @pytest.mark.parametrize(("text", "message"), NOT_MANIFESTS.items(), ids=[str(i) for i in range(len(NOT_MANIFESTS))])
-def test_what_is_not_our_manifest_is_told_in_one_line(tmp_path, text, message):
+def test_a_file_that_is_not_our_manifest_is_refused_in_one_line(tmp_path, text, message):
     (tmp_path / "manifest.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=message) as caught:
         format.read_manifest(tmp_path)
@@ -172,11 +172,11 @@ def test_what_is_not_our_manifest_is_told_in_one_line(tmp_path, text, message):
 
 
 WRONG_TYPES = {
-    "model": (7, "'model' is int, wanted str"),
-    "classes": (True, "'classes' is bool, wanted int"),
-    "progress": ({"epoch": 1.5, "images": 0, "update": 0}, "'epoch' is float, wanted int"),
-    "class_names": ([1, 2], "'class_names' holds other things than names"),
-    "metrics": ([], "'metrics' is list, wanted dict"),
+    "model": (7, "'model' is int, expected str"),
+    "classes": (True, "'classes' is bool, expected int"),
+    "progress": ({"epoch": 1.5, "images": 0, "update": 0}, "'epoch' is float, expected int"),
+    "class_names": ([1, 2], "'class_names' holds something other than names"),
+    "metrics": ([], "'metrics' is list, expected dict"),
 }
 
 
@@ -193,26 +193,30 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path):
     format.write_manifest(
         tmp_path / "a.tmp" / "manifest.json", content(), {"../x.safetensors": format.FileRecord(0, "")}
     )
-    with pytest.raises(CheckpointError, match="wanted plain names"):
+    with pytest.raises(CheckpointError, match="expected plain file names"):
         format.read_manifest(tmp_path / "a.tmp")
 
 
-def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path):
+def test_a_missing_folder_a_file_and_an_empty_folder_get_different_errors(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    for name, message in {"none": "no such checkpoint", "file": "a file; wanted", "empty": "no manifest.json"}.items():
+    for name, message in {
+        "none": "no such checkpoint",
+        "file": "is a file; expected",
+        "empty": "has no manifest.json",
+    }.items():
         with pytest.raises(CheckpointError, match=message):
             format.read_manifest(tmp_path / name)
 
 
-def test_saving_again_under_the_same_name_replaces(tmp_path):
+def test_saving_under_the_same_name_replaces_the_checkpoint(tmp_path):
     saved(tmp_path / "a", epoch=1)
     saved(tmp_path / "a", epoch=2)
     assert model_of(tmp_path / "a")["fc.weight"][0, 0] == 2
     assert leftovers(tmp_path) == []
 
 
-def test_saving_over_a_link_leaves_what_it_points_to(tmp_path):
+def test_saving_over_a_link_keeps_its_target(tmp_path):
     saved(tmp_path / "a", epoch=1)
     (tmp_path / "best").symlink_to("a")
     saved(tmp_path / "best", epoch=2)
@@ -224,12 +228,12 @@ def test_saving_over_a_link_leaves_what_it_points_to(tmp_path):
 def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"cannot save .*home: it holds other things \(thesis.tex\)"):
+    with pytest.raises(CheckpointError, match=r"cannot save .*home: it holds other files \(thesis.tex\)"):
         saved(tmp_path / "home")
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_file_in_the_way_is_told_in_one_line(tmp_path):
+def test_a_file_in_the_way_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "a"):
         with pytest.raises(CheckpointError) as caught:
@@ -251,7 +255,7 @@ def failing(real, call, error):
 
 @pytest.mark.parametrize("call", [0, 1, 2])  # the tensors, the manifest, the folder
 @pytest.mark.parametrize("there_already", [False, True])
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call, there_already):
+def test_a_full_disk_leaves_existing_checkpoints_alone(tmp_path, monkeypatch, call, there_already):
     saved(tmp_path / "a", epoch=1)
     target = tmp_path / ("a" if there_already else "b")
     monkeypatch.setattr(os, "fsync", failing(os.fsync, call, errno.ENOSPC))
@@ -263,7 +267,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call, there_al
 
 
 @pytest.mark.parametrize("call", [0, 1])  # the old one aside, the new one in
-def test_a_failed_rename_leaves_what_was_there(tmp_path, monkeypatch, call):
+def test_a_failed_rename_leaves_existing_checkpoints_alone(tmp_path, monkeypatch, call):
     saved(tmp_path / "a", epoch=1)
     monkeypatch.setattr(Path, "rename", failing(Path.rename, call, errno.EROFS))
     with pytest.raises(CheckpointError, match="Read-only file system"):
@@ -272,7 +276,7 @@ def test_a_failed_rename_leaves_what_was_there(tmp_path, monkeypatch, call):
     assert format.verify(tmp_path / "a").progress.epoch == 1
 
 
-def test_a_write_the_system_refuses_half_way_leaves_nothing_behind(tmp_path):
+def test_a_write_that_fails_half_way_leaves_nothing_behind(tmp_path):
     saved(tmp_path / "a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # bytes a file may have
@@ -300,13 +304,13 @@ def test_checkpoints_are_found_oldest_first_with_unreadable_ones_last(tmp_path):
     assert format.checkpoints_in(home / "notes") == []
 
 
-def test_a_mistyped_folder_is_answered_with_the_nearest(tmp_path):
+def test_a_mistyped_folder_gets_a_suggestion(tmp_path):
     (tmp_path / "digits-run/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="no such file or folder; did you mean 'digits-run'"):
         format.checkpoints_in(tmp_path / "digit-run")
 
 
-def test_the_newest_whole_one_is_found_and_each_torn_one_noted(tmp_path):
+def test_the_newest_complete_checkpoint_is_found_and_damaged_ones_are_noted(tmp_path):
     for epoch in (1, 2, 3, 4):
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_4" / "manifest.json").write_text("{")
@@ -317,33 +321,33 @@ def test_the_newest_whole_one_is_found_and_each_torn_one_noted(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]
 
 
-def test_an_average_is_the_newest_only_for_want_of_others(tmp_path):
+def test_an_average_is_chosen_only_when_there_is_nothing_else(tmp_path):
     saved(tmp_path / "averaged", 9, averaged=["epoch_1"])
     assert format.newest_whole(tmp_path, pytest.fail) == tmp_path / "averaged"
     saved(tmp_path / "epoch_1", 1)
     assert format.newest_whole(tmp_path, pytest.fail) == tmp_path / "epoch_1"
 
 
-def test_no_whole_checkpoint_at_all_is_told_with_what_was_found(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint in it"):
+def test_a_folder_without_a_complete_checkpoint_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         format.newest_whole(tmp_path, pytest.fail)
     for name in "ab":
         (saved(tmp_path / name) / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 2 .*b/model\.safetensors: missing"):
+    with pytest.raises(CheckpointError, match=r"none of its 2 .*b/model\.safetensors: missing"):
         format.newest_whole(tmp_path, lambda note: None)
 
 
-def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_an_older_one_offered(tmp_path):
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_offered(tmp_path):
     for epoch in (1, 2, 3):
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_3" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as caught:
         format.newest_whole(tmp_path / "epoch_3", pytest.fail)
     whole = tmp_path / "epoch_2"
-    assert str(caught.value).endswith(f"epoch_3/model.safetensors: missing; the newest whole one is {whole}")
+    assert str(caught.value).endswith(f"epoch_3/model.safetensors: missing; the newest complete one is {whole}")
 
 
-def test_with_nothing_to_offer_the_refusal_stands_alone(tmp_path):
+def test_a_refusal_without_an_alternative_is_unchanged(tmp_path):
     error = CheckpointError("torn")
     assert format.refuse(tmp_path / "a", error) is error
 
@@ -361,14 +365,14 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, 3), (5, 3), (3, 3), (1, 1), (0, 0)])
-def test_pruning_without_a_metric_counts_alone(tmp_path, keep, left):
+def test_pruning_without_a_metric_keeps_the_newest(tmp_path, keep, left):
     for epoch in (1, 2, 3):
         saved(tmp_path / f"epoch_{epoch}", epoch)
     format.prune(tmp_path, keep=keep)
     assert [format.verify(p).progress.epoch for p in format.checkpoints_in(tmp_path)] == list(range(4 - left, 4))
 
 
-def test_pruning_never_touches_what_is_torn_foreign_averaged_or_linked(tmp_path):
+def test_pruning_never_removes_damaged_foreign_averaged_or_linked_checkpoints(tmp_path):
     for epoch in range(1, 5):
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_1" / "model.safetensors").write_bytes(b"torn")
@@ -383,7 +387,7 @@ def test_pruning_never_touches_what_is_torn_foreign_averaged_or_linked(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == before - {"epoch_3"}
 
 
-def test_pruning_sweeps_what_killed_runs_left_an_hour_ago(tmp_path):
+def test_pruning_removes_hidden_folders_older_than_an_hour(tmp_path):
     saved(tmp_path / "epoch_1")
     for name, age in {".a.tmp-12-0a1b": 7200, ".b.old-12-0a1b": 7200, ".c.tmp-12-0a1b": 60, ".mine": 7200}.items():
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""From a benchmark's command as it is written to the words and the environment of a process."""
+"""Run a benchmark's command: fill in its parameters, start the process, log it and end it."""
 
 import contextlib
 import os
@@ -24,18 +24,20 @@ _PARAMETER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _TRAINS = ("train.py", "resnet_main.py")  # scripts of the originals
+GRACE = 30.0  # seconds to save and exit after a signal
+POLL = 0.05  # seconds between looking at the process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What is started: words, variables on top of the environment, and the folder."""
+    """A command line, its variables on top of the environment, and its folder."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     folder: Path
 
     def shown(self) -> str:
-        """As one would type it."""
+        """As it would be typed."""
         own = ["falconet", *self.argv[3:]] if self.argv[1:3] == ("-m", "falconet") else self.argv
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(own)])
@@ -44,7 +46,7 @@ class Command:
 def build_command(
     benchmark: Benchmark, parameters: Mapping[str, str], *, wandb: bool, profile: bool, note: Callable[[str], None]
 ) -> Command:
-    """The command of one variant."""
+    """Build the command of one variant."""
     filled = _with_parameters(benchmark, parameters)
     outside = os.environ | {name: os.path.expandvars(value) for name, value in benchmark.environment.items()}
     try:
@@ -56,7 +58,7 @@ def build_command(
         environment[found[1]] = found[2]
         del words[0]
     if not words:
-        raise ConfigError(f"{benchmark.where}: {benchmark.name}: cmd: has no program in it")
+        raise ConfigError(f"{benchmark.where}: {benchmark.name}: cmd: names no program")
     if not (wandb or benchmark.allow_wandb):
         words = _without_wandb(words)
     if profile and _trains(words):
@@ -64,18 +66,12 @@ def build_command(
     return Command(argv=tuple(_program(words)), environment=environment, folder=benchmark.folder)
 
 
-def child_environment(command: Command, runs: Path) -> dict[str, str]:
-    """This process's environment with the command's; programs of this Python come first, runs go to `runs`."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath])
-    return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1", RUNS: str(runs)} | dict(command.environment)
-
-
 def _with_parameters(benchmark: Benchmark, parameters: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1]
         if name not in parameters:
-            meant = did_you_mean(name, parameters) or "; wanted it among the parameters"
-            raise ConfigError(f"{benchmark.where}: {benchmark.name}: cmd: nothing is known of {{{name}}}{meant}")
+            meant = did_you_mean(name, parameters) or "; expected one of the parameters"
+            raise ConfigError(f"{benchmark.where}: {benchmark.name}: cmd: unknown parameter {{{name}}}{meant}")
         return parameters[name]
 
     return _PARAMETER.sub(value, benchmark.command)
@@ -85,7 +81,7 @@ def _with_variables(word: str, environment: Mapping[str, str], note: Callable[[s
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if not environment.get(name):
-            note(f"note: ${name} is {'empty' if name in environment else 'not set; taken as empty'}")
+            note(f"note: ${name} is {'empty' if name in environment else 'not set; using an empty string'}")
         return environment.get(name, "")
 
     return _VARIABLE.sub(value, word)
@@ -110,41 +106,37 @@ def _trains(words: list[str]) -> bool:
 
 
 def _program(words: list[str]) -> list[str]:
-    """Falconet and Python are those that run this, wherever the shell would look."""
+    """Use this Falconet and this Python, whatever PATH has."""
     if words[0] == "falconet":
         return [sys.executable, "-m", "falconet", *words[1:]]
     return [sys.executable, *words[1:]] if words[0] in ("python", "python3") else words
 
 
-GRACE = 30.0  # seconds to save and leave after a polite signal
-POLL = 0.05  # seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended, and what it printed."""
+    """How a process ended and what it printed."""
 
     code: int
     seconds: float
     lines: Sequence[str]
-    peak_memory: int  # bytes of the machine's memory, of the largest process as far as the system tells
+    peak_memory: int  # bytes of host memory, of the largest process as far as the system reports it
     stopped: Literal["timeout", "interrupted"] | None = None
-    unlogged: str = ""  # why the log is cut short, if it is
+    unlogged: str = ""  # why the log is incomplete, if it is
 
     @property
     def last_line(self) -> str:
-        return next((line.strip() for line in reversed(self.lines) if line.strip()), "nothing was printed")
+        return next((line.strip() for line in reversed(self.lines) if line.strip()), "(no output)")
 
 
 def run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
-    """Run a command to its end; standard output and error go to `log` as one. `timeout`: seconds."""
+    """Run a command to its end, with stdout and stderr merged into `log`. `timeout` is in seconds."""
     with none_left(), terminated_as_interrupted():
         return _run(command, runs=runs, log=log, timeout=timeout, echo=echo)
 
 
 def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo: Callable[[str], None]) -> Ended:
     log.parent.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         process = subprocess.Popen(
             command.argv,
@@ -153,12 +145,12 @@ def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            encoding="utf-8",  # whatever the locale here is
+            encoding="utf-8",  # whatever the locale
             errors="replace",
-            start_new_session=True,  # so that all of its processes can be reached, and Ctrl-C comes through us
+            start_new_session=True,  # so that all its processes can be signalled, and Ctrl-C goes through us
         )
     except OSError as error:
-        # Such as a program that is not there: the benchmark's failure, not ours.
+        # Such as a missing program: a failure of the benchmark, not of this program.
         line = f"{error.filename or command.argv[0]}: {error.strerror}"
         log.write_text(line + "\n", encoding="utf-8")
         return Ended(code=127, seconds=0.0, lines=[line], peak_memory=0)
@@ -178,7 +170,7 @@ def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo
     reader.join(timeout=GRACE)
     return Ended(
         code=process.returncode,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         lines=lines,
         peak_memory=child.peak,
         stopped=stopped,
@@ -186,8 +178,14 @@ def _run(command: Command, *, runs: Path, log: Path, timeout: float | None, echo
     )
 
 
+def child_environment(command: Command, runs: Path) -> dict[str, str]:
+    """This environment plus the command's; this Python's programs come first in PATH, and runs go to `runs`."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath])
+    return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1", RUNS: str(runs)} | dict(command.environment)
+
+
 class _Log:
-    """A file of lines that a full disk cuts short: a program whose output nobody reads would wait for ever."""
+    """A log that stops when the disk is full; reading continues, because a full pipe would block the program."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] | None = path.open("wb", buffering=0)
@@ -218,19 +216,19 @@ def _read(process: "subprocess.Popen[str]", log: _Log, lines: list[str], echo: C
 
 
 class _Child:
-    """A process, and the most memory that it was seen with."""
+    """A process and its peak memory."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
-        self._ours = host.accounted()  # at least what it began with
+        self._ours = host.accounted()  # at least what it started with
         self.peak = 0  # bytes
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether it ended before the time was over."""
+        """Wait for the end; return whether it came in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while deadline is None or time.monotonic() < deadline:
             self.peak = max(self.peak, host.peak_of(self._process.pid))
-            # Not Popen.wait, which throws away how much memory the process had.
+            # Not Popen.wait, which discards the memory usage.
             pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
             if pid:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -239,21 +237,21 @@ class _Child:
             time.sleep(POLL)
         return False
 
-    def stop(self, politely: signal.Signals) -> None:
-        """Ask all processes to leave, then make them."""
-        for number in (politely, signal.SIGTERM, signal.SIGKILL):
+    def stop(self, first: signal.Signals) -> None:
+        """Ask all processes to exit, then kill them."""
+        for number in (first, signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
             if self.wait(GRACE):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # what the first one left behind
+                    os.killpg(self._process.pid, signal.SIGKILL)  # child processes that are left
                 return
-        raise AssertionError("nothing outlives SIGKILL")
+        raise AssertionError("nothing survives SIGKILL")
 
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM is Ctrl-C, so that a scheduler's stop also keeps what was measured."""
+    """Treat SIGTERM as Ctrl-C, so that a stop by a scheduler also keeps what was measured."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

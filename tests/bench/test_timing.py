@@ -1,12 +1,12 @@
-"""Measuring predictions: how often, what is timed, and on which device."""
+"""Timing predictions: how often, what is timed, and on which device."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from falconet.bench import inference
-from falconet.bench.inference import measure_resident, measure_with_copy
+from falconet.bench import timing
+from falconet.bench.timing import measure_resident, measure_with_copy
 from falconet.data.buffers import Batch
 from falconet.parallel.world import ALONE, World
 
@@ -18,9 +18,9 @@ def batches(count, device="cpu"):
 
 
 @pytest.mark.parametrize("measure", [measure_resident, measure_with_copy])
-def test_every_batch_is_timed_and_batches_take_turns(measure, monkeypatch):
+def test_every_batch_is_timed_in_turn(measure, monkeypatch):
     seen, now = [], [0.0]
-    monkeypatch.setattr(inference, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def predict(images):
         seen.append(int(images[0, 0, 0, 0]))
@@ -32,7 +32,7 @@ def test_every_batch_is_timed_and_batches_take_turns(measure, monkeypatch):
     assert series.latency == series.throughput == [1, 1, 8, 1, 1]  # on a CPU batches cannot overlap
 
 
-def test_nothing_is_recorded_for_gradients():
+def test_predictions_record_no_gradients():
     weight = torch.ones(3, requires_grad=True)
     kept = []
 
@@ -45,7 +45,7 @@ def test_nothing_is_recorded_for_gradients():
 
 
 @pytest.mark.gpu
-def test_batches_one_behind_the_other_overlap_copies_and_cost_less_than_one_at_a_time():
+def test_consecutive_batches_overlap_copies_and_cost_less():
     world = World(device=torch.device("cuda"))
     model = torch.nn.Conv2d(3, 64, 3, padding=1).cuda()
     images = [

@@ -1,4 +1,4 @@
-"""How fast a model predicts: the latency of single batches, and the rate of batches one behind the other."""
+"""Time a model's predictions: the latency of single batches, and the rate of consecutive ones."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +14,24 @@ from falconet.parallel.world import World
 
 T = TypeVar("T")
 Predict = Callable[[Tensor], Tensor]  # N x 3 x S x S, pixels or values, on the device -> N x classes
-AHEAD = 4  # batches that the host may be ahead of the device: enough to keep it busy, a bounded share of its memory
+AHEAD = 4  # batches that the host may run ahead of the device: enough to keep it busy within bounded memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Seconds of every batch, the slowest replica's, the warm-up included."""
+    """Seconds per batch on the slowest replica, warm-up included."""
 
-    latency: list[float]  # one batch at a time, until its scores are there
-    throughput: list[float]  # one behind the other
+    latency: list[float]  # one batch at a time, until its scores have arrived
+    throughput: list[float]  # consecutive batches
 
 
 @torch.inference_mode()
 def measure_with_copy(predict: Predict, batches: Sequence[Batch], *, count: int, world: World) -> Series:
-    """From images in the host's memory to scores in the host's memory."""
+    """Time from images in host memory to scores in host memory."""
     device = world.device
 
     def there_and_back(batch: Batch) -> None:
-        predict(batch.images.to(device, non_blocking=True)).cpu()  # reading the scores waits for them
+        predict(batch.images.to(device, non_blocking=True)).cpu()  # waits for the scores
 
     world.barrier("inference")
     latency = [_timed(there_and_back, batch) for batch in islice(cycle(batches), count)]
@@ -45,7 +45,7 @@ def measure_with_copy(predict: Predict, batches: Sequence[Batch], *, count: int,
 
 @torch.inference_mode()
 def measure_resident(predict: Predict, batches: Sequence[Batch], *, count: int, world: World) -> Series:
-    """From images in the device's memory to scores in the device's memory."""
+    """Time from images in device memory to scores in device memory."""
     device = world.device
     images = [batch.images.to(device) for batch in batches]
 
@@ -63,13 +63,13 @@ def measure_resident(predict: Predict, batches: Sequence[Batch], *, count: int, 
 
 
 def _timed(call: Callable[[T], None], value: T) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call(value)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _spacing(answers: Iterator[Tensor]) -> list[float]:
-    """Seconds between the ends of answers that are computed one behind the other on the current stream."""
+    """Seconds between the ends of consecutive batches on the current stream."""
     events = [_marked()]
     for _ in answers:
         events.append(_marked())
@@ -86,7 +86,7 @@ def _marked() -> torch.cuda.Event:
 
 
 def _everywhere(world: World, latency: list[float], throughput: list[float]) -> Series:
-    """The slowest replica's seconds of each batch, on each of them."""
+    """Share the slowest replica's times with all replicas."""
     own = torch.tensor([latency, throughput], dtype=torch.float64, device=world.device)
     slowest = world.max(own).tolist()
     return Series(latency=slowest[0], throughput=slowest[1])
