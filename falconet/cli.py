@@ -39,6 +39,7 @@ from falconet.errors import (
 )
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel.environment import is_first, is_one_of_several, said_here
+from falconet.report.styles import FALCONET, Conventions
 
 FROM_CHECKPOINT = (RestoreOptions, ValidateOptions, AverageOptions)  # most of their options are the checkpoint's
 OF_ONE_PROCESS = (ValidateOptions, AverageOptions)  # of several, the others do nothing
@@ -177,19 +178,20 @@ COMMANDS = {  # as in the schema, which has their options
     "configs": Command("named configs, and what each reaches", "falconet configs"),
 }
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
+REPORTING = ("train", "restore", "validate", "bench infer", "bench serve")  # which take conventions
 HELP = ("-h", "--help", "help")
 BEGIN = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET) -> int:
+    """Run one command; returns the exit code. `conventions`: those of the program that its user started."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_any_name()
     # Idle OpenMP threads that spin take the core from the loader's threads; before torch is imported, or never.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
     name, rest = command_name(words)
     try:
-        return _run(name, rest)
+        return _run(name, rest, conventions)
     except SaidElsewhereError:
         return MISTAKE
     except UserError as error:
@@ -242,7 +244,7 @@ def command_name(words: list[str]) -> tuple[str, list[str]]:
     return (words[0], words[1:]) if words else ("--help", [])
 
 
-def _run(name: str, rest: list[str]) -> int:
+def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if name in HELP and rest and rest != ["help"]:
         name, rest = command_name(rest)[0], ["--help"]
     group, _, second = name.partition(" ")
@@ -282,7 +284,8 @@ def _run(name: str, rest: list[str]) -> int:
         check_early(options, line)
         # Only now torch: everything that is wrong with the line itself is answered in a fraction of a second.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
-    code: int = module.run(line)
+    given = {"conventions": conventions} if name in REPORTING else {}
+    code: int = module.run(line, **given)
     return code
 
 

@@ -29,6 +29,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.console import Screen, counted
+from falconet.report.styles import FALCONET, Conventions
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
@@ -37,7 +38,7 @@ MOST = 1000  # requests of one client: minutes less than what a config for local
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def run(line: Sequence[Setting]) -> int:
+def run(line: Sequence[Setting], conventions: Conventions = FALCONET) -> int:
     screen = Screen()
     options = _options(line, screen)
     _say_idle(options, line, screen)
@@ -50,7 +51,7 @@ def run(line: Sequence[Setting]) -> int:
         outcomes = load_test.run_clients(job, options.load.clients)
         counts = _executions(target)
     found = load_test.together(outcomes, in_flight=options.load.clients * job.window)
-    _tell(found, options, tensors, screen)
+    _tell(found, options, tensors, screen, conventions)
     if counts:
         screen.line(counts)
     _write(found, options)
@@ -193,7 +194,9 @@ def _executions(target: Target) -> str:
         return ""
 
 
-def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen) -> None:
+def _tell(
+    found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen, conventions: Conventions
+) -> None:
     measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch_size)
     assert measured.throughput is not None
     steady, load = measured.steady, options.load
@@ -201,14 +204,16 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         clients = f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each"
     else:
         clients = f"{counted(load.clients, 'client')}, SYNC"
-    facts = lines.Facts(
+    predictions = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
         data=options.data.data,
         dtype=tensors.datatype,
         devices=1,
+        rates=measured.rates,
+        latencies=measured.latencies,
     )
-    for text in lines.told(options.style.log_style, facts, measured.rates, measured.latencies):
+    for text in conventions.predictions(predictions):
         screen.line(text)
     spread = measured.spread()
     screen.line(f"served to {clients}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")

@@ -11,10 +11,9 @@ from falconet.config.fields import value_or
 from falconet.config.load import idle_lines, input_path, parse
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
-from falconet.legacy.styles import style_of
 from falconet.parallel.environment import is_first
 from falconet.report.console import Say, Screen
-from falconet.report.styles import Origin, RunLog, Validated
+from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
@@ -22,14 +21,13 @@ FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds that the images took
 
 
-def run(line: Sequence[Setting]) -> int:
+def run(line: Sequence[Setting], conventions: Conventions = FALCONET) -> int:
     if not is_first(os.environ):
         return 0
     path, screen, asked = input_path(line), Screen(), parse(ValidateOptions, line).options
     output = asked.table.output or _beside(path)
-    if asked.style.log_style != "falconet":
-        # The original's file is beside the checkpoints and grows; ours is one table, written anew.
-        style = style_of(asked.style.log_style, RunLog(screen.line, output.parent))
+    style = conventions.style(RunLog(screen.line, output.parent))
+    if not style.tabulates:
         for measured in _measured(path, line, screen.line):
             style.validated(_told(measured))
         return 0

@@ -18,7 +18,6 @@ from falconet.config.options import (
     LearningRate,
     Load,
     Logging,
-    LogStyle,
     Machine,
     Model,
     Numerics,
@@ -53,7 +52,6 @@ class TrainOptions:
     averaging: Averaging = field(default_factory=Averaging)
     fine_tuning: FineTuning = field(default_factory=FineTuning)
     logging: Logging = field(default_factory=Logging)
-    style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
@@ -72,7 +70,6 @@ class ValidateOptions:
 
     input: Input = field(default_factory=Input)
     table: Table = field(default_factory=Table)
-    style: LogStyle = field(default_factory=LogStyle)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -100,7 +97,6 @@ class InferOptions:
     """Measure how fast a model predicts: images per second, latency of a batch."""
 
     inference: Inference = field(default_factory=Inference)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -125,7 +121,6 @@ class BenchServeOptions:
 
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

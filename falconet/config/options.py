@@ -588,14 +588,6 @@ def temporary_elsewhere(options: Any) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogStyle:
-    """Whose lines, CSV files and folder names a run leaves."""
-
-    log_style: Literal["falconet", "pytorch", "tensorflow", "popart"] = "falconet"
-    """Ours, or those of one of the originals, for tools that read them; docs/benchmarking.md lists them."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bench:
     """What is measured, how often, and what it is compared with."""
 

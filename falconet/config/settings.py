@@ -17,6 +17,7 @@ SAME = {
     "imagenet-data-path": "data-dir",
     "wandb-weight-histogram": "weight-histogram",
 }  # other spellings of one option, all alike: the last one given holds
+RETIRED = ("log-style",)  # options that a config.yaml of an earlier version may hold; ignored
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -65,7 +66,10 @@ def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str)
 
 def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     """A YAML file of options."""
-    return from_mapping(read_yaml(path), options, source=str(path))
+    content = read_yaml(path)
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in RETIRED}
+    return from_mapping(content, options, source=str(path))
 
 
 def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:

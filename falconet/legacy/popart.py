@@ -361,7 +361,7 @@ PROGRAMS = (
         options=MAIN,
         command="train",
         about="trains and validates",
-        style="popart",
+        conventions="popart",
         rule=own,
     ),
     Program(
@@ -369,7 +369,7 @@ PROGRAMS = (
         options=SYNTHETIC,
         command=synthetic_command,
         about="measures a model on random images",
-        style="popart",
+        conventions="popart",
         rule=beginning,
     ),
 )

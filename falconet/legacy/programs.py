@@ -1,4 +1,8 @@
-"""The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
+"""The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
+
+`python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
+`tensorflow` and `popart`. The workers of a translated run are started so.
+"""
 
 import os
 import sys
@@ -10,11 +14,12 @@ from falconet import exits
 
 with exits.at_once():  # the first 0.3 s of every program
     from falconet import cli
-    from falconet.errors import UserError
+    from falconet.errors import UserError, did_you_mean
     from falconet.exits import DONE, INTERRUPTED, MISTAKE
+    from falconet.legacy.conventions import CONVENTIONS
     from falconet.legacy.migration import help_of
     from falconet.legacy.table import Place
-    from falconet.legacy.translate import Translation, program_named, translate
+    from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
 
@@ -43,7 +48,12 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         return cli.unwritten(error, name)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return _run(translation, ours, name)
+    if _is_first(os.environ):
+        for note in translation.notes:
+            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
+    for variable, value in translation.environment.items():
+        os.environ[variable] = os.environ.get(variable) or value
+    return cli.main([*translation.argv(), *ours], CONVENTIONS[program_named(program).conventions])
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -72,13 +82,14 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
-def _run(translation: Translation, ours: list[str], name: str) -> int:
-    if _is_first(os.environ):
-        for note in translation.notes:
-            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
-    for variable, value in translation.environment.items():
-        os.environ[variable] = os.environ.get(variable) or value
-    return cli.main([*translation.argv(), *ours])
+def canonical(argv: Sequence[str] | None = None) -> int:
+    """A canonical command line, printed in the conventions that its first word names; returns the exit code."""
+    name, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name not in CONVENTIONS:
+        expected = f"expected {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
+        print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+    return cli.main(line, CONVENTIONS[name])
 
 
 def _say(text: str) -> None:
@@ -112,3 +123,7 @@ def _is_first(environment: Mapping[str, str]) -> bool:
     except UserError:
         return True
     return place is None or place.rank == 0
+
+
+if __name__ == "__main__":
+    cli.end(canonical())

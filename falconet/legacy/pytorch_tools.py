@@ -213,7 +213,7 @@ PROGRAMS = (
         options=(*COMMON, *TRAINING),
         command="train",
         about="trains from scratch",
-        style="pytorch",
+        conventions="pytorch",
         rule=own,
     ),
     Program(
@@ -222,7 +222,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run from a checkpoint",
         whole=False,
-        style="pytorch",
+        conventions="pytorch",
     ),
     Program(
         name="pytorch:validate.py",
@@ -230,7 +230,7 @@ PROGRAMS = (
         command="validate",
         about="the accuracy of a checkpoint, or of each one in a folder",
         whole=False,
-        style="pytorch",
+        conventions="pytorch",
     ),
     Program(
         name="pytorch:weight_avg.py",
@@ -280,7 +280,7 @@ PROGRAMS = (
         ),
         command="bench infer",
         about="throughput and latency of a model that predicts",
-        style="pytorch",
+        conventions="pytorch",
     ),
     Program(
         name="pytorch:inference/run_benchmark_with_triton_server.py",
@@ -317,7 +317,7 @@ PROGRAMS = (
         word=nothing("PATH", "text", "the folder of the originals' tests; Falconet's own server is measured"),
         command="bench serve",
         about="throughput and latency through a server",
-        style="pytorch",
+        conventions="pytorch",
     ),
     Program(
         name="pytorch:datasets/host_benchmark.py",

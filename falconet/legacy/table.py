@@ -205,7 +205,7 @@ class Program:
     command: str | Callable[[Values], str]  # the canonical command
     about: str
     whole: bool = True  # sets the defaults of its own too; else only what was typed, over what a checkpoint says
-    style: str | None = None  # whose lines and files it leaves; None: ours
+    conventions: str = "falconet"  # whose lines, files and names its users see
     rule: Rule | None = None  # what it sets whatever is typed
     word: Old | None = None  # a word that is no option's value, such as a path; none: there are no such words
     renamed: Mapping[str, str] = field(default_factory=dict)  # documented under a name that no release had

@@ -295,7 +295,7 @@ PROGRAMS = (
         options=(*_SHARED, *SCHEDULE),
         command=train_command,
         about="trains from scratch, or goes on with --restore-path",
-        style="tensorflow",
+        conventions="tensorflow",
         rule=training,
     ),
     Program(
@@ -303,7 +303,7 @@ PROGRAMS = (
         options=(*_PREDICTING, *_VALIDATING),
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
-        style="tensorflow",
+        conventions="tensorflow",
         rule=predicting,
     ),
     Program(
@@ -315,7 +315,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run",
         whole=False,
-        style="tensorflow",
+        conventions="tensorflow",
     ),
     Program(
         name="tf1:weight_avg.py",
@@ -370,7 +370,7 @@ PROGRAMS = (
         ),
         command=embedded_command,
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
-        style="tensorflow",
+        conventions="tensorflow",
         rule=predicting,
     ),
 )

@@ -304,8 +304,6 @@ def _effects(
     own: Program, values: Values, asked: _Asked, command: str
 ) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
     whole = _is_whole(own, command)
-    if own.style:
-        yield None, [To("log-style", (own.style,))]
     if own.rule and whole:
         yield None, own.rule(values)
     for option in own.rows:

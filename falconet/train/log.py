@@ -13,7 +13,6 @@ from falconet.checkpoint import format
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
 from falconet.errors import Interrupted
-from falconet.legacy.styles import style_of
 from falconet.numerics.loss_scale import Offender
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
@@ -113,6 +112,11 @@ class Record:
         """All updates are made."""
         self._style.end(trained=self.stopwatch.lap()[0], whole=self.stopwatch.clock() - self._begun)
 
+    @property
+    def tabulates(self) -> bool:
+        """Whether the accuracies of further checkpoints go into one table."""
+        return self._style.tabulates
+
     def average_name(self, how: str) -> str | None:
         """What the style calls an average of checkpoints."""
         return self._style.average_name(how)
@@ -195,11 +199,11 @@ class Record:
         self._style.averaged(self._validated(found, self.stopwatch.clock() - begun, name), which=suffix)
 
     def validate_other(self, name: str, *, progress: format.Progress) -> Evaluation:
-        """Measure the model with weights of another moment than the newest; told in the style, unless it is ours."""
+        """Measure the model with weights of another moment than the newest; reported now unless a table follows."""
         begun = self.stopwatch.clock()
         found = self.evaluate(self.state.model, self._stopping)
         self._warn(found, f"the validation of {name}")
-        if not isinstance(self._style, Falconet):
+        if not self._style.tabulates:
             told = self._validated(found, self.stopwatch.clock() - begun, name)
             self._style.validated(replace(told, update=progress.update, epoch=float(progress.epoch)))
         return found
@@ -283,7 +287,7 @@ def open_style(run: "Run", folder: Path, *, sinks: Sequence[Sink]) -> Style:
     """The style of a run, which has said its first lines; in other processes than the first it is mute."""
     options, is_first = run.options, run.world.is_first
     say = run.screen.line if is_first else lambda _: None
-    style = style_of(options.style.log_style, RunLog(say, folder if is_first else None, sinks=sinks))
+    style = run.launch.conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
     style.begin(
         Facts(
             options={name: entry["value"] for name, entry in run.loaded.table().items()},

@@ -22,6 +22,7 @@ from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.console import Screen, are, counted
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train import run_folder
 from falconet.train.plan import Phase
 
@@ -38,10 +39,11 @@ class Launch:
     division: Division
     place: Place | None
     again: bool  # another attempt: a worker died, or the whole run was started again with --resume
+    conventions: Conventions = FALCONET
     notes: tuple[str, ...] = ()  # what of the restored run's options this one does not have
 
 
-def prepare(loaded: Options, restored: Restored = None) -> Launch:
+def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
@@ -52,11 +54,19 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     _check_interleaving(loaded.options.parallel, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
-        restored = newest(loaded.options, restored) or restored
+        restored = newest(loaded.options, restored, conventions) or restored
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
     notes = _left_out(loaded, restored) if restored else ()
-    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again, notes=notes)
+    return Launch(
+        loaded=loaded,
+        restored=restored,
+        division=division,
+        place=place,
+        again=again,
+        notes=notes,
+        conventions=conventions,
+    )
 
 
 def _left_out(loaded: Options, restored: Checkpoint) -> tuple[str, ...]:
@@ -78,19 +88,24 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
 
     options = launch.loaded.options
     argv = [command, *typed(line)]
-    home = run_folder.claim(options, restored=launch.restored)
+    home = run_folder.claim(options, restored=launch.restored, conventions=launch.conventions)
     if options.run.run_dir == "auto" and launch.restored is None:
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it again
     say, saved = Screen().line, run_folder.checkpoints(home, options)
     if options.run.temporary:
         say(run_folder.temporary_line(home))
-    workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
+    workers = Workers(
+        argv=argv,
+        program=launch.conventions.program,
+        processes=launch.division.processes,
+        restarts=options.parallel.max_restarts,
+    )
     try:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
         raise WorldError(f"{error}; {run_folder.how_to_go_on(home, saved)}") from None
     finally:
-        if run_folder.is_named_anew(options, restored=launch.restored):
+        if run_folder.is_named_anew(options, restored=launch.restored, conventions=launch.conventions):
             with contextlib.suppress(OSError):
                 home.rmdir()  # only if it is empty: stopped before it began
     if options.run.temporary and (code == 0 or not any(home.iterdir())):  # stopped before it began
@@ -252,9 +267,9 @@ def _check_interleaving(parallel: options.Parallel, division: Division) -> None:
         )
 
 
-def newest(options: commands.TrainOptions, restored: Restored) -> Restored:
+def newest(options: commands.TrainOptions, restored: Restored, conventions: Conventions = FALCONET) -> Restored:
     """What an earlier attempt of this run saved last."""
-    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
+    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored, conventions=conventions), options)
     if not saved.is_dir() or not format.checkpoints_in(saved):
         return None  # nothing yet: from the start
     try:

@@ -12,6 +12,7 @@ from falconet.config.load import INVOCATION
 from falconet.config.settings import is_asked_for
 from falconet.errors import ConfigError
 from falconet.numerics.precision import REGIMES
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train import processes
 from falconet.train.plan import Plan
 from falconet.train.processes import Options, Restored
@@ -58,9 +59,9 @@ def _trainable(manifest: Manifest) -> list[str]:
 SETTLED = ("replicas", "gradient-accumulation")
 
 
-def earlier(loaded: Options) -> Restored:
+def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     """The newest whole checkpoint of the run folder, if it has one; refused where it was trained with other options."""
-    found = processes.newest(loaded.options, None)
+    found = processes.newest(loaded.options, None, conventions)
     if found is None:
         return None
     folder, manifest = found

@@ -169,7 +169,7 @@ def _conclude(run: Run, record: Record, folder: Path) -> Path | None:
         measured = checkpoints.validate_after_training(
             record, path, images=run.images, world=run.world, say=run.screen.line
         )
-        if run.options.style.log_style == "falconet" and run.world.is_first:
+        if record.tabulates and run.world.is_first:
             checkpoints.report_accuracies(measured, folder, run.screen.line)
     return averaged
 
@@ -290,7 +290,9 @@ def _mark(launch: Launch) -> str:
 
 def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
     options = launch.loaded.options
-    folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
+    folder = run_folder.open_folder(
+        options, restored=launch.restored, again=launch.again, conventions=launch.conventions
+    )
     held.enter_context(run_folder.alone(folder, again=launch.again))
     if launch.again:  # all of its workers are gone, and nobody else saves there
         disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))

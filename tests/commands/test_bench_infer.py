@@ -35,7 +35,7 @@ def test_of_one_batch_no_interval_is_told(falconet):
 
 
 def test_the_lines_that_tools_of_the_originals_read(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+    answer = falconet(SMALL, "pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -57,7 +57,7 @@ def test_every_batch_is_in_the_file_asked_for(falconet):
 
 
 def test_the_pytorch_style_has_a_line_for_every_batch(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+    answer = falconet(SMALL, "pytorch")
     found = re.findall(r"Throughput: \S+ imgs/sec; Latency range: \S+\.\.\S+ ms", answer.out)
     assert len(found) == 12
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_brings_its_model_and_data(falconet):
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])
 def test_other_data(falconet, data):
-    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1 --log-style pytorch")
+    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1", "pytorch")
     assert answer.code == 0, answer.err
     assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
 
@@ -164,7 +164,7 @@ def test_too_many_batches_are_measured_in_part_and_said(falconet, monkeypatch):
     from falconet.commands import bench_infer
 
     monkeypatch.setattr(bench_infer, "MOST", 6)
-    answer = falconet(f"{SMALL} --log-style tensorflow")
+    answer = falconet(SMALL, "tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
 

@@ -118,7 +118,7 @@ def test_any_batch_measures_the_same_images(falconet, checkpoints, batches, opti
 
 
 def test_a_training_validates_in_batches_of_their_own_size(falconet, batches):
-    answer = falconet(f"train {TINY} --validation-batch-size 3 --log-style tensorflow --run-dir b")
+    answer = falconet(f"train {TINY} --validation-batch-size 3 --run-dir b", "tensorflow")
     assert answer.code == 0, answer.err
     assert set(batches) == {3}
     row = rows("b/validation.csv")[-1]

@@ -17,7 +17,7 @@ from falconet.legacy.translate import translate
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {"train": "pytorch:train.py", "inference": "pytorch:inference/run_benchmark.py"}
 # Where lines and files go and how many are measured; weights are not fetched to measure speed; tuned for an IPU.
-OURS = {"log-style", "data-dir", "logs-per-epoch", "checkpoints-kept", "iterations", "weights", "wandb-project"}
+OURS = {"data-dir", "logs-per-epoch", "checkpoints-kept", "iterations", "weights", "wandb-project"}
 OURS |= {"available-memory-proportion", "checkpoint-output-path", "weight-avg-N", "weight-avg-exp-decay"}
 ENTRIES = [
     (kind, entry.name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from falconet.legacy.styles import style_of
+from falconet.legacy.conventions import CONVENTIONS
 from falconet.report.styles import Facts, Origin, Point, RunLog, Validated
 from falconet.report.throughput import Rate
 
@@ -62,7 +62,7 @@ class Told:
 
     def __init__(self, name, folder):
         self.lines, self.folder = [], folder
-        self.style = style_of(name, RunLog(self.lines.append, folder))
+        self.style = CONVENTIONS[name].style(RunLog(self.lines.append, folder))
 
     def csv(self, name):
         with (self.folder / name).open() as file:
@@ -226,7 +226,7 @@ def test_sinks_get_the_numbers_of_a_style_under_its_names(tmp_path):
 
     for name, expected in SCALARS.items():
         sink = Sink()
-        style = style_of(name, RunLog(lambda _: None, None, sinks=[sink]))
+        style = CONVENTIONS[name].style(RunLog(lambda _: None, None, sinks=[sink]))
         style.log(point(20))
         style.validated(VALIDATED)
         assert sink[20].keys() >= expected, name
@@ -291,7 +291,7 @@ def test_popart_has_its_two_lines(told):
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch", "tensorflow", "popart"])
 def test_without_a_folder_nothing_is_written(name, tmp_path):
-    style = style_of(name, RunLog(lambda _: None, None))
+    style = CONVENTIONS[name].style(RunLog(lambda _: None, None))
     style.begin(facts(tmp_path))
     style.begin_epoch(1, 3)
     style.log(point(5))
