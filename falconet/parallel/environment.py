@@ -16,9 +16,9 @@ SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two 
 WAITING = 3.0  # seconds in which the first process opens its port, or has said what is wrong and is gone
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
 OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
-BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
-TETHERED = "FALCONET_TETHERED"  # poprun holds our standard input open while it lives
-REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what poprun was asked for
+BOUND = "FALCONET_BOUND"  # the launcher bound this process to a NUMA node
+TETHERED = "FALCONET_TETHERED"  # the launcher holds our standard input open while it lives
+REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ def is_bound(environment: Mapping[str, str]) -> bool:
     return environment.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
-def asked_of_poprun(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Replicas, and processes of each, that poprun was asked for; it may have started fewer."""
+def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Replicas, and processes per replica, that the launcher was asked for; it may have started fewer."""
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)

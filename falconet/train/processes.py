@@ -123,7 +123,7 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
     options = loaded.options
-    asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
+    asked, stages = environment.asked_of_launcher(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
@@ -179,12 +179,12 @@ def _divided(loaded: Options, place: Place | None) -> Division:
 
 
 def _check_stages(stages: int) -> None:
-    """poprun's processes of one replica are the stages of its pipeline."""
-    asked = environment.asked_of_poprun(os.environ)
+    """A launcher's processes per replica are the stages of its pipeline."""
+    asked = environment.asked_of_launcher(os.environ)
     if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
-            f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {counted(stages, 'stage')}"
-            f"; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
+            f"the launcher was asked for {asked[1]} processes per replica, but the model is in"
+            f" {counted(stages, 'stage')}; expected {stages}, or {asked[1] - 1} --pipeline-splits"
         )
 
 
