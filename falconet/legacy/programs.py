@@ -28,17 +28,17 @@ SHOW = "--show-translation"
 
 def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
-    words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
+    words, ours = _split(list(sys.argv[1:] if argv is None else argv))
     name = Path(script).name if Path(script).stem != "__main__" else Path(script).resolve().parent.name
     cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
-            _say(help_of(program_named(program)))
+            _print(help_of(program_named(program)))
             return DONE
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
         if SHOW in words:
-            _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
+            _print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
             return DONE
     except UserError as error:
         if _is_first(os.environ):
@@ -57,19 +57,19 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """The same as the whole of a process."""
+    """Run a program and end the process with its exit code."""
     cli.end(main(program, script, argv))
 
 
 def gc_info() -> NoReturn:
-    """`gc-info -l`, whatever its flags: what this machine has."""
+    """`gc-info -l`, with any flags: list what this machine has."""
     cli.end(cli.main(["doctor"]))
 
 
 def gc_profile(argv: Sequence[str] | None = None) -> int:
-    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder.
+    """`gc-profile -d DIR -- PROGRAM ...`: run a program whose run folder, and with it the profile, goes to a folder.
 
-    The program takes this process over, and with it every signal: after a Ctrl-C it has the time that it needs to save.
+    The program replaces this process and gets every signal, so that it has time to save after a Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 4 or words[0] != "-d" or words[2] != "--":
@@ -92,13 +92,13 @@ def canonical(argv: Sequence[str] | None = None) -> int:
     return cli.main(line, CONVENTIONS[name])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if _is_first(os.environ):
         print(text)  # noqa: T201
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
-    """What is theirs, and behind a `--` what is Falconet's own and not translated."""
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The original's words, and after a `--` those of Falconet, which are not translated."""
     if "--" not in words:
         return words, []
     place = words.index("--")
@@ -117,7 +117,7 @@ def _place(script: Path, environment: Mapping[str, str]) -> Place:
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """Several processes of one run say things once."""
+    """Whether this process prints: of several, the first one does."""
     try:
         place = find_place(environment)
     except UserError:
