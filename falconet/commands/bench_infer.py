@@ -19,9 +19,9 @@ from falconet.config.settings import Setting
 from falconet.data import input
 from falconet.data.dataset import Images, open_images
 from falconet.data.loader import Batch, BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, half_partials
+from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
@@ -70,8 +70,11 @@ def run(line: Sequence[Setting], conventions: Conventions = FALCONET) -> int:
 def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     """Say what was decided, then measure, or trace, or neither."""
     options, screen = subject.options, console.screen_of(world)
-    said = [half_partials(True, world.device)] if options.inference.half_partial else []
-    for text in [*said, *build.workspace_lines(options.workspace, device=world.device)]:
+    decided = []
+    if options.inference.half_partial:
+        allow_half_partials(world.device)
+        decided.append(describe_half_partials(world.device))
+    for text in [*decided, *build.workspace_lines(options.workspace, device=world.device)]:
         screen.line(text)
     if options.inference.plan:
         data = options.data
@@ -114,7 +117,8 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
-        REGIMES[options.machine.precision].require(world.device)
+        with named_option("precision"):
+            REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)

@@ -18,7 +18,7 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, N
 from falconet.data.shards import Shards
 from falconet.data.source import ArraySource, FileSource, Names, Objects, Places, ShardSource, Source, Splits
 from falconet.data.sources import builtin, cifar, photos
-from falconet.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from falconet.errors import CheckpointError, ConfigError, DataError, did_you_mean, named_option
 from falconet.models import zoo
 from falconet.report.console import counted
 
@@ -284,8 +284,10 @@ def three(colours: tuple[float, ...]) -> Channels:
 
 
 def _size(data: options.Data, model: str) -> int:
-    size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
-    zoo.check_image_size(model, size)
+    with named_option("model"):
+        size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
+    with named_option("image_size"):
+        zoo.check_image_size(model, size)
     return size
 
 

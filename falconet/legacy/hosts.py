@@ -33,7 +33,6 @@ EVERY = 0.1  # seconds between two checks
 HERE = ("localhost", "127.0.0.1", "::1")
 NODES = Path("/sys/devices/system/node")
 ADDRESS_OF = 0x8915  # SIOCGIFADDR, linux/sockios.h
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
                     os.environ[environment.BOUND] = "1"
             else:
                 name = interface_of(words.pop(0))
-                for variable in INTERFACES:
+                for variable in environment.INTERFACES:
                     os.environ[variable] = os.environ.get(variable) or name
         os.execvp(words[0], words)
     except DeviceError as error:

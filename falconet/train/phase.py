@@ -12,13 +12,14 @@ from falconet.config.rules import PHOTOS, boxes_used
 from falconet.data import input
 from falconet.data.dataset import Images, check_classes, open_images, published_images, refuse_download
 from falconet.data.loader import BatchShape
+from falconet.errors import named_option
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import Offender
 from falconet.numerics.precision import REGIMES
 from falconet.optim import ema
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer, undecayed_names
+from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer, undecayed_names
 from falconet.parallel import resources
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.data_parallel import Replicas, digest
@@ -241,28 +242,22 @@ class Run:
     def new_state(self) -> TrainState:
         """Before the first update."""
         options = self.options.optimizer
-        rule = UpdateRule(
-            name=options.optimizer,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            eps=options.optimizer_eps,
-            rmsprop_decay=options.rmsprop_decay,
-            lars_trust=options.lars_eeta,
-            undecayed=self._undecayed(),
-        )
+        undecayed = self._undecayed()
         span_batchnorm(self.model, self.grid, span=self.options.parallel.batchnorm_span)
         if self.options.training.batchnorm_per_update:
             move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
-        if shards and rule.name == "lars":
-            require_one_type(self.model, rule.undecayed)
+        if shards and options.optimizer == "lars":
+            require_one_type(self.model, undecayed)
         updates = self.plan.updates_per_epoch
         scale = loss_scale(self.options, updates_per_epoch=updates, regime=self.regime, world=self.world)
         trained = shards.trained if shards else self.model
         optimizer = (
-            build_scaled_optimizer(trained, rule, rounding=rounding(self.options, regime=self.regime))
+            build_scaled_optimizer(
+                trained, options, rounding=rounding(self.options, regime=self.regime), undecayed=undecayed
+            )
             if scale
-            else build_optimizer(trained, rule)
+            else build_optimizer(trained, options, undecayed=undecayed)
         )
         world, replicas = self.world, self.grid.replicas
         state = TrainState(
@@ -287,7 +282,8 @@ class Run:
         options = self.options.optimizer
         if options.optimizer == "lars" and options.lars_skip:
             # Among all weights: what --trainable leaves as it is may be named here too.
-            named = matching(self.placement.weights, options.lars_skip, option="--lars-skip")
+            with named_option("lars_skip"):
+                named = matching(self.placement.weights, options.lars_skip)
             return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 

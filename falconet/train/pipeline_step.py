@@ -15,7 +15,7 @@ from falconet.data import input, mixing
 from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader, singly
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
@@ -263,7 +263,7 @@ class StagedModel:
         device, shape = self._setup.grid.world.device, self._setup.shape
         side = self._setup.images.preprocessing.image_size
         example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
-        with self._setup.regime.computing(device):
+        with self._setup.regime.computing(device), named_option("pipeline_splits"):
             return splits.balance(
                 self._on_device(self._whole),
                 self._count,
@@ -272,7 +272,8 @@ class StagedModel:
 
     @cached_property
     def _stages(self) -> list[Stage]:
-        return splits.split(self._whole, self.splits)
+        with named_option("pipeline_splits"):
+            return splits.split(self._whole, self.splits)
 
     @cached_property
     def _boundaries(self) -> list[list[Tensor]]:
@@ -297,7 +298,8 @@ class StagedModel:
     @cached_property
     def _kept(self) -> list[str]:
         """The layers that --recompute-checkpoints names."""
-        return matching(self._whole, self._setup.options.numerics.recompute_checkpoints)
+        with named_option("recompute_checkpoints"):
+            return matching(self._whole, self._setup.options.numerics.recompute_checkpoints)
 
     @cached_property
     def model(self) -> nn.Module:

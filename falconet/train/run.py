@@ -16,7 +16,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import effects
 from falconet.data.loader import Batch, Feed, IdleLoader, Loader, SyntheticLoader
-from falconet.errors import Interrupted
+from falconet.errors import Interrupted, named_option
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
@@ -206,7 +206,8 @@ def carry_out(launch: Launch) -> int:
         contextlib.ExitStack() as held,
     ):
         processes.check_alike(world, launch.loaded, launch.restored)
-        runs[0].regime.require(world.device)
+        with named_option("precision"):
+            runs[0].regime.require(world.device)
         phases = phases_of(launch.loaded.options)
         begins = processes.standing(phases, launch.loaded, launch.restored)
         for _ in phases[1:]:

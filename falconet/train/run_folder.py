@@ -18,7 +18,7 @@ from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.load import Loaded, left_out
 from falconet.config.settings import CHECKPOINT, read_yaml
-from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError
+from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError, named_option
 from falconet.models import zoo
 from falconet.report.console import Say
 from falconet.report.folders import RunShape
@@ -371,6 +371,8 @@ def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
     if saved and conventions.logs_where_it_saves:
         return saved
     size, replicas = options.data.image_size, options.parallel.replicas
+    with named_option("model"):
+        side = zoo.image_size(options.model.model) if size == "auto" else size
     shape = RunShape(
         model=options.model.model,
         data=options.data.data,
@@ -383,7 +385,7 @@ def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
-        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
+        image_size=side,
         suffix=options.run.name_suffix,
     )
     return conventions.run_folder(shape)

@@ -96,7 +96,7 @@ def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
     assert refused.code == 2
-    assert "--memory-budget: got 0.001 GiB, wanted at least 0.00" in refused.err
+    assert "--memory-budget: got 0.001 GiB, expected at least 0.00" in refused.err
 
 
 def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falconet):
@@ -154,7 +154,7 @@ MISTAKES = {
     ),
     "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
     "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
-    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, from which doubling does not lead to",
+    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, which doubling does not bring to",
     "--precision 16": "--precision: got '16', wanted 16.16, 16.32, 32.32, bf16.bf16, bf16.32",
 }
 

@@ -123,7 +123,7 @@ MISTAKES = {
     "train --model timm:resnet5O": (2, "--model: "),
     "train --norm-type group": (
         2,
-        "--norm-num-groups 32: layer 'bn1' has 16 channels, which 32 does not divide; 16 divides every layer",
+        "--norm-num-groups: got 32, which does not divide the 16 channels of layer 'bn1'; 16 divides every layer",
     ),
     "train --device cuda": (2, "falconet train: --device cuda: PyTorch sees no CUDA device here"),
 }

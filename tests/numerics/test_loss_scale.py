@@ -26,7 +26,7 @@ NO, YES = torch.tensor(False), torch.tensor(True)
 EDGE = 65504 / 16
 
 
-def test_16_to_128_over_100_epochs_doubles_at_26_51_and_76():
+def test_scale_from_16_to_128_over_100_epochs_doubles_at_26_51_and_76():
     assert doublings(16.0, 128.0, epochs=100) == ((1, 16.0), (26, 32.0), (51, 64.0), (76, 128.0))
 
 
@@ -41,15 +41,14 @@ def test_doublings_follow_the_originals_formula(power, initial, epochs):
 
 
 MISTAKES = {
-    (16.0, 100.0, 100): "--initial-loss-scaling: got 16, from which doubling does not lead to --loss-scaling 100; "
-    "wanted 100 divided by 1, 2, 4 and so on",
-    (128.0, 16.0, 100): "--initial-loss-scaling: got 128, from which doubling does not lead to --loss-scaling 16",
-    (16.0, 128.0, 3): "--initial-loss-scaling: 4 scales from 16 to 128 need at least 4 epochs, and --epoch is 3",
+    (16.0, 100.0, 100): "got 16, which doubling does not bring to 100; expected 100 divided by 1, 2, 4 and so on",
+    (128.0, 16.0, 100): "got 128, which doubling does not bring to 16",
+    (16.0, 128.0, 3): "got 16, whose 4 scales up to 128 need at least 4 epochs; there are 3",
 }
 
 
 @pytest.mark.parametrize(("scales", "message"), MISTAKES.items())
-def test_scales_that_doubling_does_not_join_are_refused_in_one_line(scales, message):
+def test_scales_that_doubling_does_not_connect_are_refused(scales, message):
     initial, final, epochs = scales
     with pytest.raises(ConfigError) as caught:
         doublings(initial, final, epochs=epochs)
@@ -57,7 +56,7 @@ def test_scales_that_doubling_does_not_join_are_refused_in_one_line(scales, mess
     assert "\n" not in str(caught.value)
 
 
-def test_a_stepped_scale_changes_with_the_epoch_and_a_restored_one_at_once():
+def test_stepped_scale_follows_the_epoch_also_after_a_restore():
     scale = SteppedScale(16.0, 128.0, epochs=100, updates_per_epoch=10, device=CPU)
     value = scale.value
     found = {}
@@ -67,7 +66,7 @@ def test_a_stepped_scale_changes_with_the_epoch_and_a_restored_one_at_once():
     assert found == {0: 16.0, 249: 16.0, 250: 32.0, 251: 32.0, 999: 128.0}
 
 
-def test_a_fixed_scale_stays_and_counts_what_was_skipped():
+def test_fixed_scale_counts_skipped_updates():
     scale = FixedScale(128.0, device=CPU)
     for update, found in enumerate((NO, YES, YES, NO)):
         scale.before(update)
@@ -88,7 +87,7 @@ def gradients(above, count=1000, dtype=torch.float16):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("above", "factor"), [(0, 2.0), (1, 0.5), (1000, 0.5)])
-def test_an_automatic_scale_halves_when_too_many_gradients_are_large(above, factor, dtype):
+def test_automatic_scale_halves_when_too_many_gradients_are_large(above, factor, dtype):
     scale = automatic(initial=8.0)
     scale.watch([gradients(0, dtype=dtype), gradients(above, dtype=dtype), torch.zeros(3)])
     scale.after(NO)
@@ -119,7 +118,7 @@ def test_counts_are_summed_over_micro_batches_and_replicas():
 
 
 @pytest.mark.parametrize("spoiled", [math.inf, -math.inf, math.nan])
-def test_an_update_that_was_skipped_halves(spoiled):
+def test_skipped_update_halves_the_scale(spoiled):
     scale = automatic()
     grads = torch.tensor([spoiled, 1.0], dtype=torch.float16)
     scale.watch([grads])
@@ -131,7 +130,7 @@ def test_an_update_that_was_skipped_halves(spoiled):
     assert scale.skipped.item() == 1
 
 
-def test_an_automatic_scale_keeps_within_its_bounds():
+def test_automatic_scale_stays_within_its_bounds():
     scale = automatic(bounds=(0.5, 4.0))
     for above, wanted in ((0, 2.0), (0, 4.0), (0, 4.0), (1, 2.0), (1, 1.0), (1, 0.5), (1, 0.5)):
         scale.watch([gradients(above)])
@@ -139,7 +138,7 @@ def test_an_automatic_scale_keeps_within_its_bounds():
         assert scale.value.item() == wanted
 
 
-def test_a_period_gathers_counts_over_its_updates():
+def test_counts_are_summed_over_a_period():
     scale = automatic(period=3, initial=8.0)
     for above, wanted in ((1, 8.0), (0, 8.0), (0, 4.0), (0, 4.0), (0, 4.0), (0, 8.0)):
         scale.watch([gradients(above)])
@@ -147,7 +146,7 @@ def test_a_period_gathers_counts_over_its_updates():
         assert scale.value.item() == wanted
 
 
-def test_the_history_holds_the_latest_scales():
+def test_history_holds_the_latest_scales():
     scale = automatic(bounds=(1.0, 2.0))
     for update in range(HISTORY + 3):
         scale.watch([gradients(update % 2)])
@@ -164,7 +163,7 @@ def test_the_history_holds_the_latest_scales():
         lambda: SteppedScale(1.0, 4.0, epochs=6, updates_per_epoch=2, device=CPU),
     ],
 )
-def test_a_restored_scale_goes_on_as_the_straight_one(make):
+def test_restored_scale_continues_bit_for_bit(make):
     def run(scale, updates):
         for update in updates:
             scale.before(update)
@@ -184,7 +183,7 @@ def test_a_restored_scale_goes_on_as_the_straight_one(make):
         assert torch.equal(t, restored.state_tensors()[name]), name
 
 
-def test_a_restored_fixed_scale_is_the_one_asked_for_now():
+def test_restored_fixed_scale_follows_the_options():
     before, now = FixedScale(128.0, device=CPU), FixedScale(256.0, device=CPU)
     before.after(YES)
     now.load_state_tensors(before.state_tensors())
@@ -192,7 +191,7 @@ def test_a_restored_fixed_scale_is_the_one_asked_for_now():
     assert (now.value.item(), now.skipped.item()) == (256.0, 1)
 
 
-def test_a_state_of_another_kind_is_refused_in_one_line_and_changes_nothing():
+def test_state_of_another_kind_is_refused_and_changes_nothing():
     fixed, scale = FixedScale(128.0, device=CPU), automatic()
     with pytest.raises(CheckpointError, match="loss scale: 'counts' is missing; was the run's scale of another kind"):
         scale.load_state_tensors(fixed.state_tensors())
@@ -201,7 +200,7 @@ def test_a_state_of_another_kind_is_refused_in_one_line_and_changes_nothing():
 
 @pytest.mark.parametrize("spoiled", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, 2, 3])
-def test_the_first_tensor_that_is_not_finite_is_found_among_mixed_types(where, spoiled):
+def test_first_non_finite_tensor_is_found_among_mixed_types(where, spoiled):
     types = [torch.float32, torch.float16, torch.float32, torch.bfloat16, torch.float16]
     grads = [torch.ones(4, 3, dtype=dtype) for dtype in types]
     assert find_non_finite(grads) == (NO, torch.tensor(-1))
@@ -211,12 +210,12 @@ def test_the_first_tensor_that_is_not_finite_is_found_among_mixed_types(where, s
     assert (found.item(), first.item()) == (True, where)
 
 
-def test_the_largest_finite_gradients_are_finite():
+def test_largest_finite_gradients_count_as_finite():
     grads = [torch.full((70000,), torch.finfo(dtype).max, dtype=dtype) for dtype in (torch.float16, torch.float32)]
     assert not find_non_finite(grads).found
 
 
-def test_the_log_names_the_first_offender_since_it_last_asked():
+def test_first_offender_since_the_last_read_is_reported():
     offender, names = Offender(CPU), ["stem", "body", "head"]
     fine, bad = torch.ones(2), torch.tensor([1.0, math.nan])
     assert offender.read(names) is None
@@ -226,7 +225,7 @@ def test_the_log_names_the_first_offender_since_it_last_asked():
     assert offender.read(names) is None
 
 
-def test_watched_are_the_trained_weights_of_convolutions_and_linear_layers():
+def test_trained_weights_of_convolutions_and_linear_layers_are_watched():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[3].weight = model[2].weight
     model[4].requires_grad_(False)

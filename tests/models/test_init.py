@@ -1,4 +1,4 @@
-"""New weights against the formulas of the originals, layer by layer."""
+"""Initial weights against the formulas of the originals, layer by layer."""
 
 import math
 from collections.abc import Callable
@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torchvision import models as torchvision_models
 
 from falconet.models import init, zoo
-from falconet.models.resnet import ResidualShape
-from falconet.models.zoo import MobileNetShape
 
 
 def layers(model):
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
 
 
-def built(name, *, shape=None, classes=100, seed=0, **variant):
-    return zoo.build(name, classes=classes, seed=seed, shape=shape, variant=zoo.Variant(**variant))
+def built(name, *, classes=100, seed=0, **options):
+    return zoo.build(name, classes=classes, seed=seed, **options)
 
 
 class Expected(NamedTuple):
@@ -103,8 +101,8 @@ MODELS = ["resnet8-cifar", "resnext11-cifar", "efficientnet-cifar"]
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_has_the_distribution_of_its_formula(name, kind):
-    for path, layer in layers(built(name, weights=kind)).items():
+def test_every_layer_follows_its_formula(name, kind):
+    for path, layer in layers(built(name, weight_init=kind)).items():
         expected, weight = FORMULAS[kind](layer), layer.weight.detach()
         assert distance(weight, expected) < 2.4, path
         assert weight.abs().max() <= expected.bound * (1 + 1e-6), path
@@ -112,35 +110,35 @@ def test_every_layer_has_the_distribution_of_its_formula(name, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMULAS if kind != "uniform"])
-def test_biases_begin_at_zero(kind):
-    biases = [layer.bias for layer in layers(built("efficientnet-cifar", weights=kind)).values()]
+def test_biases_start_at_zero(kind):
+    biases = [layer.bias for layer in layers(built("efficientnet-cifar", weight_init=kind)).values()]
     assert sum(bias is not None for bias in biases) > 1
     assert all(not bias.any() for bias in biases if bias is not None)
 
 
-def test_the_cut_takes_what_is_made_up_for():
+def test_truncation_is_compensated():
     assert truncated(1.0).deviation == pytest.approx(init.LEFT, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["auto", *FORMULAS])
-def test_the_same_seed_draws_the_same_and_another_others(kind):
-    first, again, other = (built("resnet8-cifar", weights=kind, seed=seed).state_dict() for seed in (1, 1, 2))
+def test_weights_depend_on_the_seed(kind):
+    first, again, other = (built("resnet8-cifar", weight_init=kind, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], again[key]) for key in first)
     drawn = [key for key in first if "conv" in key or key == "fc.weight"]
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
 
 @pytest.mark.parametrize("kind", ["lecun", "channels"])
-def test_the_kind_of_norm_changes_no_weight(kind):
+def test_norm_type_does_not_change_weights(kind):
     batch, group = (
-        zoo.build("resnet8-cifar", classes=5, seed=0, norm=norm, variant=zoo.Variant(weights=kind)).state_dict()
-        for norm in (zoo.Norm(), zoo.Norm(kind="group", groups=4))
+        zoo.build("resnet8-cifar", classes=5, seed=0, weight_init=kind, **norm).state_dict()
+        for norm in ({}, {"norm_type": "group", "norm_num_groups": 4})
     )
     assert all(torch.equal(batch[key], group[key]) for key in group)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_what_is_left_alone_is_torchvisions_rule(name):
+def test_default_weights_follow_torchvisions_rule(name):
     """Normal of variance 2 / fan-out, torch's own classifier: the distributions of torchvision's constructor."""
     ours, theirs = layers(zoo.build(name, classes=1000, seed=0)), layers(getattr(torchvision_models, name)())
     for key, layer in theirs.items():
@@ -167,8 +165,8 @@ RESNET50["shortcut"] = RESNET50["identity"] | {f"layer{stage}.0.downsample.1" fo
 
 
 @pytest.mark.parametrize(("kind", "expected"), RESNET50.items())
-def test_the_named_norms_begin_at_zero(kind, expected):
-    assert scales(built("resnet50", classes=2, zeros=kind)) == expected
+def test_chosen_norms_start_at_zero(kind, expected):
+    assert scales(built("resnet50", classes=2, zero_init=kind)) == expected
 
 
 CIFAR = {
@@ -180,23 +178,12 @@ CIFAR = {
 
 
 @pytest.mark.parametrize(("kind", "expected"), CIFAR.items())
-def test_a_block_that_appends_channels_of_zeros_begins_at_one(kind, expected):
-    assert scales(built("resnet8-cifar", classes=2, zeros=kind)) == expected
+def test_block_that_appends_zero_channels_starts_at_one(kind, expected):
+    assert scales(built("resnet8-cifar", classes=2, zero_init=kind)) == expected
 
 
-def test_projections_that_were_asked_for_are_drawn_as_the_others():
-    model = built("resnet8-cifar", shape=ResidualShape(shortcut="C"), weights="channels", zeros="shortcut")
+def test_added_projections_are_drawn_like_other_layers():
+    model = built("resnet8-cifar", shortcut_type="C", weight_init="channels", zero_init="shortcut")
     assert scales(model) == {f"layer{stage}.0.downsample.1" for stage in (1, 2, 3)}
     found = layers(model)["layer1.0.downsample.0"].weight
     assert 0.9 * math.sqrt(6 / 32) < found.abs().max() <= math.sqrt(6 / 32)
-
-
-def test_a_wide_head_has_the_parameters_of_the_original():
-    """Counted from its rows by hand: nothing but the head differs from timm's, which has 2,542,856 and 5,483,032."""
-    shape = MobileNetShape(wide_head=True)
-    small = zoo.count_parameters(zoo.build("mobilenet-v3-small", classes=1000, seed=0, shape=shape))
-    assert small == 2_542_856 - (576 * 1024 + 1024 + 1024 * 1000) + 576 * 1280 + 1280 * 1000
-    large = zoo.count_parameters(zoo.build("mobilenet-v3-large", classes=1000, seed=0, shape=shape))
-    assert large == 5_483_032 - 1280
-    model = zoo.build("mobilenet-v3-small", classes=5, seed=0, shape=shape)
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)

@@ -59,7 +59,7 @@ KINDS = {"torch": nn.BatchNorm2d, "timm": BatchNormAct2d, "one pass": OnePassBat
 @pytest.mark.parametrize("momentum", [0.03, 0.1, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 2, 7, 64])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_they_move_once_an_update_by_the_mean(kind, micro_batches, momentum):
+def test_statistics_move_once_per_update_by_the_mean(kind, micro_batches, momentum):
     updates = updates_of(micro_batches)
     layer = kind(CHANNELS, momentum=momentum)
     model = nn.Sequential(layer)
@@ -72,7 +72,7 @@ def test_they_move_once_an_update_by_the_mean(kind, micro_batches, momentum):
         torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
 
 
-def test_without_it_each_micro_batch_moves_them_in_turn_which_is_another_result():
+def test_by_default_each_micro_batch_moves_the_statistics():
     updates = updates_of(7)
     layer = nn.BatchNorm2d(CHANNELS, momentum=0.1).train()
     for images in (each for micro_batches in updates for each in micro_batches):
@@ -83,7 +83,7 @@ def test_without_it_each_micro_batch_moves_them_in_turn_which_is_another_result(
         assert not torch.allclose(own.double(), other, rtol=0.05)
 
 
-def test_a_plain_mean_over_all_batches_stays_one():
+def test_plain_mean_over_all_batches_is_unchanged():
     updates = updates_of(4)
     layer = nn.BatchNorm2d(CHANNELS, momentum=None)
     model = nn.Sequential(layer)
@@ -104,7 +104,7 @@ OLD = {  # which of the originals' lines ask for it: (program, line)
 
 
 @pytest.mark.parametrize(("old", "asked"), OLD.items())
-def test_the_dialects_keep_what_their_programs_did(old, asked):
+def test_dialects_keep_the_behaviour_of_their_programs(old, asked):
     program, line = old
     settings = {setting.option for setting in translate(program, line.split()).settings}
     assert ("batchnorm-per-update" in settings) is asked

@@ -5,11 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from falconet.config.options import Optimizer
 from falconet.numerics.rounding import Rounding
 from falconet.optim import half_optimizers
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 from falconet.optim.optimizer_state import load_state_tensors, slot_names, state_tensors
-from falconet.optim.optimizers import UpdateRule, build_optimizer, decay_groups, set_lr
+from falconet.optim.optimizers import build_optimizer, decay_groups, set_lr
 
 DECAY, MOMENTUM, EPS = 0.1, 0.9, 1e-3
 
@@ -100,7 +101,7 @@ def float64(t):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_fp32_six_updates_follow_the_formula(name, network):
+def test_six_fp32_updates_follow_the_formula(name, network):
     model = network()
     optimizer = make(name, model)
     wanted, state = {n: float64(p) for n, p in model.named_parameters()}, {}
@@ -188,7 +189,7 @@ def test_stochastic_rounding_follows_fp32_on_average(name, dtype, network):
 
 @pytest.mark.parametrize("rounding", [None, Rounding(3)])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_changes_where_a_gradient_was_not_finite(name, rounding, network):
+def test_update_with_non_finite_gradients_is_skipped(name, rounding, network):
     model = network().half()
     optimizer = make(name, model, rounding)
     train(model, optimizer, range(2))
@@ -207,7 +208,7 @@ def test_nothing_changes_where_a_gradient_was_not_finite(name, rounding, network
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_restored_run_equals_the_straight_one_bitwise(name, dtype, network):
+def test_restored_optimizer_continues_bit_for_bit(name, dtype, network):
     straight = network().to(dtype)
     straight.norm.float()  # norms may stay in fp32
     optimizer = make(name, straight, Rounding(11))
@@ -235,7 +236,7 @@ def test_a_restored_run_equals_the_straight_one_bitwise(name, dtype, network):
 @pytest.mark.parametrize("name", ["sgd", "rmsprop_tf", "lars"])
 def test_fp32_weights_have_the_state_of_the_fp32_rule(name, network):
     """So a 16.32 run and a 32.32 run read each other's checkpoints."""
-    rule = UpdateRule(name=name, weight_decay=DECAY, eps=EPS, rmsprop_decay=0.9, lars_trust=0.05)
+    rule = Optimizer(optimizer=name, weight_decay=DECAY, optimizer_eps=EPS, rmsprop_decay=0.9, lars_eeta=0.05)
     ours, theirs = network(), network()
     first, second = make(name, ours), build_optimizer(theirs, rule)
     train(ours, first, range(3))
@@ -258,7 +259,7 @@ def test_large_tensors_are_updated_in_pieces_with_the_same_result(monkeypatch, n
         assert torch.equal(p, q)
 
 
-def test_the_noise_depends_on_seed_and_update(network):
+def test_noise_depends_on_seed_and_update(network):
     def trained(seed, updates):
         model = network().half()
         train(model, make("sgd", model, Rounding(seed)), updates)
@@ -269,7 +270,7 @@ def test_the_noise_depends_on_seed_and_update(network):
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop_tf"])
-def test_without_momentum_there_is_no_buffer(name, network):
+def test_no_momentum_means_no_buffer(name, network):
     model = network().half()
     optimizer = make(name, model)
     for group in optimizer.param_groups:
@@ -291,7 +292,7 @@ ROOTS = {
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make_one", ROOTS.values(), ids=ROOTS)
-def test_roots_survive_gradients_whose_squares_fp16_does_not_have(make_one, seed, network):
+def test_stored_roots_survive_gradients_whose_squares_underflow(make_one, seed, network):
     """1e-5 squared is 1e-10; a second moment of 0 would make the step a thousand times too large."""
     model, exact = network().half(), network()
     for m in (model, exact):

@@ -5,9 +5,10 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
+from falconet.config.options import Optimizer
 from falconet.errors import CheckpointError
 from falconet.optim.optimizer_state import load_state_tensors, state_tensors
-from falconet.optim.optimizers import UpdateRule, build_optimizer, set_lr
+from falconet.optim.optimizers import build_optimizer, set_lr
 
 NAMES = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
 
@@ -28,8 +29,8 @@ def through_a_file(tensors):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("done", [0, 5])
-def test_a_restored_run_equals_the_straight_one_bitwise(done, name, momentum, network, accumulate):
-    rule = UpdateRule(name=name, momentum=momentum, weight_decay=0.01, lars_trust=0.1)
+def test_restored_optimizer_continues_bit_for_bit(done, name, momentum, network, accumulate):
+    rule = Optimizer(optimizer=name, momentum=momentum, weight_decay=0.01, lars_eeta=0.1)
     straight = network()
     optimizer = build_optimizer(straight, rule)
     train(straight, optimizer, accumulate, range(done))
@@ -52,12 +53,12 @@ def test_a_restored_run_equals_the_straight_one_bitwise(done, name, momentum, ne
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loaded_state_has_the_types_and_strides_of_the_saved_one(name, network, accumulate):
+def test_loaded_state_has_the_types_and_strides_of_the_saved_one(name, network, accumulate):
     model = network()
-    optimizer = build_optimizer(model, UpdateRule(name=name))
+    optimizer = build_optimizer(model, Optimizer(optimizer=name))
     train(model, optimizer, accumulate, range(2))
     other = network()
-    again = build_optimizer(other, UpdateRule(name=name))
+    again = build_optimizer(other, Optimizer(optimizer=name))
     load_state_tensors(again, other, through_a_file(state_tensors(optimizer, model)))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert optimizer.state[p].keys() == again.state[q].keys()
@@ -71,10 +72,10 @@ def test_a_loaded_state_has_the_types_and_strides_of_the_saved_one(name, network
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_restored_onto_the_gpu_lies_where_the_straight_runs_lies(name, network):
+def test_state_restored_to_the_gpu_has_the_same_devices(name, network):
     images = torch.randn(4, 3, 6, 6, device="cuda")
     model, other = network().cuda(), network().cuda()
-    optimizer, again = (build_optimizer(m, UpdateRule(name=name)) for m in (model, other))
+    optimizer, again = (build_optimizer(m, Optimizer(optimizer=name)) for m in (model, other))
     for update in range(4):
         if update == 2:
             other.load_state_dict(through_a_file({k: v.cpu() for k, v in model.state_dict().items()}))
@@ -92,9 +93,9 @@ def test_a_state_restored_onto_the_gpu_lies_where_the_straight_runs_lies(name, n
             assert torch.equal(again.state[q][slot], value), slot
 
 
-def test_a_count_that_is_a_python_number_comes_back_as_one(network, accumulate):
+def test_python_count_is_restored_as_one(network, accumulate):
     model = network()
-    optimizer = build_optimizer(model, UpdateRule(name="rmsprop_tf"))
+    optimizer = build_optimizer(model, Optimizer(optimizer="rmsprop_tf"))
     train(model, optimizer, accumulate, range(1))
     for p in model.parameters():
         optimizer.state[p]["step"] = 7  # what older timm keeps
@@ -107,30 +108,30 @@ def test_a_count_that_is_a_python_number_comes_back_as_one(network, accumulate):
 
 def test_state_is_named_by_slot_and_parameter(network, accumulate):
     model = network()
-    optimizer = build_optimizer(model, UpdateRule(name="sgd"))
+    optimizer = build_optimizer(model, Optimizer(optimizer="sgd"))
     train(model, optimizer, accumulate, range(1))
     assert set(state_tensors(optimizer, model)) == {
         f"momentum_buffer/{name}" for name in ("conv.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
     }
 
 
-def test_a_tied_parameter_has_one_state_and_a_frozen_one_none(accumulate):
+def test_tied_parameter_has_one_state_and_frozen_parameter_none(accumulate):
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
     model["c"].requires_grad_(False)
-    optimizer = build_optimizer(model, UpdateRule(name="lars"))
+    optimizer = build_optimizer(model, Optimizer(optimizer="lars"))
     model["b"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert set(state_tensors(optimizer, model)) == {"velocity/a.weight", "velocity/b.bias"}
 
 
-def test_a_parameter_that_never_had_a_gradient_comes_back_without_state():
+def test_parameter_without_a_gradient_is_restored_without_state():
     model = nn.ModuleDict({"used": nn.Linear(3, 3, bias=False), "unused": nn.Linear(3, 3, bias=False)})
-    optimizer = build_optimizer(model, UpdateRule(name="adamw"))
+    optimizer = build_optimizer(model, Optimizer(optimizer="adamw"))
     model["used"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = through_a_file(state_tensors(optimizer, model))
-    again = build_optimizer(model, UpdateRule(name="adamw"))
+    again = build_optimizer(model, Optimizer(optimizer="adamw"))
     load_state_tensors(again, model, state)
     assert set(again.state) == {model["used"].weight}
 
@@ -142,34 +143,34 @@ def without(tensors, *names):
 MISTAKES = {
     "one name gone": (
         lambda s: without(s, "velocity/norm.bias"),
-        "optimizer state: 1 name is missing (of 5 wanted), such as 'velocity/norm.bias'; "
+        "optimizer state: 1 name is missing (of 5 expected), such as 'velocity/norm.bias'; "
         "is the checkpoint of another model or optimizer?",
     ),
-    "everything gone": (lambda s: {}, "5 names are missing (of 5 wanted), such as 'velocity/conv.weight'"),
+    "everything gone": (lambda s: {}, "5 names are missing (of 5 expected), such as 'velocity/conv.weight'"),
     "a name too many": (
         lambda s: {**s, "velocity/tail.bias": torch.ones(1)},
-        "1 name is not wanted here (of 5 wanted), such as 'velocity/tail.bias'",
+        "1 name is unexpected (of 5 expected), such as 'velocity/tail.bias'",
     ),
     "another optimizer": (
         lambda s: {name.replace("velocity", "momentum_buffer"): t for name, t in s.items()},
-        "5 names are missing (of 5 wanted), such as 'velocity/conv.weight'",
+        "5 names are missing (of 5 expected), such as 'velocity/conv.weight'",
     ),
     "another shape": (
         lambda s: {**s, "velocity/head.weight": torch.ones(10, 8)},
-        "optimizer state 'velocity/head.weight': got shape 10 x 8, wanted 5 x 8; is the checkpoint of another model?",
+        "optimizer state 'velocity/head.weight': got shape 10 x 8, expected 5 x 8; is the checkpoint of another model?",
     ),
     "a number": (
         lambda s: {**s, "velocity/head.weight": torch.ones(())},
-        "got shape a single number, wanted 5 x 8",
+        "got shape a single number, expected 5 x 8",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_state_that_does_not_fit_is_refused_in_one_line_and_changes_nothing(mistake, network, accumulate):
+def test_wrong_state_is_refused_in_one_line_and_changes_nothing(mistake, network, accumulate):
     spoil, message = MISTAKES[mistake]
     model = network()
-    optimizer = build_optimizer(model, UpdateRule(name="lars"))
+    optimizer = build_optimizer(model, Optimizer(optimizer="lars"))
     train(model, optimizer, accumulate, range(2))
     before = {name: t.clone() for name, t in state_tensors(optimizer, model).items()}
     with pytest.raises(CheckpointError) as caught:

@@ -9,7 +9,7 @@ from falconet.models import pretrained, zoo
 
 
 @pytest.mark.parametrize("name", pretrained.TAGS)
-def test_a_model_here_has_the_weights_of_timms_by_name_and_shape(name):
+def test_model_has_timms_weights_by_name_and_shape(name):
     weights = pretrained.published(name)
     with torch.device("meta"):
         ours = zoo.build(name, classes=1000, seed=0).state_dict()
@@ -19,18 +19,18 @@ def test_a_model_here_has_the_weights_of_timms_by_name_and_shape(name):
     assert ours[f"{weights.classifier}.weight"].shape[0] == weights.classes == 1000
 
 
-def test_any_model_of_timm_has_the_weights_that_timm_takes():
+def test_model_of_timm_gets_timms_default_weights():
     assert pretrained.published("timm:resnet10t").tag == "resnet10t.c3_in1k"
     assert pretrained.published("timm:resnet50.a2_in1k").repository == "timm/resnet50.a2_in1k"
 
 
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b7", "resnet26", "timm:efficientnet_b6"])
-def test_a_model_without_published_weights(name):
+def test_model_without_published_weights_is_refused(name):
     with pytest.raises(CheckpointError, match=f"there are no published weights of {name}"):
         pretrained.published(name)
 
 
-def test_without_a_network_it_is_said_at_once(monkeypatch):
+def test_missing_network_is_reported_at_once(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

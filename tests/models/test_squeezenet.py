@@ -1,4 +1,4 @@
-"""SqueezeNet is torchvision's, and its bypass the paper's."""
+"""SqueezeNet equals torchvision's, and its bypass the paper's."""
 
 import pytest
 import torch
@@ -6,13 +6,9 @@ from torchvision.models import squeezenet1_0
 
 from falconet.errors import ConfigError
 from falconet.models import splits, zoo
-from falconet.models.norms import Norm
-from falconet.models.zoo import SqueezeNetShape
-
-BYPASS = SqueezeNetShape(bypass=True)
 
 
-def test_it_has_torchvisions_logits_parameters_and_names():
+def test_squeezenet_equals_torchvisions():
     model, theirs = zoo.build("squeezenet", classes=1000, seed=3), squeezenet1_0()
     assert zoo.count_parameters(model) == zoo.count_parameters(theirs) == 1_248_424
     theirs.load_state_dict(model.state_dict())  # so its published weights fit as well
@@ -22,9 +18,9 @@ def test_it_has_torchvisions_logits_parameters_and_names():
 
 
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
-def test_the_bypass_adds_the_input_of_every_second_fire_module(name):
+def test_bypass_adds_the_input_of_every_second_fire_module(name):
     """Fire 3, 5, 7 and 9 by the names of torchvision's layers, against the sum worked out beside the model."""
-    plain, bypassed = (zoo.build(name, classes=5, seed=0, shape=shape).eval() for shape in (None, BYPASS))
+    plain, bypassed = (zoo.build(name, classes=5, seed=0, squeezenet_bypass=bypass).eval() for bypass in (False, True))
     assert all(torch.equal(value, bypassed.state_dict()[key]) for key, value in plain.state_dict().items())
     x = wanted = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
@@ -35,17 +31,17 @@ def test_the_bypass_adds_the_input_of_every_second_fire_module(name):
 
 
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
-def test_the_smallest_images_pass_and_smaller_ones_are_refused(name):
-    model, least = zoo.build(name, classes=5, seed=0).eval(), zoo.SMALLEST_SQUEEZENET[name]
+def test_smaller_images_than_the_smallest_are_refused(name):
+    model, least = zoo.build(name, classes=5, seed=0).eval(), zoo.SMALLEST_SIDE[name]
     zoo.check_image_size(name, least)
     assert model(torch.randn(1, 3, least, least)).shape == (1, 5)
     with pytest.raises(RuntimeError):
         model(torch.randn(1, 3, least - 1, least - 1))
-    with pytest.raises(ConfigError, match=f"--image-size: got {least - 1}, wanted at least {least} for {name}"):
+    with pytest.raises(ConfigError, match=f"got {least - 1}, expected at least {least} for {name}"):
         zoo.check_image_size(name, least - 1)
 
 
-def test_the_one_for_small_images_keeps_more_of_them():
+def test_cifar_network_shrinks_small_images_less():
     """Its last map of 32 x 32 pixels is 4 x 4, torchvision's a single pixel."""
     x = torch.randn(1, 3, 32, 32)
     sides = {name: zoo.build(name, classes=5, seed=0).features(x).shape[-1] for name in zoo.SQUEEZENETS}
@@ -55,9 +51,9 @@ def test_the_one_for_small_images_keeps_more_of_them():
     assert cifar == 1_248_424 - 96 * 3 * (49 - 9) - 990 * 513
 
 
-@pytest.mark.parametrize("shape", [None, BYPASS])
-def test_stages_change_no_bit(shape):
-    whole, model = (zoo.build("squeezenet-cifar", classes=5, seed=0, shape=shape) for _ in range(2))
+@pytest.mark.parametrize("bypass", [False, True])
+def test_stages_are_bit_for_bit_equal(bypass):
+    whole, model = (zoo.build("squeezenet-cifar", classes=5, seed=0, squeezenet_bypass=bypass) for _ in range(2))
     stages = [stage.module for stage in splits.split(model, ["features/4", "features/9/expand3x3", "classifier/1"])]
     x = torch.randn(2, 3, 16, 16)
     gradients = []
@@ -74,11 +70,11 @@ def test_stages_change_no_bit(shape):
 
 
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
-@pytest.mark.parametrize("shape", [None, BYPASS])
-def test_it_learns_a_few_images_by_heart(name, shape):
-    """Which torchvision's own initial weights and a relu behind ten logits hardly ever do (docs/log.md)."""
+@pytest.mark.parametrize("bypass", [False, True])
+def test_few_images_are_learned_by_heart(name, bypass):
+    """With torchvision's initial weights and a relu after ten logits it hardly ever does (docs/log.md)."""
     torch.manual_seed(0)
-    model = zoo.build(name, classes=4, seed=0, shape=shape).eval()  # without dropout
+    model = zoo.build(name, classes=4, seed=0, squeezenet_bypass=bypass).eval()  # without dropout
     images, labels = torch.randn(8, 3, 24, 24), torch.arange(8) % 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     losses = []
@@ -92,7 +88,7 @@ def test_it_learns_a_few_images_by_heart(name, shape):
     assert losses[-1] < 0.7
 
 
-def test_weights_begin_with_the_originals_spread():
+def test_initial_weights_have_the_originals_spread():
     """Glorot's: as large as keeps the variance of values and of gradients about equal; biases are 0."""
     for layer in zoo.build("squeezenet", classes=1000, seed=0).modules():
         if isinstance(layer, torch.nn.Conv2d):
@@ -102,11 +98,6 @@ def test_weights_begin_with_the_originals_spread():
             assert not layer.bias.any()
 
 
-def test_norms_that_it_does_not_have_are_refused():
-    with pytest.raises(ConfigError, match="--norm-type group: this model has no 2d batch norm to change"):
-        zoo.build("squeezenet", classes=5, seed=0, norm=Norm(kind="group"))
-
-
-def test_a_shape_of_its_own_is_refused_by_other_models():
-    with pytest.raises(ConfigError, match="'resnet18' has no such shape; wanted a squeezenet"):
-        zoo.build("resnet18", classes=5, seed=0, shape=BYPASS)
+def test_group_norm_is_refused():
+    with pytest.raises(ConfigError, match="--norm-type: this model has no 2d batch norm to change"):
+        zoo.build("squeezenet", classes=5, seed=0, norm_type="group")

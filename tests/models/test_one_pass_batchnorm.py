@@ -42,13 +42,13 @@ def found(norm, x, dy):
     ("mean", "tolerance"),
     [(0.0, 1e-6), (10.0, 5e-5), (100.0, 5e-3)],  # about 1e-7 * (1 + mean^2), where the variance is 1
 )
-def test_its_error_grows_with_the_square_of_the_mean(mean, tolerance):
+def test_error_grows_with_the_square_of_the_mean(mean, tolerance):
     norm, x, dy = layer(), images(mean), images(seed=2)
     for ours, wanted in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
         assert (ours.double() - wanted).abs().max() / wanted.abs().max() < tolerance
 
 
-def test_torchs_own_is_better_there():
+def test_torchs_batch_norm_is_more_exact_far_from_zero():
     """The reason why this is not the default."""
     x, dy = images(300.0), images(seed=2)
     errors = [
@@ -58,7 +58,7 @@ def test_torchs_own_is_better_there():
     assert errors[0] > 5 * errors[1]
 
 
-def test_a_variance_lost_to_cancellation_is_never_negative():
+def test_variance_is_never_negative():
     norm = layer()
     y = norm(torch.full((4, 6, 5, 5), 12345.678))
     assert y.isfinite().all()
@@ -66,7 +66,7 @@ def test_a_variance_lost_to_cancellation_is_never_negative():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_follow_torchs(momentum):
+def test_running_statistics_equal_torchs(momentum):
     ours, theirs = layer(momentum=momentum), layer(nn.BatchNorm2d, momentum=momentum)
     for seed in range(3):
         ours(images(seed=seed))
@@ -78,26 +78,26 @@ def test_running_statistics_follow_torchs(momentum):
     torch.testing.assert_close(ours(images()), theirs(images()), rtol=1e-4, atol=1e-5)
 
 
-def test_it_loads_a_checkpoint_of_torchs_own():
+def test_torchs_checkpoint_loads():
     ours, theirs = OnePassBatchNorm2d(6), layer(nn.BatchNorm2d)
     ours.load_state_dict(theirs.state_dict())
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_summed_in_fp32(dtype):
+def test_half_inputs_are_summed_in_fp32(dtype):
     norm, x, dy = layer(), images(dtype=dtype), images(seed=2, dtype=dtype)
     for ours, wanted in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
         assert (ours.double() - wanted).abs().max() / wanted.abs().max() < 2 * torch.finfo(dtype).eps
     assert norm.running_mean.dtype == torch.float32
 
 
-def test_memory_stays_channels_last():
+def test_channels_last_memory_is_kept():
     x = images().contiguous(memory_format=torch.channels_last)
     assert layer()(x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_without_parameters_or_statistics_it_still_normalises():
+def test_norm_works_without_parameters_and_statistics():
     norm = OnePassBatchNorm2d(6, affine=False, track_running_stats=False)
     x = images(3.0)
     for mode in (True, False):
@@ -105,7 +105,7 @@ def test_without_parameters_or_statistics_it_still_normalises():
         torch.testing.assert_close(y, functional.batch_norm(x, None, None, training=True), rtol=1e-4, atol=1e-5)
 
 
-def test_its_gradient_is_that_of_its_function():
+def test_gradient_equals_finite_differences():
     norm = layer().double()  # sums are in fp32, so only to fp32's precision
     x = images().double()[:2, :, :3, :3].requires_grad_()
     y = copy.deepcopy(norm)(x)

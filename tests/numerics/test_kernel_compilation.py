@@ -71,7 +71,7 @@ def kernels_of(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_group_norm(dtype, compiled):
+def test_group_norm_compiles(dtype, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
     x = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last)
     weight = bias = torch.ones(32)
@@ -82,7 +82,7 @@ def test_group_norm(dtype, compiled):
 
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_proxy_norm(dtype, silu, compiled):
+def test_proxy_norm_compiles(dtype, silu, compiled):
     module, kernels = kernels_of("falconet.models.proxynorm_kernels")
     x, factors = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 32)
     samples = torch.zeros(SAMPLES)
@@ -92,7 +92,7 @@ def test_proxy_norm(dtype, silu, compiled):
 
 
 @pytest.mark.parametrize("antialias", [False, True])
-def test_resizing(antialias, compiled):
+def test_resizing_compiles(antialias, compiled):
     module, kernels = kernels_of("falconet.data.gpu_resize")
     out = torch.zeros((1, 12, 12, 3), dtype=torch.uint8)
     images = [torch.zeros((3, 20, 20), dtype=torch.uint8)]
@@ -102,7 +102,7 @@ def test_resizing(antialias, compiled):
 
 @pytest.mark.parametrize("rounding", [None, Rounding(5)], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_update_rules(name, rounding, compiled):
+def test_update_rules_compile(name, rounding, compiled):
     model = torch.nn.ParameterList([torch.zeros(20, 30, dtype=torch.float16)])
     optimizer = optimizer_of(name, model, rounding)
     optimizer._fuses = True

@@ -15,8 +15,6 @@ from falconet.numerics.rounding import Part, Rounding
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from half_rules import MAKERS, optimizer_of
 
-MODULES = ("fused", "norms")
-
 
 @pytest.fixture
 def interpreter(monkeypatch):
@@ -26,9 +24,8 @@ def interpreter(monkeypatch):
     from falconet.numerics import kernels
 
     def forget():
-        for name in MODULES:
-            sys.modules.pop(f"falconet.numerics.kernels.{name}", None)
-            vars(kernels).pop(name, None)
+        sys.modules.pop("falconet.numerics.kernels.fused_updates", None)
+        vars(kernels).pop("fused_updates", None)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     forget()
@@ -86,7 +83,7 @@ TYPES = {
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "lars"])
-def test_a_kernel_equals_its_plain_rule_bit_for_bit(name, type_, interpreter):
+def test_kernel_equals_the_plain_rule_bit_for_bit(name, type_, interpreter):
     dtype, rounding = TYPES[type_]
     plain, fused = network(dtype), network(dtype)
     first, second = make(name, plain, rounding), make(name, fused, rounding)
@@ -97,7 +94,7 @@ def test_a_kernel_equals_its_plain_rule_bit_for_bit(name, type_, interpreter):
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_lars_equals_its_plain_rule_where_the_norms_are_the_same(type_, interpreter, monkeypatch):
+def test_lars_kernel_equals_the_plain_rule_with_the_same_norms(type_, interpreter, monkeypatch):
     dtype, rounding = TYPES[type_]
     plain, fused = network(dtype), network(dtype)
     first, second = make("lars", plain, rounding), make("lars", fused, rounding)
@@ -109,15 +106,15 @@ def test_lars_equals_its_plain_rule_where_the_norms_are_the_same(type_, interpre
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_kernels_of_lars_find_the_trust_ratios_of_float64(dtype, interpreter):
-    from falconet.numerics.kernels import trust_ratios
+def test_trust_ratio_kernels_equal_float64(dtype, interpreter):
+    from falconet.numerics.kernels import fused_updates
 
     weights = [torch.randn(40, 100), torch.zeros(3, 3), torch.randn(7, 5) * 1e-3, torch.randn(70, 900)]
     grads = [torch.randn_like(w) * 10 for w in weights]
     grads[2].zero_()
     group = Group([w.to(dtype) for w in weights], [g.to(dtype) for g in grads], [[]] * 4, [Part(0)] * 4)
-    trust = trust_ratios.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
-    found = trust_ratios.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
+    trust = fused_updates.Trust(coefficient=0.01, decay=0.1, eps=1e-6)
+    found = fused_updates.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
     for w, g, (ratio, again) in zip(group.weights, group.grads, found.tolist(), strict=True):
         size, slope = w.double().norm().item(), g.double().norm().item() / 4
         wanted = 0.01 * size / (slope + 0.1 * size + 1e-6) if size and slope else 1.0
@@ -125,14 +122,14 @@ def test_the_kernels_of_lars_find_the_trust_ratios_of_float64(dtype, interpreter
 
 
 @given(by=st.integers(2, 2**24), number=st.integers(0, 2**31 - 1))
-def test_a_division_is_a_product_and_a_shift(by, number):
+def test_division_equals_a_product_and_a_shift(by, number):
     for n in (number, by * (number // by), max(by * (number // by) - 1, 0)):
         multiplier, shift = _division(by)
         assert multiplier < 2**32
         assert (n * multiplier >> 32) >> shift == n // by
 
 
-def test_a_kernel_changes_nothing_where_a_gradient_was_not_finite(interpreter):
+def test_kernel_skips_an_update_with_non_finite_gradients(interpreter):
     model = network(torch.float16)
     optimizer = make("adamw", model, Rounding(0))
     optimizer._fuses = True
@@ -147,7 +144,7 @@ def test_a_kernel_changes_nothing_where_a_gradient_was_not_finite(interpreter):
         assert all(torch.equal(t, slots[slot]) for slot, t in optimizer.state[p].items())
 
 
-def test_a_gradient_laid_out_otherwise_is_brought_into_the_weights_order(interpreter):
+def test_gradient_is_copied_to_the_weights_layout(interpreter):
     plain, fused = network(torch.float16), network(torch.float16)
     first, second = make("momentum descent", plain, None), make("momentum descent", fused, None)
     second._fuses = True
@@ -171,7 +168,7 @@ def test_chunks_cover_every_element_once():
     assert sorted(covered) == [(row, element) for row, size in enumerate(sizes) for element in range(size)]
 
 
-def test_a_table_is_made_once_for_the_same_addresses():
+def test_table_is_reused_for_the_same_addresses():
     tables, weights = Tables(), [torch.zeros(5), torch.zeros(6)]
     first = tables.rows(group(*weights))
     assert tables.rows(group(*weights)) is first
@@ -179,7 +176,7 @@ def test_a_table_is_made_once_for_the_same_addresses():
     assert first[:, :2].tolist() == [[w.data_ptr()] * 2 for w in weights]
 
 
-def test_layouts_are_told_apart():
+def test_memory_layouts_are_recognised():
     last = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     assert is_dense(last)
     assert is_dense(last.contiguous())
@@ -189,7 +186,7 @@ def test_layouts_are_told_apart():
 
 
 @pytest.mark.parametrize("name", ["momentum descent", "momentum rmsprop", "adamw"])
-def test_flat_pieces_of_a_weight_get_the_bits_of_the_whole(name, interpreter):
+def test_flat_pieces_are_updated_like_the_whole(name, interpreter):
     """Cut where a process's share of the memory may end, which is no end of a row or a pixel."""
     whole, other = network(torch.float16), network(torch.float16)
     first = make(name, whole, Rounding(5))

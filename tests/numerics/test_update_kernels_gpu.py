@@ -53,7 +53,7 @@ def train(model, optimizer, updates):
 @pytest.mark.parametrize("rounding", [None, Rounding(5)])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in ("lars", "adamw")])
-def test_the_gpu_gives_the_bits_of_the_cpu(name, dtype, rounding):
+def test_gpu_equals_the_cpu_bit_for_bit(name, dtype, rounding):
     here, there = network(dtype), network(dtype).cuda()
     first, second = make(name, here, rounding), make(name, there, rounding)
     train(here, first, range(3))
@@ -67,7 +67,7 @@ def test_the_gpu_gives_the_bits_of_the_cpu(name, dtype, rounding):
 @pytest.mark.parametrize("rounding", [None, Rounding(5)])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["lars", "adamw"])
-def test_norms_and_powers_differ_in_their_last_bit_alone(name, dtype, rounding):
+def test_norms_and_powers_differ_only_in_the_last_bit(name, dtype, rounding):
     """Torch sums a norm in another order on the GPU, and takes powers by another formula."""
     here, there = network(dtype), network(dtype).cuda()
     train(here, make(name, here, rounding), range(3))
@@ -81,7 +81,7 @@ def test_norms_and_powers_differ_in_their_last_bit_alone(name, dtype, rounding):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_updates_never_wait_for_the_device_and_skip_without_asking(name):
+def test_updates_and_skipped_updates_never_wait_for_the_device(name):
     model = network(torch.float16).cuda()
     optimizer = make(name, model, Rounding(1))
     train(model, optimizer, range(2))  # compiles
@@ -104,7 +104,7 @@ def test_updates_never_wait_for_the_device_and_skip_without_asking(name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_captured_update_follows_rate_scale_and_noise(name):
+def test_captured_update_follows_rate_scale_and_noise(name):
     model = network(torch.float16).cuda()
     eager = copy.deepcopy(model)
     optimizers = [make(name, m, Rounding(1)) for m in (model, eager)]
