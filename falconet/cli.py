@@ -23,22 +23,24 @@ from falconet.config.load import read_line
 from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel.environment import is_first, is_one_of_several, said_here
+from falconet.report.styles import FALCONET, Conventions
 
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
+CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
 ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET) -> int:
+    """Run one command; returns the exit code. `conventions`: those of the program that its user started."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_any_name()
     # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
     name, rest = command_name(words)
     try:
-        return _run(name, rest)
+        return _run(name, rest, conventions)
     except SaidElsewhereError:
         return MISTAKE
     except UserError as error:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return unwritten(error, f"falconet {name}")
 
 
-def _run(name: str, rest: list[str]) -> int:
+def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if name in (*HELP, "help") and rest and rest != ["help"]:  # `falconet help train`
         name, rest = command_name(rest)[0], ["--help"]
     group, _, second = name.partition(" ")
@@ -83,7 +85,8 @@ def _run(name: str, rest: list[str]) -> int:
         loaded = inputs.load(command, read_line(command, _with_names(command, rest)))
         # torch takes two seconds to import: every mistake of the line has been answered before.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
-    code: int = module.run(loaded)
+    given = {"conventions": conventions} if name in CONVENTIONAL else {}
+    code: int = module.run(loaded, **given)
     return code
 
 

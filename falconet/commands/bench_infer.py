@@ -37,6 +37,7 @@ from falconet.report import console
 from falconet.report import inference as lines
 from falconet.report.console import Say, are, counted
 from falconet.report.folders import RUNS
+from falconet.report.styles import FALCONET, Conventions
 from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
 from falconet.train import saved_model
 
@@ -53,14 +54,16 @@ class Subject:
     images: Dataset
 
 
-def run(loaded: Loaded[InferOptions]) -> int:
+def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> int:
     options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
     asked = value_or(options.inference.replicas, place.size if place else 1)
     here = _devices(options)
     if place is None and min(asked, here) > 1:
         from falconet.parallel.launch import Workers, launch
 
-        workers = Workers(argv=["bench", "infer", *typed(line)], processes=min(asked, here), restarts=0)
+        workers = Workers(
+            argv=["bench", "infer", *typed(line)], program=conventions.program, processes=min(asked, here), restarts=0
+        )
         return launch(workers, progress=lambda: None, say=console.spoken())
     with resources.open_machine(options.machine, place=place) as world:
         if asked > world.size:
@@ -68,11 +71,11 @@ def run(loaded: Loaded[InferOptions]) -> int:
         subject = _open(options, line, world)
         for note in unused_notes(subject.options, line):
             console.screen_of(world).line(note)
-        _go(subject, world)
+        _go(subject, world, conventions)
     return 0
 
 
-def _go(subject: Subject, world: World) -> None:
+def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     """Print what was decided, then measure, trace, or stop there."""
     options, screen = subject.options, console.screen_of(world)
     decided = []
@@ -94,7 +97,7 @@ def _go(subject: Subject, world: World) -> None:
     elif options.inference.profile:
         _trace(subject, world)
     else:
-        _measure(subject, world)
+        _measure(subject, world, conventions)
 
 
 def _trace(subject: Subject, world: World) -> None:
@@ -154,7 +157,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
         note(f"note: random weights, because {error}")
 
 
-def _measure(subject: Subject, world: World) -> None:
+def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options = subject.options
     screen, count = console.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
@@ -165,20 +168,22 @@ def _measure(subject: Subject, world: World) -> None:
     series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
     per_batch = options.data.micro_batch_size * world.size
     main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, resident))
-    facts = lines.Facts(
+    found = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
         data=options.data.data,
         dtype=str(REGIMES[options.machine.precision].formats(world.device)["activations"]),
         devices=world.size,
+        rates=main.rates,
+        latencies=main.latencies,
     )
-    if options.style.log_style == "pytorch":
+    if conventions.batch:
         for seconds in series.throughput:
-            screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
+            batch = lines.TimedBatch(per_batch / seconds, 1000 * seconds, instance=world.rank, instances=world.size)
+            screen.line(conventions.batch(batch))
     peak = world.peak_memory()
-    theirs = lines.told(options.style.log_style, facts, main.rates, main.latencies)
     ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
-    for text in [*theirs, *ours]:
+    for text in [*conventions.predictions(found), *ours]:
         screen.line(text)
     if world.is_first:
         _write(options, series, resident, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})

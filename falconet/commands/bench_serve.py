@@ -29,6 +29,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.console import Screen, counted
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train.saved_model import refuse_download
 
 HELD = 8  # different batches, used in turn
@@ -38,7 +39,7 @@ MOST = 1000  # requests per client: a config for local batches asks for minutes 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def run(loaded: Loaded[BenchServeOptions]) -> int:
+def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) -> int:
     line, screen = loaded.line, Screen()
     options = _options(loaded, screen)
     _note_unused(options, line, screen)
@@ -51,7 +52,7 @@ def run(loaded: Loaded[BenchServeOptions]) -> int:
         outcomes = load_test.run_clients(job, options.load.clients)
         counts = _executions(target)
     found = load_test.together(outcomes, in_flight=options.load.clients * job.window)
-    _show(found, options, tensors, screen)
+    _show(found, options, tensors, screen, conventions)
     if counts:
         screen.line(counts)
     _write(found, options)
@@ -197,7 +198,9 @@ def _executions(target: Target) -> str:
         return ""
 
 
-def _show(found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen) -> None:
+def _show(
+    found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen, conventions: Conventions
+) -> None:
     measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch_size)
     assert measured.throughput is not None
     steady, load = measured.steady, options.load
@@ -205,14 +208,16 @@ def _show(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         clients = f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each"
     else:
         clients = f"{counted(load.clients, 'client')}, SYNC"
-    facts = lines.Facts(
+    predictions = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
         data=options.data.data,
         dtype=tensors.datatype,
         devices=1,
+        rates=measured.rates,
+        latencies=measured.latencies,
     )
-    for text in lines.told(options.style.log_style, facts, measured.rates, measured.latencies):
+    for text in conventions.predictions(predictions):
         screen.line(text)
     spread = measured.spread()
     screen.line(f"served to {clients}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")

@@ -3,12 +3,13 @@
 from falconet.checkpoint.manifest import Checkpoint, read_manifest
 from falconet.config.commands import RestoreOptions
 from falconet.config.load import Loaded
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train import processes, run_folder
 from falconet.train.run import carry_out
 
 
-def run(loaded: Loaded[RestoreOptions]) -> int:
+def run(loaded: Loaded[RestoreOptions], conventions: Conventions = FALCONET) -> int:
     assert loaded.checkpoint is not None
     restored = Checkpoint(loaded.checkpoint, read_manifest(loaded.checkpoint))
-    launch = processes.prepare(run_folder.placed(loaded, restored), restored)
+    launch = processes.prepare(run_folder.placed(loaded, restored), restored, conventions=conventions)
     return processes.start("restore", loaded.line, launch) if processes.must_start(launch) else carry_out(launch)

@@ -10,9 +10,8 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
-from falconet.legacy.styles import style_of
 from falconet.report.console import Say, Screen
-from falconet.report.styles import Origin, RunLog, Validated
+from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
@@ -20,14 +19,13 @@ FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
-def run(loaded: Loaded[ValidateOptions]) -> int:
+def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     line, stated, screen = loaded.line, loaded.options, Screen()
     path = stated.input.checkpoint_input_path
     assert path is not None
     output = stated.table.output or _beside(path)
-    if stated.style.log_style != "falconet":
-        # The original's file is beside the checkpoints and grows; ours is one table, replaced each time.
-        style = style_of(stated.style.log_style, RunLog(screen.line, output.parent))
+    style = conventions.style(RunLog(screen.line, output.parent))
+    if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for measured in _measured(path, line, screen.line):
             style.validated(_validated(measured))
         return 0

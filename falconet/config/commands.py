@@ -19,7 +19,6 @@ from falconet.config.options import (
     LearningRate,
     Load,
     Logging,
-    LogStyle,
     Machine,
     Model,
     Numerics,
@@ -69,7 +68,6 @@ class TrainOptions(Command):
     averaging: Averaging = field(default_factory=Averaging)
     fine_tuning: FineTuning = field(default_factory=FineTuning)
     logging: Logging = field(default_factory=Logging)
-    style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
@@ -103,7 +101,6 @@ class ValidateOptions(Command):
 
     input: Input = field(default_factory=Input)
     table: Table = field(default_factory=Table)
-    style: LogStyle = field(default_factory=LogStyle)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -145,7 +142,6 @@ class InferOptions(Command):
     )
 
     inference: Inference = field(default_factory=Inference)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -179,7 +175,6 @@ class BenchServeOptions(Command):
 
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

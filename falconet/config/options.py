@@ -422,14 +422,6 @@ class Logging:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogStyle:
-    """Whose log lines, CSV files and folder names are written."""
-
-    log_style: Literal["falconet", "pytorch", "tensorflow", "popart"] = "falconet"
-    """Falconet's, or those of one of the originals for tools that read them; docs/benchmarking.md lists them."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Input:
     """The checkpoint to read."""
 

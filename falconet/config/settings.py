@@ -14,6 +14,7 @@ LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
 DEFAULT = "default"
+RETIRED = ("log-style",)  # options that a config.yaml of an earlier version may hold; ignored
 ALIASES = {"imagenet-data-path": "data-dir", "wandb-weight-histogram": "weight-histogram"}
 _NUMBER = re.compile(r"-\.?\d")
 _OFF = "no-"  # before the name of a switch
@@ -74,7 +75,10 @@ def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str)
 
 def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     """A YAML file of options."""
-    return from_mapping(read_yaml(path), options, source=str(path))
+    content = read_yaml(path)
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in RETIRED}
+    return from_mapping(content, options, source=str(path))
 
 
 def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:

@@ -116,8 +116,8 @@ def is_bound(environment: Mapping[str, str]) -> bool:
     return environment.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
-def asked_of_poprun(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Replicas, and processes per replica, that poprun was asked for; it may have started fewer."""
+def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Replicas, and processes per replica, that the launcher was asked for; it may have started fewer."""
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)

@@ -30,9 +30,10 @@ NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distr
 class Workers:
     """What to run in how many processes; at most `restarts` in a row without progress."""
 
-    argv: Sequence[str]  # for `python -m falconet`
+    argv: Sequence[str]  # of the program
     processes: int
     restarts: int
+    program: Sequence[str] = ("-m", "falconet")  # Python's arguments before them
 
 
 def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:
@@ -78,7 +79,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
             signals_to_handle=heeded(),
         )
         agent = elastic_launch(config, sys.executable)
-        return failures_of(lambda: agent("-m", "falconet", *workers.argv))
+        return failures_of(lambda: agent(*workers.program, *workers.argv))
 
 
 def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:

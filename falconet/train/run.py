@@ -381,7 +381,7 @@ def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
         averaged = save.average_after_training(saving, watch.validation, options, world=world)
     path = options.validation.validate_checkpoints
     if path is not None and options.data.data != "synthetic" and built.phase.is_last:
-        is_ours = options.style.log_style == "falconet"
+        is_ours = saving.output.style.tabulates
         measured = saved_model.validate_folder(
             path,
             saving,

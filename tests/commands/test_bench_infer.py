@@ -34,8 +34,8 @@ def test_one_batch_has_no_interval(falconet):
     assert "nan" not in answer.out
 
 
-def test_lines_that_tools_of_the_originals_read(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+def test_the_lines_that_tools_of_the_originals_read(falconet):
+    answer = falconet(SMALL, "pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -56,8 +56,8 @@ def test_output_file_has_every_batch(falconet):
     assert content["images_per_batch"] == 4
 
 
-def test_pytorch_style_prints_a_line_per_batch(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+def test_the_pytorch_style_has_a_line_for_every_batch(falconet):
+    answer = falconet(SMALL, "pytorch")
     found = re.findall(r"Throughput: \S+ imgs/sec; Latency range: \S+\.\.\S+ ms", answer.out)
     assert len(found) == 12
 
@@ -70,8 +70,8 @@ def test_checkpoint_supplies_model_and_data(falconet):
 
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])
-def test_other_kinds_of_data_are_measured(falconet, data):
-    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1 --log-style pytorch")
+def test_other_data(falconet, data):
+    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1", "pytorch")
     assert answer.code == 0, answer.err
     assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
 
@@ -164,7 +164,7 @@ def test_too_many_batches_are_cut_and_noted(falconet, monkeypatch):
     from falconet.commands import bench_infer
 
     monkeypatch.setattr(bench_infer, "MOST", 6)
-    answer = falconet(f"{SMALL} --log-style tensorflow")
+    answer = falconet(SMALL, "tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
 

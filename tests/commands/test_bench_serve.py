@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 def test_lines_output_file_and_answers(falconet):
     before = children(os.getpid())  # a server that forks may be among them
     line = f"{SMALL} --clients 2 --request-type ASYNC --window 2 --check-answers --output o.json"
-    answer = falconet(f"{line} --log-style pytorch")
+    answer = falconet(line, "pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -50,7 +50,7 @@ def test_running_server_is_measured_and_wrong_answers_are_reported(falconet):
         assert answer.code == 0, answer.err
         assert "note: --port has no effect with --url" in answer.out
         assert "note: --window has no effect without --request-type ASYNC" in answer.out
-        assert "[INFO]" not in answer.out, "lines of an original come with its --log-style alone"
+        assert "[INFO]" not in answer.out, "an original's lines come with its conventions alone"
         assert "served to 1 client, SYNC" in answer.out
         wrong = falconet(f"{line} --check-answers")
         assert wrong.code == 1

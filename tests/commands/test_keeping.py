@@ -51,9 +51,9 @@ def test_run_restored_from_the_initial_checkpoint_equals_a_straight_one(falconet
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_tensorflow_style_validates_the_initial_checkpoint_and_averages_without_it(falconet, tmp_path):
-    line = f"train {TINY} --log-style tensorflow --initial-checkpoint --checkpoints-kept all --run-dir a"
-    answer = falconet(f"{line} --weight-avg-strategy mean")
+def test_the_tensorflow_style_says_it_and_averages_without_it_but_validates_it(falconet, tmp_path):
+    line = f"train {TINY} --initial-checkpoint --checkpoints-kept all --run-dir a"
+    answer = falconet(f"{line} --weight-avg-strategy mean", "tensorflow")
     assert answer.code == 0, answer.err
     assert [text for text in answer.out.splitlines() if text.startswith("Saved ")] == [
         "Saved initial checkpoint to a/checkpoints/ckpt-0",
@@ -61,7 +61,7 @@ def test_tensorflow_style_validates_the_initial_checkpoint_and_averages_without_
         "Saved checkpoint to a/checkpoints/ckpt-8",
     ]
     assert "averaged 2 checkpoints (mean)" in answer.out
-    validated = falconet("validate --checkpoint-input-path a --log-style tensorflow").out
+    validated = falconet("validate --checkpoint-input-path a", "tensorflow").out
     assert re.findall(r"accuracy \[(.*?)\]", validated)[:3] == ["ckpt-0", "ckpt-4", "ckpt-8"]
     # The original's weight_avg.py took every ckpt-N of a folder.
     assert "averaged 3 checkpoints (mean): ckpt-0, ckpt-4, ckpt-8" in falconet("average --checkpoint-input-path a").out

@@ -48,8 +48,8 @@ def test_run_is_uploaded_with_its_config(falconet, wandb):
     assert wandb.finished
 
 
-def test_run_of_the_tensorflow_program_is_uploaded_with_its_columns(falconet, wandb, capfd):
-    assert falconet(f"train {TINY} --log-style tensorflow --run-dir r").code == 0
+def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd):
+    assert falconet(f"train {TINY} --run-dir r", "tensorflow").code == 0
     assert main("tf1:upload_run.py", "upload_run.py", ["--base-folder", "r", "--name", "mine"]) == 0
     assert (wandb.opened["project"], wandb.opened["name"]) == ("large-scale-cnn", "mine")
     assert wandb.opened["config"]["micro_batch_size"] == "8"

@@ -43,7 +43,7 @@ def by_dialect(program, name, configs):
         entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
     settings = translate_mapping(program, entry, source="config").settings
     # A share of the device's memory was tuned for the IPU's, and is no part of a recipe; benchmarks fetch nothing.
-    left_out = ("log-style", "data-dir", "initial-checkpoint", "available-memory-proportion", "weights")
+    left_out = ("data-dir", "initial-checkpoint", "available-memory-proportion", "weights")
     return [setting for setting in settings if setting.option not in left_out]
 
 

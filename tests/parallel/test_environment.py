@@ -5,7 +5,7 @@ import json
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.parallel.environment import Place, asked_of_poprun, attempt, cores_of, find_place, first_host
+from falconet.parallel.environment import Place, asked_of_launcher, attempt, cores_of, find_place, first_host
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 PLACES = {
@@ -152,8 +152,8 @@ def test_the_first_host_of_a_node_list(nodes, host):
 
 
 @pytest.mark.parametrize(("stages", "asked"), [("3", (2, 3)), ("", None)])
-def test_what_poprun_was_asked_for_is_read_from_the_environment(stages, asked):
-    assert asked_of_poprun({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
+def test_what_the_launcher_was_asked_for_is_in_its_variables(stages, asked):
+    assert asked_of_launcher({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
 
 
 def test_attempts_are_counted_by_either_launcher():

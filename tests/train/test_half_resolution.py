@@ -238,10 +238,8 @@ def test_a_fine_tuning_option_alone_has_no_effect_and_a_note(falconet):
 def test_several_averages_in_an_original_style_are_kept_and_the_first_is_fine_tuned(falconet):
     """An exponential average of a part had the name of the one of all, which took its place."""
     averages = "--weight-avg-strategy exponential --weight-avg-exp-decay 0.5 --weight-avg-N 1"
-    line = (
-        f"train {HALF} --fine-tune-epoch 1 {averages} --weight-avg-also exponential:0.5 mean:2 --log-style tensorflow"
-    )
-    answer = falconet(f"{line} --run-dir r")
+    line = f"train {HALF} --fine-tune-epoch 1 {averages} --weight-avg-also exponential:0.5 mean:2 --run-dir r"
+    answer = falconet(line, "tensorflow")
     assert answer.code == 0, answer.err
     assert "phase 2 of 2 starts with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
     made = {

@@ -60,40 +60,33 @@ FILES = {
     "pytorch:train.py": (COMPAT / "pytorch/train/configs.yml", PYTORCH),
     "tf1:train.py": (COMPAT / "tensorflow/configs.yml", TENSORFLOW),
 }
-CASES = [(program, name) for program, (_, table) in FILES.items() for name in table]
 
 
-@pytest.mark.parametrize(("program", "name"), CASES)
-def test_a_named_config_has_its_global_batch_and_stages(program, name):
-    path, table = FILES[program]
-    translation = translate(program, ["--config", name], place=Place(configs=path))
+def batch_and_stages(program, name):
+    translation = translate(program, ["--config", name], place=Place(configs=FILES[program][0]))
     value = {setting.option: setting.values for setting in translation.settings}
     product = 1
     for option, default in (("micro-batch-size", "64"), ("gradient-accumulation", "1"), ("replicas", "1")):
         product *= int(value.get(option, (default,))[0])
-    assert (product, len(value.get("pipeline-splits", ())) + 1) == table[name]
+    return product, len(value.get("pipeline-splits", ())) + 1
 
 
 @pytest.mark.parametrize("program", FILES)
-def test_no_config_is_left_out(program):
+def test_every_named_config_has_its_global_batch_and_stages(program):
     path, table = FILES[program]
-    assert set(read_configs(path)) - BASES == set(table)
+    assert {name: batch_and_stages(program, name) for name in set(read_configs(path)) - BASES} == table
 
 
 INFERENCE = sorted(set(read_configs(COMPAT / "pytorch/inference/configs.yml")) - BASES)
 
 
-@pytest.mark.parametrize("name", INFERENCE)
-def test_a_named_config_of_inference_is_read(name):
+def test_the_named_configs_of_inference_are_read():
     place = Place(configs=COMPAT / "pytorch/inference/configs.yml")
-    translation = translate(
-        "pytorch:inference/run_benchmark.py", ["--config", name, "--data", "generated"], place=place
-    )
-    assert translation.command == "bench infer"
-    assert {setting.option: setting.values for setting in translation.settings}["model"][0] in (
-        name,
-        name.removesuffix("-g16-gn"),
-    )
+    for name in INFERENCE:
+        line = ["--config", name, "--data", "generated"]
+        translation = translate("pytorch:inference/run_benchmark.py", line, place=place)
+        model = {setting.option: setting.values for setting in translation.settings}["model"][0]
+        assert (translation.command, model) == ("bench infer", name.removesuffix("-g16-gn"))
 
 
 UNKNOWN = {
@@ -105,7 +98,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("name", "meant"), UNKNOWN.items())
-def test_an_unknown_config_is_answered_with_the_nearest_and_where_the_list_is(name, meant):
+def test_an_unknown_config_is_answered_with_the_nearest_names(name, meant):
     path = COMPAT / "tensorflow/configs.yml"
     with pytest.raises(ConfigError) as refused:
         config_entry(name, path)
@@ -114,9 +107,9 @@ def test_an_unknown_config_is_answered_with_the_nearest_and_where_the_list_is(na
     assert message.count(";") == 1
 
 
-def test_a_name_with_no_options_below_it_is_told_so(tmp_path):
+def test_a_config_without_options_is_refused(tmp_path):
     path = tmp_path / "configs.yml"
     path.write_text("mine: 5\n")
     with pytest.raises(ConfigError) as refused:
         config_entry("mine", path)
-    assert str(refused.value) == f"--config: {path}: mine: options were wanted below it, such as `epochs: 10`"
+    assert str(refused.value) == f"--config: {path}: mine: expected options below it, such as `epochs: 10`"

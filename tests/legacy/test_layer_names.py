@@ -1,13 +1,23 @@
-"""Layer names of the originals lead to layers that our models have."""
+"""Layer names of the originals, and regular expressions over them, become layers of our models."""
 
 import re
 
 import pytest
 import torch
+from torchvision.models import mobilenet_v2, resnet50
 
 from falconet.errors import ConfigError
-from falconet.legacy.layer_names import legal_splits, pytorch_layer, tensorflow_layer
+from falconet.legacy.layer_names import (
+    _names,
+    legal_splits,
+    mobilenet_layer,
+    pytorch_layer,
+    recomputed_layers,
+    tensorflow_layer,
+)
+from falconet.legacy.pytorch_training import MODELS
 from falconet.models import zoo
+from translations import wrong
 
 
 def layers(name):
@@ -36,10 +46,11 @@ PYTORCH = [
 ]
 
 
-@pytest.mark.parametrize(("model", "old", "new"), PYTORCH)
-def test_a_layer_of_the_pytorch_program(model, old, new):
-    assert pytorch_layer(old, model=model) == new
-    assert new in layers(model)
+def test_layers_of_the_pytorch_program_are_layers_of_ours():
+    cases = [((model, old), new) for model, old, new in PYTORCH]
+    assert wrong(cases, lambda case: pytorch_layer(case[1], model=case[0])) == []
+    known = {model: layers(model) for model, *_ in PYTORCH}
+    assert [(model, new) for model, _, new in PYTORCH if new not in known[model]] == []
 
 
 TENSORFLOW = [
@@ -61,9 +72,9 @@ TENSORFLOW = [
 ]
 
 
-@pytest.mark.parametrize(("family", "size", "old", "new"), TENSORFLOW)
-def test_a_split_of_the_tensorflow_program(family, size, old, new):
-    assert tensorflow_layer(old, family=family, size=size) == new
+def test_splits_of_the_tensorflow_program_are_layers_of_ours():
+    cases = [((family, size, old), new) for family, size, old, new in TENSORFLOW]
+    assert wrong(cases, lambda case: tensorflow_layer(case[2], family=case[0], size=case[1])) == []
 
 
 FAMILIES = {
@@ -112,7 +123,55 @@ def test_the_splits_of_a_cifar_network_are_its_own():
         ),
     ],
 )
-def test_a_name_that_is_none_is_answered_with_those_that_are(call, message):
+def test_an_unknown_name_is_answered_with_known_ones(call, message):
     with pytest.raises(ConfigError) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_name_becomes_a_layer_of_ours(model):
+    assert {layer for found in _names(model).values() for layer in found} <= layers(model)
+
+
+@pytest.mark.parametrize(("model", "make"), [("resnet50", resnet50), ("mobilenet", mobilenet_v2)])
+def test_the_names_are_torchvisions_except_for_additions(model, make):
+    with torch.device("meta"):
+        theirs = {path.replace(".", "/") for path, _ in make().named_modules()}
+    assert {name for name in _names(model) if not name.startswith("add")} <= theirs
+
+
+KEPT = [
+    ("resnet18", "add.*", [f"layer{stage}/{block}/act2" for stage in range(1, 5) for block in range(2)]),
+    ("resnet50", "add_1|add_3", ["layer1/1/act3", "layer2/0/act3"]),
+    ("resnet50", ".*conv.*", [".*conv.*"]),  # the example of the documents: the names are the same
+    ("resnet50", "layer2/0/relu", ["layer2/0/act1", "layer2/0/act2", "layer2/0/act3"]),  # one module, called thrice
+    ("resnet50", "(avgpool|fc)", ["(avgpool|fc)", "global_pool"]),
+    ("resnet50", "(", ["("]),  # refused where it is used
+    ("efficientnet-b0", "add_1", ["blocks/2/1"]),
+    ("mobilenet", "features/2/conv/1/0", ["blocks/1/0/conv_dw"]),
+    ("mobilenet", "add", ["blocks/1/1"]),  # the first block with a shortcut
+    ("mobilenet-v3-small", "mb_block/[12]/seq/0", ["blocks/1/0/conv_pw", "blocks/1/1/conv_pw"]),
+    ("mobilenet-v3-large", "mb_block/3/seq/6", ["blocks/2/0/se"]),
+]
+
+
+def test_rules_of_recomputation_name_layers_of_ours():
+    cases = [((model, rule), kept) for model, rule, kept in KEPT]
+    assert wrong(cases, lambda case: list(recomputed_layers(case[1], model=case[0]))) == []
+
+
+SPLITS = [
+    ("mobilenet", "features/7", "blocks/3/0"),
+    ("mobilenet", "features/18/0", "conv_head"),
+    ("mobilenet-v3-large", "mb_block/7/seq/0", "blocks/3/1"),
+    ("mobilenet-v3-large", "mb_block/7/seq/3", "blocks/3/1/conv_dw"),
+    ("mobilenet-v3-large", "last_block/4", "conv_head"),
+    ("mobilenet-v3-small", "output", "classifier"),
+    ("mobilenet-v3-small", "nowhere", None),
+]
+
+
+def test_stages_of_a_mobilenet_start_where_they_did():
+    cases = [((model, old), new) for model, old, new in SPLITS]
+    assert wrong(cases, lambda case: mobilenet_layer(case[1], model=case[0])) == []
