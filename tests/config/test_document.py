@@ -8,4 +8,4 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_of_options_is_not_stale():
-    assert (ROOT / "docs/options.md").read_text() == options_page(), "run `make docs`"
+    assert (ROOT / "docs/knowing/options.md").read_text() == options_page(), "run `make docs`"

@@ -144,7 +144,7 @@ def test_values_are_those_of_the_whole_chain():
 
 
 def test_the_page_of_configs_is_not_stale():
-    assert (ROOT / "docs/configs.md").read_text() == configs_page(), "run `make docs`"
+    assert (ROOT / "docs/knowing/configs.md").read_text() == configs_page(), "run `make docs`"
 
 
 def test_the_list_is_printed_without_torch():

@@ -76,7 +76,7 @@ def test_stages_change_no_bit(shape):
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 @pytest.mark.parametrize("shape", [None, BYPASS])
 def test_it_learns_a_few_images_by_heart(name, shape):
-    """Which torchvision's own initial weights and a relu behind ten logits hardly ever do (docs/log.md)."""
+    """Which torchvision's own initial weights and a relu behind ten logits hardly ever do (docs/maintaining/log.md)."""
     torch.manual_seed(0)
     model = zoo.build(name, classes=4, seed=0, shape=shape).eval()  # without dropout
     images, labels = torch.randn(8, 3, 24, 24), torch.arange(8) % 4
