@@ -185,7 +185,7 @@ LINKS = {  # in the data folder, to what of the user's
 }
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", LINKS, ids=["folder", "file", "temporary"])
 def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/file").write_text("mine")
