@@ -1,4 +1,4 @@
-"""What docs/using/data.md says of sources, measured: listing made-up files, and the same photos from several layouts.
+"""What docs/data.md says of sources, measured: listing made-up files, and the same photos from several layouts.
 
 python bench/sources.py list 310000
 python bench/sources.py read photos photos-packed      # folders of the same photos, the first one compared with
