@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import torch
 
+from falconet.config.options import Optimizer
 from falconet.models import zoo
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 
 ROUNDS, CALLS = 5, 10
 SIDE = 8192  # of the product that stands for computation
@@ -51,7 +52,7 @@ def main() -> None:
     print(f"{'computation alone':30} {alone:8.2f} ms")
     for bucket in [None, *args.bucket]:
         model = zoo.build("resnet50", classes=1000, seed=0).cuda()
-        optimizer = build_optimizer(model, UpdateRule(name="adamw"))
+        optimizer = build_optimizer(model, Optimizer(optimizer="adamw"))
         step: Callable[[], None] = optimizer.step
         if bucket is not None:
             host = HostedState(optimizer, bucket_megabytes=bucket, device=torch.device("cuda"))

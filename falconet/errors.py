@@ -2,7 +2,8 @@
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,16 @@ class WorldError(Exception):
 
 class Interrupted(Exception):  # noqa: N818, an interruption is not an error
     """The user (or the scheduler) asked the run to stop; `cli` exits with code 130."""
+
+
+@contextmanager
+def named_option(field: str) -> Iterator[None]:
+    """Put an option, given by its field's name, before the message of a mistake that is found within."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (f"--{field.replace('_', '-')}: {error}",)
+        raise
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

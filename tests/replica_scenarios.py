@@ -19,17 +19,18 @@ import gloo
 from falconet.checkpoint import format
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
-from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake
+from falconet.config.options import Optimizer
+from falconet.data.buffers import Batch, PixelRows
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
 from falconet.models import zoo
-from falconet.models.norms import Norm
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.rounding import Rounding
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer
+from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
 from falconet.parallel import collectives as liveness
 from falconet.parallel import collectives as processes
 from falconet.parallel.batchnorm import span_batchnorm
@@ -47,7 +48,7 @@ PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=
 
 def model_of(kind):
     if kind == "group":
-        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0, norm=Norm(kind="group", groups=4))
+        return zoo.build("resnet8-cifar", classes=CLASSES, seed=0, norm_type="group", norm_num_groups=4)
     if kind == "batch":
         return zoo.build("resnet8-cifar", classes=CLASSES, seed=0)
     if kind == "unused":  # a parameter that has no part in the loss
@@ -138,7 +139,7 @@ def late(world, timeout):
 
 
 def stepper(model, rule, exchange, optimizer=None):
-    optimizer = optimizer or build_optimizer(model, UpdateRule(name=rule, weight_decay=1e-3, eps=1e-3))
+    optimizer = optimizer or build_optimizer(model, Optimizer(optimizer=rule, weight_decay=1e-3, optimizer_eps=1e-3))
     return LocalStep(
         Moving(model=model, move=PlainMove(optimizer, device=torch.device("cpu")), replicas=exchange),
         normalise=Normalise(PREPROCESSING),
@@ -170,7 +171,7 @@ def build_case(world, case):
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
     trained = shards.trained if shards else model
     spared = frozenset() if case.decays_all else None
-    rule = UpdateRule(name=case.rule, weight_decay=1e-3, eps=1e-3, undecayed=spared)
+    rule = Optimizer(optimizer=case.rule, weight_decay=1e-3, optimizer_eps=1e-3)
     scale = None
     if case.scale is None:
         kind = REGIMES[case.regime].compute
@@ -178,7 +179,11 @@ def build_case(world, case):
     elif case.scale:
         scale = FixedScale(case.scale, device=world.device)
     rounding = Rounding(7) if case.stochastic else None
-    optimizer = build_scaled_optimizer(trained, rule, rounding=rounding) if scale else build_optimizer(trained, rule)
+    optimizer = (
+        build_scaled_optimizer(trained, rule, rounding=rounding, undecayed=spared)
+        if scale
+        else build_optimizer(trained, rule, undecayed=spared)
+    )
     state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:
         attach_pieces(optimizer, model, shards=shards)
@@ -306,12 +311,16 @@ class Rows:
 def measure(world, count, batch):
     labels = np.arange(count) % CLASSES
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    loader = EvaluationLoader(Intake(reader=Rows(), labels=labels), shape=shape)
+    loader = EvaluationLoader(PixelRows(Rows()), labels=labels, shape=shape)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
     seen = [label for each in loader.batches() for label in each.labels.tolist()]
     found = evaluate(model, loader.batches(), normalise=Normalise(PREPROCESSING), regime=REGIMES["32.32"], world=world)
     return found, [label for label in seen if label >= 0]
+
+
+def interfaces(world):
+    return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
 
 
 def collectives(world):

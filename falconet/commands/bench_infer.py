@@ -16,12 +16,13 @@ from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import idle_lines, load_options, of_command, typed
 from falconet.config.settings import Setting
-from falconet.data import input
-from falconet.data.dataset import Images, open_images
-from falconet.data.loader import Batch, BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError
+from falconet.data.buffers import Batch
+from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.input import Input
+from falconet.data.loader import BatchShape, SyntheticLoader
+from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, half_partials
+from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
@@ -42,7 +43,7 @@ class Subject:
 
     options: InferOptions
     model: nn.Module
-    images: Images
+    images: Dataset
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -67,8 +68,11 @@ def run(line: Sequence[Setting]) -> int:
 def _go(subject: Subject, world: World) -> None:
     """Say what was decided, then measure, or trace, or neither."""
     options, screen = subject.options, console.screen_of(world)
-    said = [half_partials(True, world.device)] if options.inference.half_partial else []
-    for text in [*said, *build.workspace_lines(options.workspace, device=world.device)]:
+    decided = []
+    if options.inference.half_partial:
+        allow_half_partials(world.device)
+        decided.append(describe_half_partials(world.device))
+    for text in [*decided, *build.workspace_lines(options.workspace, device=world.device)]:
         screen.line(text)
     if options.inference.plan:
         data = options.data
@@ -108,10 +112,11 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
-        REGIMES[options.machine.precision].require(world.device)
+        with named_option("precision"):
+            REGIMES[options.machine.precision].require(world.device)
         model = REGIMES[options.machine.precision].prepare(model, world.device)
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)
@@ -188,7 +193,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         return next(loader.updates(0))
     regime = REGIMES[options.machine.precision]
     note = console.spoken(world)
-    found = input.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    found = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest_stages
+from falconet.config.options import Optimizer
 from falconet.errors import CheckpointError, DeviceError
-from falconet.optim.optimizers import UpdateRule, build_optimizer, set_lr
+from falconet.optim.optimizers import build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import divide
@@ -140,7 +141,7 @@ def _network(norm: nn.Module) -> nn.Module:
 
 def _state(model: nn.Module, exchange: Replicas | None, world: World) -> TrainState:
     shards = exchange if isinstance(exchange, ShardedReplicas) else None
-    optimizer = build_optimizer(shards.trained if shards else model, UpdateRule(name="sgd"))
+    optimizer = build_optimizer(shards.trained if shards else model, Optimizer())
     return TrainState(model, optimizer, shards=shards, rank=world.rank, copies=world.size)
 
 

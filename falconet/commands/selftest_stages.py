@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from falconet.data.loader import Batch
+from falconet.config.options import Optimizer
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.models import splits
 from falconet.numerics.precision import REGIMES
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 from falconet.parallel.collectives import Processes
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.pipeline import Kind, Place
@@ -80,7 +81,7 @@ def _network(blocks: int) -> nn.Module:
 
 
 def _moving(model: nn.Module, device: torch.device) -> Moving:
-    return Moving(model=model, move=PlainMove(build_optimizer(model, UpdateRule(name="sgd")), device=device))
+    return Moving(model=model, move=PlainMove(build_optimizer(model, Optimizer()), device=device))
 
 
 def _normalise(device: torch.device) -> Normalise:

@@ -19,10 +19,10 @@ from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models import zoo
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, Regime, half_partials
+from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
 from falconet.parallel import resources
 from falconet.report.console import Say
 
@@ -159,8 +159,10 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
         where = f"{path}: holds weights alone; wanted --model beside it" if path else None
         raise ConfigError(where or "--checkpoint-input-path: is needed, or --model NAME to measure with random weights")
     name = options.model.model
-    size = value_or(options.fresh.image_size, zoo.image_size(name))
-    zoo.check_image_size(name, size)
+    with named_option("model"):
+        size = value_or(options.fresh.image_size, zoo.image_size(name))
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
     classes = value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
     preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
     model = build_model(options.model, classes=classes, seed=0)
@@ -187,9 +189,11 @@ def _classifier(
     note: Say,
 ) -> Classifier:
     device, regime = resources.open_machine(options.machine).device, REGIMES[options.machine.precision]
-    regime.require(device)
+    with named_option("precision"):
+        regime.require(device)
     if options.serving.half_partial:
-        note(half_partials(True, device))
+        allow_half_partials(device)
+        note(describe_half_partials(device))
     return Classifier(
         name=options.model.model.replace("/", "-").replace(":", "-"),  # a part of the server's addresses
         model=regime.prepare(model, device),

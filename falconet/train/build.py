@@ -15,21 +15,28 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, options, rules
 from falconet.config.options import Workspace, share_of
-from falconet.data import input
-from falconet.data.dataset import Images
+from falconet.data.crops import Crops
+from falconet.data.dataset import Dataset
+from falconet.data.input import Input
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.freezing import count_trained, freeze, train_only
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, NonFinite, Offender, Scale, SteppedScale, doublings
-from falconet.numerics.precision import Regime, half_partials, limit_workspace
+from falconet.numerics.precision import (
+    Regime,
+    allow_half_partials,
+    describe_half_partials,
+    describe_workspace,
+    limit_workspace,
+)
 from falconet.numerics.recompute import automatic, recompute
 from falconet.numerics.rounding import Part, Rounding
-from falconet.optim.half_optimizers import HalfLars, HalfOptimizer, Lars
+from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import decay_groups
+from falconet.optim.optimizers import Lars, decay_groups
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import AveragedReplicas, OneReplica, Replicas
 from falconet.parallel.grid import Grid, OneStage, Stages
@@ -60,7 +67,8 @@ def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime
         )
     if initial is not None and initial != final:
         epochs = options.training.epoch
-        return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
+        with named_option("initial_loss_scaling"):
+            return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
     return FixedScale(final, device=world.device)
 
 
@@ -75,14 +83,18 @@ def numerics_lines(options: commands.TrainOptions, *, regime: Regime, device: to
     if rules.is_scaled(options):
         lines.append(f"loss scale {_describe_scale(options)}")
     if options.numerics.half_partial:
-        lines.append(half_partials(True, device))
+        allow_half_partials(device)
+        lines.append(describe_half_partials(device))
     return lines
 
 
 def workspace_lines(workspace: Workspace, *, device: torch.device, stage: int = 0, stages: int = 1) -> list[str]:
     """Bound what convolutions take beside their data, if that was asked for; what it is, in words."""
     share = share_of(workspace.available_memory_proportion, stage=stage, stages=stages)
-    return [] if share is None else [limit_workspace(share, device)]
+    if share is None:
+        return []
+    limit_workspace(share, device)
+    return [describe_workspace(share, device)]
 
 
 def training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
@@ -103,12 +115,14 @@ def recompute_activations(
     if mode == "none":
         return []
     if mode == "manual":
-        kept = recompute(model, numerics.recompute_checkpoints)
+        with named_option("recompute_checkpoints"):
+            kept = recompute(model, numerics.recompute_checkpoints)
         return [f"recomputes all but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"]
     shape = (options.data.micro_batch_size, 3, image_size, image_size)
     example = torch.empty(shape, dtype=regime.formats(device)["activations"], device="meta")
     budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
-    choice = automatic(model, example=example, budget_bytes=budget)
+    with named_option("recompute_mode" if budget is None else "memory_budget"):
+        choice = automatic(model, example=example, budget_bytes=budget)
     if not choice.patterns:
         return [f"recomputes nothing: activations of {choice.without_bytes / GIB:.2f} GiB fit the budget"]
     recompute(model, choice.patterns)
@@ -126,7 +140,8 @@ def _describe_scale(options: commands.TrainOptions) -> str:
         every = "update" if period == 1 else f"{period} updates"
         return f"automatic, from {final:g}, changed every {every}"
     if initial is not None and initial != final:
-        steps = doublings(initial, final, epochs=options.training.epoch)
+        with named_option("initial_loss_scaling"):
+            steps = doublings(initial, final, epochs=options.training.epoch)
         return ", ".join(f"{value:g} from epoch {epoch}" for epoch, value in steps)
     return f"{final:g}"
 
@@ -226,7 +241,7 @@ class Setup:
     """What both ways are made from."""
 
     options: commands.TrainOptions
-    images: Images
+    images: Dataset
     shape: BatchShape
     grid: Grid
     regime: Regime
@@ -239,7 +254,8 @@ class Setup:
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
-        train_only(model, self.options.training.trainable)
+        with named_option("trainable"):
+            train_only(model, self.options.training.trainable)
         return model
 
     def beginning(self, model: nn.Module) -> list[str]:
@@ -250,6 +266,14 @@ class Setup:
             moving, all_of_them = count_trained(model), zoo.count_parameters(model)
             lines.append(f"trains {moving:,} of {all_of_them:,} parameters: those that match {' '.join(patterns)}")
         return lines
+
+    @property
+    def input(self) -> Input:
+        return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
+
+    @property
+    def crops(self) -> Crops:
+        return self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
 
     @property
     def normalise(self) -> Normalise:
@@ -271,7 +295,8 @@ def freezing_lines(setup: Setup) -> list[str]:
     if setup.first_trained is None:
         return []
     model = setup.built()
-    freeze(model, before=setup.first_trained)
+    with named_option("fine_tune_first_trainable_layer"):
+        freeze(model, before=setup.first_trained)
     moving = count_trained(model)
     return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
 
@@ -356,9 +381,11 @@ class WholeModel:
         model = setup.built()
         asked = setup.options.parallel.pipeline_splits
         if asked:
-            splits.require(model, asked)  # stages that share a process change nothing, but they must be possible
+            with named_option("pipeline_splits"):
+                splits.require(model, asked)  # stages that share a process change nothing, but they must be possible
         model = setup.regime.prepare(model, setup.grid.world.device)
-        return model, freeze(model, before=setup.first_trained)
+        with named_option("fine_tune_first_trainable_layer"):
+            return model, freeze(model, before=setup.first_trained)
 
     @property
     def parameters(self) -> int:
@@ -395,9 +422,7 @@ class WholeModel:
 
     def loader(self) -> Loader | SyntheticLoader:
         setup = self._setup
-        return input.training_loader(
-            setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
-        )
+        return setup.input.training_loader(setup.images, crops=setup.crops, shape=setup.shape)
 
     def evaluator(self) -> Measure:
         setup = self._setup

@@ -19,7 +19,7 @@ from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.load import Loaded, left_out
 from falconet.config.settings import CHECKPOINT, read_yaml
-from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError
+from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError, named_option
 from falconet.models import zoo
 from falconet.report.console import Say
 from falconet.report.folders import RunShape, fresh
@@ -364,6 +364,8 @@ def _fresh(options: commands.TrainOptions) -> Path:
     if saved and _logs_where_it_saves(options):
         return saved
     size, replicas = options.data.image_size, options.parallel.replicas
+    with named_option("model"):
+        side = zoo.image_size(options.model.model) if size == "auto" else size
     shape = RunShape(
         model=options.model.model,
         data=options.data.data,
@@ -376,7 +378,7 @@ def _fresh(options: commands.TrainOptions) -> Path:
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
-        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
+        image_size=side,
         suffix=options.run.name_suffix,
     )
     return fresh(style, shape, version=falconet.__version__)

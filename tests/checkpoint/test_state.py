@@ -10,12 +10,13 @@ from torch import nn
 
 from falconet.checkpoint import format
 from falconet.checkpoint.state import Progress, Totals, TrainState
-from falconet.data.loader import Batch
+from falconet.config.options import Optimizer
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import CheckpointError
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
 OPTIMIZERS = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
@@ -35,7 +36,7 @@ def new_state(optimizer="sgd", *, width=8, ema=True, seed=0):
     torch.manual_seed(seed)
     layers = (nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), nn.Flatten())
     model = nn.Sequential(*layers, nn.Linear(16 * width, 4)).to(memory_format=torch.channels_last)
-    state = TrainState(model, build_optimizer(model, UpdateRule(name=optimizer, weight_decay=0.01)))
+    state = TrainState(model, build_optimizer(model, Optimizer(optimizer=optimizer, weight_decay=0.01)))
     state.ema = Ema(model, 0.7) if ema else None
     return state
 

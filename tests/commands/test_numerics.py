@@ -12,8 +12,6 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from falconet.data import input
-from falconet.data.loader import Feed
 from falconet.numerics.precision import REGIMES
 from falconet.train.phase import Run
 from falconet.train.processes import prepare
@@ -50,8 +48,8 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
-    micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
+    loader = run.placement.loader()
+    micro_batches = next(loader.updates(0))
     step(micro_batches, update=0, lr=0.001)
     loader.close()
 
@@ -96,7 +94,7 @@ def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
     assert refused.code == 2
-    assert "--memory-budget: got 0.001 GiB, wanted at least 0.00" in refused.err
+    assert "--memory-budget: got 0.001 GiB, expected at least 0.00" in refused.err
 
 
 def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falconet):
@@ -154,7 +152,7 @@ MISTAKES = {
     ),
     "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
     "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
-    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, from which doubling does not lead to",
+    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, which doubling does not bring to",
     "--precision 16": "--precision: got '16', wanted 16.16, 16.32, 32.32, bf16.bf16, bf16.32",
 }
 

@@ -119,4 +119,4 @@ def test_mistakes_are_one_line(falconet):
 def test_images_that_are_too_small_for_the_model_are_refused(falconet):
     answer = falconet("serve --model squeezenet --image-size 8 --port 0 --threads 1 --device cpu")
     assert answer.code == 2
-    assert answer.err.startswith("falconet serve: --image-size: got 8, wanted at least 21 for squeezenet")
+    assert answer.err.startswith("falconet serve: --image-size: got 8, expected at least 21 for squeezenet")

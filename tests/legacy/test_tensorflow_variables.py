@@ -6,8 +6,6 @@ from falconet.legacy import tensorflow_variables
 from falconet.legacy.tensorflow_variables import Network
 from falconet.models import zoo
 from falconet.models.freezing import STATISTICS, matching
-from falconet.models.norms import Norm
-from falconet.models.proxynorm import Proxy
 
 NETWORKS = {
     "resnet10": Network("resnet", "10"),
@@ -39,8 +37,7 @@ def test_every_weight_of_a_model_has_its_variable(name):
 @pytest.mark.parametrize(("batch_norm", "kind"), [(True, "batch"), (False, "group")])
 def test_every_weight_of_a_proxied_model_has_its_variable(batch_norm, kind):
     network = Network("efficientnet", "B0", batch_norm=batch_norm, proxied=True)
-    norm = Norm(kind=kind, groups=4, proxy=Proxy())
-    model = zoo.build("efficientnet-b0", classes=10, seed=0, norm=norm)
+    model = zoo.build("efficientnet-b0", classes=10, seed=0, norm_type=kind, norm_num_groups=4, proxy_norm=True)
     assert sorted(tensorflow_variables.weights_of(network)) == sorted(names_of(model))
 
 

@@ -204,7 +204,7 @@ def test_a_complete_run_says_so_and_more_fine_tuning_goes_on(done, falconet):
 RESTORED = {
     "--epoch 3": "--epoch: got 3, wanted 2: r/checkpoints/resnet8-cifar_generated_4 stands in the fine-tuning",
     "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 stands in the fine",
-    "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is no layer; the nearest are 'layer3/0'",
+    "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is not a layer; the nearest are 'layer3/0'",
 }
 
 
@@ -217,7 +217,7 @@ def test_what_fine_tuning_cannot_take_over_is_refused(done, falconet):
 
 
 REFUSED = {
-    "--fine-tune-first-trainable-layer layer33": "'layer33' is no layer; the nearest are 'layer3'",
+    "--fine-tune-first-trainable-layer layer33": "'layer33' is not a layer; the nearest are 'layer3'",
     "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in processes of their own",
     "--fine-tune-micro-batch-size 64": "a global batch of 128 is more than the 32 training images",
 }

@@ -84,13 +84,13 @@ def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet,
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     refused = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer9/0 layer3/0 --run-dir refused")
     assert refused.code == 2
-    assert "'layer9/0' is no layer" in refused.err
+    assert "'layer9/0' is not a layer" in refused.err
 
 
 MISTAKES = {
-    "--pipeline-splits layer5/0": "--pipeline-splits: 'layer5/0' is no layer; the nearest are 'layer",
-    "--pipeline-splits b2/0/relu": "--pipeline-splits: 'b2/0/relu' is no layer; the nearest are 'layer2/0/relu",
-    "--pipeline-splits auto:200": "--pipeline-splits: got auto:200, wanted at most auto:",
+    "--pipeline-splits layer5/0": "--pipeline-splits: 'layer5/0' is not a layer; the nearest are 'layer",
+    "--pipeline-splits b2/0/relu": "--pipeline-splits: 'b2/0/relu' is not a layer; the nearest are 'layer2/0/relu",
+    "--pipeline-splits auto:200": "--pipeline-splits: got auto:200, expected at most auto:",
     "--pipeline-splits layer3/0 layer2/0": "--pipeline-splits: 'layer2/0' runs before 'layer3/0' does",
     "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', wanted layers, such as layer2/0 layer3/0, or auto:N",
     "--pipeline-splits auto": "--pipeline-splits: got 'auto', wanted layers",
@@ -103,7 +103,7 @@ MISTAKES = {
     "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, wanted a divisor of the "
     "number of replicas that run, 2",
     "--pipeline-splits layer2/0 --model timm:vit_tiny_patch16_224 --image-size 224": "--pipeline-splits: "
-    "VisionTransformer takes more than images; wanted another model",
+    "VisionTransformer takes more than images; expected another model",
 }
 
 
