@@ -50,7 +50,7 @@ def now(code: int) -> NoReturn:
     """End the process, whose files are written and closed, without Python's clean-up.
 
     The clean-up takes a second after torch, and ends Python's threads while torch's C++ threads still run: a worker
-    that had finished its run was once seen to abort there (docs/log.md).
+    that had finished its run was once seen to abort there (docs/maintaining/log.md).
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):  # either may have been closed from the start
         with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed

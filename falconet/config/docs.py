@@ -1,4 +1,4 @@
-"""docs/options.md and docs/configs.md, generated: `python -m falconet.config.docs options > docs/options.md`."""
+"""docs/knowing/options.md and docs/knowing/configs.md, generated: `python -m falconet.config.docs options > docs/knowing/options.md`."""
 
 import sys
 from collections.abc import Iterable, Iterator

@@ -48,7 +48,7 @@ class Data:
     """Where images come from, and how they are read and normalised."""
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
-    """imagenet, folder: photos (see docs/data.md); generated: random, from the host; synthetic: on the device."""
+    """imagenet, folder: photos (see docs/using/data.md); generated: random, from the host; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -196,7 +196,7 @@ class Model:
     model: str = "resnet8-cifar"
     """A name from `falconet models`, or timm:NAME for any other model of timm."""
     weight_init: Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"] = "auto"
-    """Initialisation of convolutions and linear layers; auto: the library's. Formulas: docs/numerics.md."""
+    """Initialisation of convolutions and linear layers; auto: the library's. Formulas: docs/knowing/numerics.md."""
     zero_init: Literal["auto", "none", "last", "identity", "shortcut"] = "auto"
     """ResNets: norm scales that start at 0: each block's last, only beside an identity, or otherwise the shortcut's."""
     padding: Literal["symmetric", "same"] = "symmetric"
@@ -288,7 +288,7 @@ class Machine:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available, else cpu."""
     precision: Literal["16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
-    """Number formats of compute, and of weights and their update; see the table in docs/numerics.md."""
+    """Number formats of compute, and of weights and their update; see the table in docs/knowing/numerics.md."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
     """CPU threads per process; auto: one per core, or as in the restored run, because the number changes bits."""
     deterministic: bool = True

@@ -1,4 +1,4 @@
-"""The originals' options in words: `--help` of each program, and docs/migration.md."""
+"""The originals' options in words: `--help` of each program, and docs/originals/migration.md."""
 
 import sys
 import textwrap
@@ -122,7 +122,7 @@ What differs with any options:
   (`--crop-draw height --crop-area 0.05`) and overlap annotated objects where there are boxes
   (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop is to lie
   in a box (`--object-overlap crop`), as its documents say; its code found no box.
-- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/numerics.md). Unlike there, the
+- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike there, the
   convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of the images,
   which is zero, does not count as an input; and batch norm's running variance starts at 1 for lines of the PopART
   program, not at 0: training does not use it, and a validation before the statistics have settled would divide by
@@ -141,7 +141,7 @@ What differs with any options:
   cosine had the length of the main training, so that the rate hardly changed.
 - SqueezeNet is torchvision's, whose convolutions have biases. The TensorFlow program's had none, padded the first
   convolution (which makes its output 55 instead of 54 pixels wide) and started with smaller weights in the last one
-  (docs/log.md). For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
+  (docs/maintaining/log.md). For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
 - Proxy norm divides by its deviation at once; the TensorFlow program did so after squeeze and excitation, and left it
   out before the classifier, where the weights that follow take its place.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of

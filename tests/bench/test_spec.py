@@ -200,7 +200,7 @@ def test_our_specs_have_every_benchmark_of_the_originals():
 
 
 def test_the_example_in_the_docs_is_a_valid_spec(spec):
-    text = (Path(__file__).parents[2] / "docs/benchmarking.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/using/benchmarking.md").read_text()
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (found,) = read_spec(spec(example))
     assert (found.name, len(found.variants), found.timeout) == ("resnet50_gen", 2, 600.0)

@@ -64,7 +64,7 @@ def test_effects_name_real_options():
 
 
 def test_options_page_is_up_to_date():
-    assert (ROOT / "docs/options.md").read_text() == options_page(), "run `make docs`"
+    assert (ROOT / "docs/knowing/options.md").read_text() == options_page(), "run `make docs`"
 
 
 NUMBERS = {

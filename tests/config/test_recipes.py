@@ -148,7 +148,7 @@ def test_values_include_those_of_extended_configs():
 
 
 def test_configs_page_is_up_to_date():
-    assert (ROOT / "docs/configs.md").read_text() == configs_page(), "run `make docs`"
+    assert (ROOT / "docs/knowing/configs.md").read_text() == configs_page(), "run `make docs`"
 
 
 def test_configs_are_listed_without_torch():

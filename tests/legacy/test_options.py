@@ -1,4 +1,4 @@
-"""No option of the originals is missing from the tables, nor from docs/migration.md."""
+"""No option of the originals is missing from the tables, nor from docs/originals/migration.md."""
 
 import csv
 import re
@@ -98,4 +98,4 @@ def test_every_name_is_given_once_and_explained_in_one_line():
 
 
 def test_the_migration_page_is_not_stale():
-    assert (ROOT / "docs/migration.md").read_text(encoding="utf-8") == migration.page()
+    assert (ROOT / "docs/originals/migration.md").read_text(encoding="utf-8") == migration.page()
