@@ -1,8 +1,8 @@
-"""Photos for the benchmarks: any folder of JPEG files, listed again and again until there are enough."""
+"""Photos for the benchmarks: any folder of JPEG files, repeated until there are enough."""
 
 from pathlib import Path
 
-from falconet.data.source import FileSource
+from falconet.data.storage import FileSource
 
 ENDINGS = {".jpg", ".jpeg"}
 

@@ -20,19 +20,18 @@ from torchvision.datasets import ImageFolder
 from falconet.checkpoint.foreign import read_weights
 from falconet.data import native
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.native.decoder import NativeReader
+from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.readers import FileReader, Reader
-from falconet.data.source import FileSource
+from falconet.data.readers import NativeReader, PillowReader, Reader
+from falconet.data.storage import FileSource
 
 BATCH = 50
-# As these weights were trained: 127 and 128 of 255.
+# As in the training of these weights: 127 and 128 of 255.
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
 
 
 def published_model(path: Path) -> nn.Module:
-    """timm's network with the package's weights, which come in the same order by other names."""
+    """timm's network with the package's weights, which are in the same order under other names."""
     model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     wanted, found = model.state_dict(), read_weights(path)
     if [tuple(value.shape) for value in wanted.values()] != [tuple(value.shape) for value in found.values()]:
@@ -50,15 +49,15 @@ def packaged_weights() -> Path:
 def folder_source(root: Path) -> FileSource:
     listed = ImageFolder(root)
     if len(listed.classes) != 1000:
-        sys.exit(f"{root}: {len(listed.classes)} classes, wanted the 1,000 of ImageNet")
+        sys.exit(f"{root}: {len(listed.classes)} classes, expected the 1,000 of ImageNet")
     names = [Path(path).name for path, _ in listed.samples]
     labels = [label for _, label in listed.samples]
     return FileSource.of(root, names=names, labels=labels, class_names=tuple(listed.classes))
 
 
 def both_readers(source: FileSource) -> dict[str, Reader]:
-    crops = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
-    pillow = FileReader(source, crops=crops, bad=BadImages(len(source), note=print))
+    crops = Crops(preprocessing=PREPROCESSING, augment="none", seed=0, objects=None)
+    pillow = PillowReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()
     if library is None:
         sys.exit(f"native decoder: {native.why_not()}")

@@ -1,7 +1,6 @@
-"""`falconet data bench`: images a second of each stage of the input pipeline alone and together; the slowest named."""
+"""`falconet data bench`: measure each stage of the input pipeline, alone and together, and name the slowest."""
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,38 +10,32 @@ import torch
 
 import falconet
 from falconet.config.commands import DataBenchOptions
-from falconet.config.fields import value_or
-from falconet.config.load import idle_lines, load_options
+from falconet.config.load import Loaded, unused_notes
 from falconet.config.rules import boxes_used
-from falconet.config.settings import Setting
 from falconet.data import input, measure
-from falconet.data.dataset import Images, open_images
-from falconet.data.decode import BadImages
-from falconet.data.input import Reading
+from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.input import Input
 from falconet.data.measure import Pipeline, Stage
-from falconet.data.readers import reader_for
-from falconet.data.source import FileSource, Source
+from falconet.data.sources import folder
+from falconet.data.storage import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
-from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
 from falconet.report import console
 from falconet.report.console import Say
 
 
-def run(line: Sequence[Setting]) -> int:
-    options = load_options(DataBenchOptions, line).options
-    if not is_first(os.environ):
-        return 0
+def run(loaded: Loaded[DataBenchOptions]) -> int:
+    options = loaded.options
     if options.data.data == "synthetic":
-        raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
+        raise ConfigError("--data synthetic: exists only on the device; expected data that is read")
     say = console.spoken()
-    for note in idle_lines(options, line):
+    for note in unused_notes(options, loaded.line):
         say(note)
     world = resources.open_machine(options.machine)
-    images = open_images(
+    images = open_dataset(
         options.data,
         model=options.model.model,
         global_batch=options.data.micro_batch_size,
@@ -53,49 +46,34 @@ def run(line: Sequence[Setting]) -> int:
         return _compare_md5(images, options, say)
     pipeline = _pipeline(images, options, world, say)
     say(f"data {options.data.data}: {images.describe()}; the {options.bench.split} images")
-    say(f"{pipeline.workers} loader threads, device {world.device}, {_decoding(options, pipeline.source, world)}")
+    threads, decoding = pipeline.resources.workers, _decoding(options, pipeline.source, world)
+    say(f"{threads} loader threads, device {world.device}, {decoding}")
     stages = measure.stage_rates(pipeline, seconds=options.bench.seconds)
     _show(stages, say)
     rates = []
     for rate in measure.passes(pipeline, options.bench.passes):
-        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py has it
+        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py prints it
         rates.append(rate)
     if rates:
-        say(f"mean throughput: {fmean(rates):.1f} imgs/sec")  # as the TensorFlow program's --dataset-benchmark had it
+        say(
+            f"mean throughput: {fmean(rates):.1f} imgs/sec"
+        )  # as the TensorFlow program's --dataset-benchmark printed it
     if options.bench.output is not None:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")
     return 0
 
 
-def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
+def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
     training = options.bench.split == "train"
-    source = images.splits.train if training else images.splits.validation
-    reading = Reading(
-        source=source,
-        preprocessing=images.preprocessing,
-        augment=images.augment(options.augmentation.augment) if training else "none",
-        seed=0,
-        rule=input.crop_rule(options.augmentation),
-    )
-    allowed = value_or(options.data.bad_images_allowed, len(source) // 1000)
-    reader = reader_for(
-        source,
-        preprocessing=images.preprocessing,
-        augment=reading.augment,
-        seed=0,
-        bad=BadImages(allowed, note=say),
-        rule=reading.rule,
-    )
+    source = images.train if training else images.validation
+    crops = images.training_crops(options.augmentation, seed=0) if training else images.validation_crops()
+    reading = Input(data=options.data, regime=REGIMES[options.machine.precision], world=world, note=say)
     return Pipeline(
         source=source,
-        reader=input.with_cache(reader, options.data, reading),
-        landing=input.build_landing(
-            options.data, reading, regime=REGIMES[options.machine.precision], device=world.device
-        ),
-        device=world.device,
+        reader=reading.row_reader(source, crops, reading.bad_images(options.bench.split, allowed=len(source) // 1000)),
+        resources=reading.resources(source),
         micro_batch=options.data.micro_batch_size,
-        workers=input.workers(options.data),
         training=training,
     )
 
@@ -139,14 +117,14 @@ def _write(
         raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
-def _compare_md5(images: Images, options: DataBenchOptions, say: Say) -> int:
-    """The digests of class folders; exit code 2 if they are not those of the original's ImageNet."""
+def _compare_md5(images: Dataset, options: DataBenchOptions, say: Say) -> int:
+    """Compare the digests of class folders with those of ILSVRC 2012; exit code 2 if they differ."""
     whole = True
-    for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
+    for split, source in (("train", images.train), ("validation", images.validation)):
         if not isinstance(source, FileSource):
-            raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
-        found = measure.folder_md5(source.root, workers=input.workers(options.data))
-        same = measure.is_imagenet(found, split)
+            raise ConfigError(f"--md5: needs class folders, which --data {options.data.data} is not")
+        found = folder.folder_md5(source.root, workers=input.workers(options.data))
+        same = folder.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same
     return DONE if whole else MISTAKE

@@ -1,9 +1,9 @@
-"""How fast this machine decodes photos, by each decoder there is; on photos made for it."""
+"""`falconet doctor`: report what this machine has, how fast it decodes photos, and whether processes work together."""
 
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +14,19 @@ import falconet
 from falconet.commands import selftest
 from falconet.config.commands import DoctorOptions
 from falconet.config.fields import value_or
-from falconet.config.load import load_options, typed
+from falconet.config.load import Loaded, typed
 from falconet.config.options import Data
-from falconet.config.settings import LINE, Setting
+from falconet.config.settings import LINE
 from falconet.data import input, measure, native
-from falconet.data.buffers import Landing, PixelLanding
+from falconet.data.buffers import PixelRows, RowReader
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.input import Reading
+from falconet.data.image_files import BadImages
+from falconet.data.loader import Resources
 from falconet.data.measure import Pipeline
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader, Reader, reader_for
-from falconet.data.source import FileSource
+from falconet.data.readers import PillowReader, reader_for
+from falconet.data.storage import FileSource
 from falconet.errors import ConfigError, DeviceError
-from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment, resources
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
@@ -36,75 +35,13 @@ from falconet.report.console import counted
 
 PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-WORTH = 1.2  # times as fast: decoding on the device takes time of the training, so a little more does not pay
-
-
-def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
-    """Images a second of each decoder, and which one to use, in words."""
-    with tempfile.TemporaryDirectory() as folder:
-        rates = _rates(made_photos(Path(folder)), device, seconds)
-    threads = counted(input.workers(Data()), "thread")
-    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images a second:"
-    yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
-    yield f"recommended: {recommended(rates)}"
-
-
-def recommended(rates: dict[str, float]) -> str:
-    """`--decode-device` for these rates, which are named by their decoders."""
-    host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
-    device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
-    return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
-
-
-def made_photos(root: Path) -> FileSource:
-    """Clouds and grain, as many bits a pixel as ImageNet's photos (about 100 kB each)."""
-    random = np.random.default_rng(0)
-    (root / "made").mkdir()
-    names = [f"{number:02}.jpg" for number in range(PHOTOS)]
-    for name in names:
-        clouds = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(clouds.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
-        grain = random.normal(0, 9, (HEIGHT, WIDTH, 1)).astype(np.float32)
-        pixels = (smooth + grain).clip(0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(root / "made" / name, quality=93, subsampling=0)
-    return FileSource.of(root, names=names, labels=[0] * PHOTOS, class_names=("made",))
-
-
-def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
-    bad = BadImages(0, note=lambda _: None)
-    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
-    pillow = FileReader(source, crops=crops, bad=bad)
-    host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad)
-    ways: dict[str, tuple[Reader, Landing]] = {}
-    library = native.library()
-    if library is not None:
-        ways[f"native decoder ({library.processor})"] = (host, PixelLanding())
-    ways["Pillow"] = (pillow, PixelLanding())
-    if device.type == "cuda":
-        reading = Reading(source=source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0)
-        landing = input.build_landing(Data(decode_device="cuda"), reading, regime=REGIMES["32.32"], device=device)
-        ways["nvJPEG on the device"] = (host, landing)
-    return {name: measure.fill_rate(_pipeline(source, *way), seconds=seconds) for name, way in ways.items()}
-
-
-def _pipeline(source: FileSource, reader: Reader, landing: Landing) -> Pipeline:
-    on_device = not isinstance(landing, PixelLanding)
-    return Pipeline(
-        source=source,
-        reader=reader,
-        landing=landing,
-        device=torch.device("cpu"),
-        micro_batch=PHOTOS,
-        workers=input.workers(Data(decode_device="cuda" if on_device else "cpu")),
-        training=True,
-    )
-
-
+WORTH = 1.2  # times as fast: decoding on the device takes time from training, so a small gain does not pay
 MEASURED = 1.0  # seconds for each decoder
+TIMEOUT = 120.0  # seconds that a process waits for another
 
 
-def run(line: Sequence[Setting]) -> int:
-    options, place = load_options(DoctorOptions, line).options, environment.find_place(os.environ)
+def run(loaded: Loaded[DoctorOptions]) -> int:
+    options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
     _check_effective({setting.option for setting in line if setting.source == LINE}, options)
     if place is None:
         for text in machine():
@@ -121,16 +58,16 @@ def run(line: Sequence[Setting]) -> int:
 
         workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
         return launch(workers, progress=lambda: None, say=console.spoken())
-    return _check(options, place)
+    return _check_processes(options, place)
 
 
 def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
     """An option must not seem to be obeyed."""
     for name in ("precision", "deterministic", "no-deterministic"):
         if name in given:
-            raise ConfigError(f"--{name}: has no effect on doctor, whose checks have their own")
+            raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it")
     if "threads" in given and not options.doctor.distributed:
-        raise ConfigError("--threads: has no effect on doctor without --distributed; wanted both")
+        raise ConfigError("--threads: has no effect on doctor without --distributed")
 
 
 def machine() -> list[str]:
@@ -144,17 +81,19 @@ def machine() -> list[str]:
     ]
 
 
+# Processes.
+
+
 def processes(options: DoctorOptions) -> int:
-    """As asked; else one a CUDA device, or two on a CPU."""
+    """As many as --replicas asks for; else one per CUDA device, or two on a CPU."""
     cuda = device_kind(options.machine.device) == "cuda"
     return value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
 
 
-def _check(options: DoctorOptions, place: Place | None) -> int:
-    """Every check, told by the first process; one that fails is the user's to know, so the exit code is 2."""
-    machine = options.machine
-    threads = value_or(machine.threads, resources.cores())
-    with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
+def _check_processes(options: DoctorOptions, place: Place | None) -> int:
+    """Run every check and report it on the first process; exit code 2 if one fails."""
+    threads = value_or(options.machine.threads, resources.cores())
+    with open_world(options.machine.device, threads=threads, deterministic=True, place=place, timeout=TIMEOUT) as world:
         say = console.screen_of(world).line
         say(f"{counted(world.size, 'process')} on {world.device.type}")
         failed = []
@@ -164,3 +103,63 @@ def _check(options: DoctorOptions, place: Place | None) -> int:
         if failed:
             raise DeviceError(f"--distributed: {counted(len(failed), 'check')} failed: {', '.join(failed)}")
     return 0
+
+
+# Decoders, measured on generated photos.
+
+
+def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
+    """Images per second of each decoder, and which one to use, in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        rates = _rates(made_photos(Path(folder)), device, seconds)
+    threads = counted(input.workers(Data()), "thread")
+    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images per second:"
+    yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
+    yield f"recommended: {recommended(rates)}"
+
+
+def recommended(rates: dict[str, float]) -> str:
+    """`--decode-device` for these rates, by decoder."""
+    host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
+    device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
+    return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
+
+
+def made_photos(root: Path) -> FileSource:
+    """Clouds and grain, with as many bits per pixel as ImageNet's photos (about 100 kB each)."""
+    random = np.random.default_rng(0)
+    (root / "made").mkdir()
+    names = [f"{number:02}.jpg" for number in range(PHOTOS)]
+    for name in names:
+        clouds = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(clouds.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+        grain = random.normal(0, 9, (HEIGHT, WIDTH, 1)).astype(np.float32)
+        pixels = (smooth + grain).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(root / "made" / name, quality=93, subsampling=0)
+    return FileSource.of(root, names=names, labels=[0] * PHOTOS, class_names=("made",))
+
+
+def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
+    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip")
+    bad = BadImages(0, note=lambda _: None)
+    host = reader_for(source, crops=crops, bad=bad)
+    on_host = Resources(workers=input.workers(Data()))
+    ways: dict[str, Pipeline] = {}
+    library = native.library()
+    if library is not None:
+        ways[f"native decoder ({library.processor})"] = _pipeline(source, PixelRows(host), on_host)
+    pillow = PixelRows(PillowReader(source, crops=crops, bad=bad))
+    ways["Pillow"] = _pipeline(source, pillow, on_host)
+    if device.type == "cuda":
+        from falconet.data.gpu import DeviceBuffers, DeviceRows
+
+        rows = DeviceRows(device, source=source, crops=crops, host=host)
+        workers = input.workers(Data(decode_device="cuda"))
+        ways["nvJPEG on the device"] = _pipeline(
+            source, rows, Resources(workers=workers, buffers=DeviceBuffers(device))
+        )
+    return {name: measure.fill_rate(pipeline, seconds=seconds) for name, pipeline in ways.items()}
+
+
+def _pipeline(source: FileSource, reader: RowReader, resources: Resources) -> Pipeline:
+    return Pipeline(source=source, reader=reader, resources=resources, micro_batch=PHOTOS, training=True)

@@ -29,7 +29,7 @@ class Regime:
         """The format of every kind of tensor.
 
         Norms keep fp32 weights and statistics: they are few, their sums need the range, and cuDNN's all-half batch norm
-        is slower. Gradients and optimizer state have the format of the weight they belong to.
+        is slower. Gradients and optimizer state have the format of their weight.
         """
         return {
             "weights": self.update,
@@ -44,17 +44,17 @@ class Regime:
 
     @property
     def is_half(self) -> bool:
-        """Whether training writes what is stored in 16 bits."""
+        """Whether updates are written in 16 bits."""
         return self.update != torch.float32
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model on the device, its weights stored in the regime's format; in place."""
+        """Move the model to the device, in place, with its weights in the regime's format."""
         for layer in model.modules():
             if not isinstance(layer, _NORMS):
-                own = list(layer.parameters(recurse=False))
-                for parameter in own:
+                parameters = list(layer.parameters(recurse=False))
+                for parameter in parameters:
                     parameter.data = parameter.data.to(self.update)
-                if own and self._is_emulated(device):
+                if parameters and self._is_emulated(device):
                     layer.forward = MethodType(_in_fp32, layer)
         return model.to(device)
 
@@ -65,25 +65,23 @@ class Regime:
         return logits.float()
 
     def computing(self, device: torch.device) -> torch.autocast:
-        """Within it, forward passes compute in the regime's format."""
-        # Half weights are used as they are, others are cast on the way; the cache of casts would outlive an update.
+        """The context in which forward passes compute in the regime's format."""
+        # Half weights are used directly, others are cast on the way.
         return torch.autocast(device.type, self.compute, enabled=self._uses_autocast(device))
 
     def describe(self, device: torch.device) -> str:
         """One line for the plan."""
         if self._is_emulated(device):
-            return f"{self.name} (fp16 is slow on CPUs: weights are stored in it and computed with in fp32)"
+            return f"{self.name} (fp16 is slow on CPUs: weights are stored in fp16 and computed with in fp32)"
         return self.name
 
     def require(self, device: torch.device) -> None:
         """Refuse a device that cannot run the regime."""
         if torch.bfloat16 in (self.compute, self.update) and device.type == "cuda" and not _has_bfloat16(device):
-            raise DeviceError(
-                f"--precision {self.name}: {torch.cuda.get_device_name(device)} has no bf16; wanted 16.32"
-            )
+            raise DeviceError(f"got {self.name}, expected 16.32: {torch.cuda.get_device_name(device)} has no bf16")
 
     def _is_emulated(self, device: torch.device) -> bool:
-        """Without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
+        """On a CPU without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
         return device.type == "cpu" and self.compute == torch.float16
 
     def _uses_autocast(self, device: torch.device) -> bool:
@@ -103,7 +101,7 @@ REGIMES = {
 
 
 def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
-    """A layer's own forward with its weights rounded to fp16 and widened again."""
+    """The layer's original forward, with weights rounded to fp16 and computed with in fp32."""
     stored = dict(layer._parameters)
     try:
         for name, parameter in stored.items():

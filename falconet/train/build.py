@@ -14,24 +14,23 @@ from falconet.config import commands, rules
 from falconet.config.fields import value_or
 from falconet.config.options import share_of
 from falconet.config.rules import boxes_used
-from falconet.data.dataset import Images, open_images, published_images, refuse_download
+from falconet.data.dataset import Dataset, open_dataset, published_dataset
 from falconet.data.loader import BatchShape
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender, Scale, SteppedScale
-from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, limit_workspace
+from falconet.numerics.precision import (
+    REGIMES,
+    Regime,
+    allow_half_partials,
+    limit_workspace,
+)
 from falconet.numerics.rounding import Part, Rounding
 from falconet.optim import ema
-from falconet.optim.half_optimizers import HalfLars, HalfOptimizer, Lars
+from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import (
-    UpdateRule,
-    build_optimizer,
-    build_scaled_optimizer,
-    decay_groups,
-    undecayed_names,
-)
+from falconet.optim.optimizers import Lars, build_optimizer, build_scaled_optimizer, decay_groups, undecayed_names
 from falconet.parallel import resources
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
@@ -42,7 +41,7 @@ from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
-from falconet.train import processes
+from falconet.train import processes, saved_model
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
@@ -115,27 +114,27 @@ class BuiltPhase:
             replicas=launch.division.replicas,
             replica=site.grid.replicas.rank,
         )
-        self.full_size: Images = before.full_size if before else self._open_images()
+        self.full_size: Dataset = before.full_size if before else self._open_images()
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         self.plan: Plan = plan_of(
             self.phase,
-            images=len(self.images.splits.train),
+            images=len(self.images.train),
             shape=self.shape,
             updates_before=before.plan.updates if before else 0,
         )
         self.offender = Offender(site.world.device)
         self.placement: Placement = self._place()
 
-    def _open_images(self) -> Images:
+    def _open_images(self) -> Dataset:
         """Opened once for all phases; a plan alone does not need the files."""
         data, model, percentage = self.options.data, self.options.model.model, self.options.training.dataset_percentage
         if self.options.run.plan:
-            published = published_images(data, model=model, percentage=percentage)
+            published = published_dataset(data, model=model, percentage=percentage)
             if published is not None:
                 return published
         if self.launch.restored:
-            refuse_download(self.launch.loaded)
-        return open_images(
+            saved_model.refuse_download(self.launch.loaded)
+        return open_dataset(
             data,
             model=model,
             global_batch=self.shape.global_batch,
@@ -184,21 +183,24 @@ class BuiltPhase:
     def new_state(self) -> TrainState:
         """The model and its optimizer before the first update."""
         options, grid, device = self.options, self.site.grid, self.site.world.device
-        rule = self._rule()
-        span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
+        undecayed = self._undecayed()
+        with named_option("batchnorm_span"):
+            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
         if options.training.batchnorm_per_update:
             move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
-        if shards and rule.name == "lars":
-            _require_one_format(self.model, rule.undecayed)
+        if shards and options.optimizer.optimizer == "lars":
+            _require_one_format(self.model, undecayed)
         scale = loss_scale(
             options, updates_per_epoch=self.plan.updates_per_epoch, regime=self.regime, world=self.site.world
         )
         trained = shards.trained if shards else self.model
         optimizer = (
-            build_scaled_optimizer(trained, rule, rounding=rounding(options, regime=self.regime))
+            build_scaled_optimizer(
+                trained, options.optimizer, rounding=rounding(options, regime=self.regime), undecayed=undecayed
+            )
             if scale
-            else build_optimizer(trained, rule)
+            else build_optimizer(trained, options.optimizer, undecayed=undecayed)
         )
         state = TrainState(
             self.model,
@@ -217,24 +219,13 @@ class BuiltPhase:
             state.ema = ema.Ema(self.model, decay)
         return state
 
-    def _rule(self) -> UpdateRule:
-        options = self.options.optimizer
-        return UpdateRule(
-            name=options.optimizer,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            eps=options.optimizer_eps,
-            rmsprop_decay=options.rmsprop_decay,
-            lars_trust=options.lars_eeta,
-            undecayed=self._undecayed(),
-        )
-
     def _undecayed(self) -> frozenset[str] | None:
         """The weights that are neither decayed nor scaled by lars; None: vectors."""
         options = self.options.optimizer
         if options.optimizer == "lars" and options.lars_skip:
             # Matched against all weights: a pattern may name those that --trainable freezes.
-            named = matching(self.placement.weights, options.lars_skip, option="--lars-skip")
+            with named_option("lars_skip"):
+                named = matching(self.placement.weights, options.lars_skip)
             return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
@@ -258,7 +249,8 @@ def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime
         )
     if initial is not None and initial != final:
         epochs = options.training.epoch
-        return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
+        with named_option("initial_loss_scaling"):
+            return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
     return FixedScale(final, device=world.device)
 
 
@@ -270,7 +262,8 @@ def build_replicas(model: nn.Module, world: World, *, bucket: float, sharded: bo
     """The replicas of `model` in `world`; a world of one has nothing to divide. `bucket`: megabytes."""
     if not isinstance(world, Processes):
         return OneReplica()
-    return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
+    with named_option("enable_optimizer_rts"):
+        return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
 def attach_pieces(

@@ -11,7 +11,6 @@ from torch import nn
 
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
-from falconet.legacy.styles import style_of
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
 from falconet.report.mlperf import Submission, tensor_name
@@ -153,7 +152,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
     """The style of a phase, with its first lines printed; silent in all processes but the first."""
     options, is_first = built.options, built.site.world.is_first
     say = built.site.screen.line if is_first else lambda _: None
-    style = style_of(options.style.log_style, RunLog(say, folder if is_first else None, sinks=sinks))
+    style = built.launch.conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
     style.begin(
         Facts(
             options={name: entry["value"] for name, entry in built.launch.loaded.table().items()},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from falconet.checkpoint.state import Progress
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.parallel.world import ALONE, World
 from falconet.train.evaluate import Validation

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
-from falconet.data import input, mixing
-from falconet.data.loader import Batch, BatchShape, IdleLoader, singly
+from falconet.data import mixing
+from falconet.data.buffers import Batch
+from falconet.data.loader import BatchShape, IdleLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.freezing import count_trained
 from falconet.models.splits import Stage
@@ -262,7 +263,7 @@ class StagedModel:
         device, shape = self.setup.device, self.setup.shape
         side = self.setup.images.preprocessing.image_size
         example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
-        with self.setup.regime.computing(device):
+        with self.setup.regime.computing(device), named_option("pipeline_splits"):
             return splits.balance(
                 self._on_device(self._whole),
                 self._count,
@@ -271,7 +272,8 @@ class StagedModel:
 
     @cached_property
     def _stages(self) -> list[Stage]:
-        return splits.split(self._whole, self.splits)
+        with named_option("pipeline_splits"):
+            return splits.split(self._whole, self.splits)
 
     @cached_property
     def _boundaries(self) -> list[list[Tensor]]:
@@ -296,7 +298,8 @@ class StagedModel:
     @cached_property
     def _kept(self) -> list[str]:
         """The layers whose outputs --recompute-checkpoints stores."""
-        return matching(self._whole, self.setup.options.numerics.recompute_checkpoints)
+        with named_option("recompute_checkpoints"):
+            return matching(self._whole, self.setup.options.numerics.recompute_checkpoints)
 
     def build(self) -> nn.Module:
         """This process's stage."""
@@ -353,7 +356,7 @@ class StagedModel:
     def loader(self) -> TrainingLoader:
         setup = self.setup
         if not setup.grid.is_first_stage:
-            return IdleLoader(len(setup.images.splits.train), shape=setup.shape)
+            return IdleLoader(len(setup.images.train), shape=setup.shape)
         return setup.training_loader()
 
     def evaluator(self) -> Measure:
@@ -361,13 +364,11 @@ class StagedModel:
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
-        loader = input.evaluation_loader(
-            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
-        )
+        loader = setup.input.evaluation_loader(setup.images, shape=shape)
 
         def batches() -> Iterator[Batch]:
             if place.is_first:
-                return singly(loader.batches(), device=setup.device, ring=loader.ring)
+                return loader.batches()
             nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
             return iter([nothing] * loader.batches_per_replica)
 
@@ -406,7 +407,7 @@ class StagedModel:
             micro_batch=setup.shape.micro_batch,
             accumulation=setup.shape.accumulation,
             image_size=setup.images.preprocessing.image_size,
-            mixes=input.mixing_of(setup.options.augmentation) is not None and setup.images.kind != "synthetic",
+            mixes=mixing.mixes_or_cuts(setup.options.augmentation) and setup.images.kind != "synthetic",
         )
         return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=setup.device)
 

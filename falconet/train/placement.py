@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
-from falconet.data import input
-from falconet.data.dataset import Images
+from falconet.data.dataset import Dataset
+from falconet.data.input import Input
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
+from falconet.errors import named_option
 from falconet.models import splits, zoo
 from falconet.models.freezing import count_trained, freeze, train_only
 from falconet.models.zoo import build_model
@@ -42,7 +43,7 @@ class Setup:
     """What a model is placed from, whole or in stages."""
 
     options: commands.TrainOptions
-    images: Images
+    images: Dataset
     shape: BatchShape
     grid: Grid
     regime: Regime
@@ -55,7 +56,8 @@ class Setup:
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
-        train_only(model, self.options.training.trainable)
+        with named_option("trainable"):
+            train_only(model, self.options.training.trainable)
         return model
 
     @property
@@ -76,8 +78,13 @@ class Setup:
         alike = self.options.parallel.identical_replica_seeding
         return self.options.run.seed + ((self.grid.stages if alike else self.grid.world).rank << 40)
 
+    @property
+    def input(self) -> Input:
+        return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
+
     def training_loader(self) -> Loader | SyntheticLoader:
-        return input.training_loader(self.images, self.options, shape=self.shape, world=self.grid.world, note=self.note)
+        crops = self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
+        return self.input.training_loader(self.images, crops=crops, shape=self.shape)
 
 
 class Placement(Protocol):
@@ -129,8 +136,10 @@ class WholeModel:
         model = self.setup.new_model()
         asked = self.setup.options.parallel.pipeline_splits
         if asked:
-            splits.require(model, asked)  # stages that share a process change nothing, but must be possible
-        return model, freeze(model, before=self.setup.first_trained)
+            with named_option("pipeline_splits"):
+                splits.require(model, asked)  # stages that share a process change nothing, but must be possible
+        with named_option("fine_tune_first_trainable_layer"):
+            return model, freeze(model, before=self.setup.first_trained)
 
     @property
     def parameters(self) -> int:
@@ -211,12 +220,14 @@ def choose_recomputation(
     if mode == "none":
         return None
     if mode == "manual":
-        kept = matching(model, numerics.recompute_checkpoints)
+        with named_option("recompute_checkpoints"):
+            kept = matching(model, numerics.recompute_checkpoints)
         words = f"recomputes everything but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"
         return Recomputation(tuple(numerics.recompute_checkpoints), words)
     shape = (options.data.micro_batch_size, 3, image_size, image_size)
     budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
-    choice = automatic(model, example=torch.empty(shape, dtype=activations, device="meta"), budget_bytes=budget)
+    with named_option("recompute_mode" if budget is None else "memory_budget"):
+        choice = automatic(model, example=torch.empty(shape, dtype=activations, device="meta"), budget_bytes=budget)
     without = f"{choice.without_bytes / GIB:.3f} GiB"
     if not choice.patterns:
         return Recomputation((), f"recomputes nothing: activations of {without} fit into the memory budget")

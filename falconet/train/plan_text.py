@@ -5,6 +5,7 @@ import torch
 from falconet.config import commands, options, rules
 from falconet.config.rules import PHOTOS
 from falconet.data import input
+from falconet.errors import named_option
 from falconet.numerics.loss_scale import doublings
 from falconet.numerics.precision import Regime, describe_half_partials, describe_workspace
 from falconet.report.console import counted
@@ -34,12 +35,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         f"data {asked.data.data}: {built.images.describe()}, augment {_augment(built)}",
         *_decoding(built),
         _machine(built),
-        *input.input_lines(
-            asked.data,
-            train=input.training_reading(built.images, asked),
-            validation=input.validation_reading(built.images),
-            device=device,
-        ),
+        *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
         *_numerics(asked, regime=built.regime, device=device),
         *_workspace(built),
         *_weights(built),
@@ -72,7 +68,7 @@ def _decoding(built: BuiltPhase) -> list[str]:
     data = built.options.data
     if data.data not in PHOTOS:
         return []
-    on_device = input.decode_device(data, built.images.splits.train, built.site.world.device) == "cuda"
+    on_device = input.decode_device(data, built.images.train, built.site.world.device) == "cuda"
     return [f"photos are decoded by {'nvJPEG on the device' if on_device else input.decoder()}"]
 
 
@@ -101,7 +97,8 @@ def _loss_scale(asked: commands.TrainOptions) -> str:
         every = "update" if period == 1 else f"{period} updates"
         return f"automatic, from {final:g}, adjusted every {every}"
     if initial is not None and initial != final:
-        steps = doublings(initial, final, epochs=asked.training.epoch)
+        with named_option("initial_loss_scaling"):
+            steps = doublings(initial, final, epochs=asked.training.epoch)
         return ", ".join(f"{value:g} from epoch {epoch}" for epoch, value in steps)
     return f"{final:g}"
 

@@ -17,12 +17,13 @@ from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
-from falconet.errors import CheckpointError, ConfigError, WorldError
+from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.console import Screen, are, counted
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train import run_folder
 from falconet.train.plan import Phase
 
@@ -39,10 +40,11 @@ class Launch:
     division: Division
     place: Place | None
     again: bool  # another attempt: a worker died, or the run was started again with --resume
+    conventions: Conventions = FALCONET
     notes: tuple[str, ...] = ()  # on the restored run's options that this one does not take over
 
 
-def prepare(loaded: Options, restored: Restored = None) -> Launch:
+def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
@@ -52,7 +54,7 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
     _check_interleaving(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
-        restored = newest(loaded.options, restored) or restored
+        restored = newest(loaded.options, restored, conventions) or restored
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
     ignored = left_out(loaded, restored.manifest.config) if restored else {}
@@ -60,7 +62,15 @@ def prepare(loaded: Options, restored: Restored = None) -> Launch:
         f"--{name} is not taken from a checkpoint; add it to the command line to {does}"
         for name, does in ignored.items()
     )
-    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again, notes=notes)
+    return Launch(
+        loaded=loaded,
+        restored=restored,
+        division=division,
+        place=place,
+        again=again,
+        notes=notes,
+        conventions=conventions,
+    )
 
 
 def must_start(launch: Launch) -> bool:
@@ -75,19 +85,24 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
 
     options = launch.loaded.options
     argv = [command, *typed(line)]
-    home = run_folder.claim(options, restored=launch.restored)
+    home = run_folder.claim(options, restored=launch.restored, conventions=launch.conventions)
     if options.run.run_dir == "auto" and launch.restored is None:
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
     say, saved = Screen().line, run_folder.checkpoints(home, options)
     if options.run.temporary:
         say(run_folder.temporary_line(home))
-    workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
+    workers = Workers(
+        argv=argv,
+        program=launch.conventions.program,
+        processes=launch.division.processes,
+        restarts=options.parallel.max_restarts,
+    )
     try:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
         raise WorldError(f"{error}; {run_folder.how_to_continue(home, saved)}") from None
     finally:
-        if run_folder.is_named_anew(options, restored=launch.restored):
+        if run_folder.is_named_anew(options, restored=launch.restored, conventions=launch.conventions):
             with contextlib.suppress(OSError):
                 home.rmdir()  # works only if it is empty: stopped before it started
     if options.run.temporary and (code == 0 or not any(home.iterdir())):  # empty: stopped before it started
@@ -105,7 +120,7 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint states what it was trained with."""
     options = loaded.options
-    asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
+    asked, stages = environment.asked_of_launcher(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
@@ -150,23 +165,29 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
     if place is not None:
-        return over_processes(asked, size=place.size, launcher=place.launcher)
+        try:
+            return over_processes(asked, size=place.size, launcher=place.launcher)
+        except DeviceError as error:
+            raise DeviceError(f"--strict-devices: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"--replicas: {error}") from None
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
-        return over_devices(asked, devices=max(1, count), what=f"{are(count, 'CUDA device')} here")
-    cores = resources.cores()
-    return over_devices(
-        asked, devices=PROCESSES_PER_CORE * cores, what=f"{are(cores, 'core')} here, for 2 processes each"
-    )
+        devices, what = max(1, count), f"{are(count, 'CUDA device')} here"
+    else:
+        cores = resources.cores()
+        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for 2 processes each"
+    with named_option("strict_devices"):
+        return over_devices(asked, devices=devices, what=what)
 
 
 def _check_stages(stages: int) -> None:
-    """poprun's processes of one replica are the stages of its pipeline."""
-    asked = environment.asked_of_poprun(os.environ)
-    if asked and asked[1] not in (1, stages):  # for 1, the division notes what becomes of the stages
+    """A launcher's processes per replica are the stages of its pipeline."""
+    asked = environment.asked_of_launcher(os.environ)
+    if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
-            f"--ipus-per-replica: poprun was given {asked[1]}, but the model has {counted(stages, 'stage')};"
-            f" expected {stages}, or {asked[1] - 1} --pipeline-splits"
+            f"the launcher was asked for {asked[1]} processes per replica, but the model is in"
+            f" {counted(stages, 'stage')}; expected {stages}, or {asked[1] - 1} --pipeline-splits"
         )
 
 
@@ -250,9 +271,9 @@ def _check_interleaving(options: commands.TrainOptions, division: Division) -> N
             )
 
 
-def newest(options: commands.TrainOptions, restored: Restored) -> Restored:
+def newest(options: commands.TrainOptions, restored: Restored, conventions: Conventions = FALCONET) -> Restored:
     """What an earlier attempt at this run saved last."""
-    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
+    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored, conventions=conventions), options)
     if not saved.is_dir() or not format.checkpoints_in(saved):
         return None  # nothing saved yet
     try:
@@ -266,9 +287,9 @@ def newest(options: commands.TrainOptions, restored: Restored) -> Restored:
 SETTLED = ("replicas", "gradient-accumulation")
 
 
-def earlier(loaded: Options) -> Restored:
+def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     """What --resume continues from: the run folder's newest checkpoint, refused if its options were different."""
-    found = newest(loaded.options, None)
+    found = newest(loaded.options, None, conventions)
     if found is None:
         return None
     folder, manifest = found

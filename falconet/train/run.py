@@ -16,9 +16,8 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
-from falconet.data.dataset import check_classes
-from falconet.data.loader import Batch, Feed
-from falconet.errors import ConfigError, Interrupted
+from falconet.data.buffers import Batch
+from falconet.errors import ConfigError, Interrupted, named_option
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
@@ -66,7 +65,8 @@ def carry_out(launch: Launch) -> int:
         contextlib.ExitStack() as held,
     ):
         processes.check_alike(world, launch.loaded, launch.restored)
-        REGIMES[options.machine.precision].require(world.device)
+        with named_option("precision"):
+            REGIMES[options.machine.precision].require(world.device)
         if not options.run.plan:
             build.limit_libraries(options, site.grid)
         phases = phases_of(options)
@@ -132,7 +132,7 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         screen.line(f"phase {built.phase.number} of {built.phase.count} starts with {handed.averaged}")
     elif built.restored:
         folder, manifest = built.restored
-        check_classes(built.images, manifest.class_names, where=str(folder))
+        built.images.check_classes(manifest.class_names, where=str(folder))
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
@@ -209,7 +209,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
         options,
         first.plan,
         weights=first.placement.trained,
-        validated=len(first.images.splits.validation),
+        validated=len(first.images.validation),
         epochs=phases[-1].plan.last_epoch,
         began=began,
     )
@@ -304,7 +304,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
         classes=images.classes,
         run=mark,
         content={
-            "class_names": list(images.splits.class_names),
+            "class_names": list(images.class_names),
             "preprocessing": images.preprocessing.to_json(),
             "config": built.launch.loaded.table(),
             "plan": built.plan.lines(),
@@ -356,8 +356,10 @@ def _update(
 
     def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
         watch.log.begin_epoch(epoch)
-        batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
-        return screen.counts(saving.output.stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{plan.last_epoch}")
+        return screen.counts(
+            saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
+            epoch=f"epoch {epoch + 1}/{plan.last_epoch}",
+        )
 
     try:
         loop.train(plan, state.progress, step, updates_of=updates_of, watch=watch, world=world)
@@ -379,7 +381,7 @@ def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
         averaged = save.average_after_training(saving, watch.validation, options, world=world)
     path = options.validation.validate_checkpoints
     if path is not None and options.data.data != "synthetic" and built.phase.is_last:
-        is_ours = options.style.log_style == "falconet"
+        is_ours = saving.output.style.tabulates
         measured = saved_model.validate_folder(
             path,
             saving,

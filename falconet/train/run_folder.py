@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import falconet
 from falconet import writing
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.load import Loaded, left_out
 from falconet.config.settings import CHECKPOINT, read_yaml
-from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError
+from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError, named_option
 from falconet.models import zoo
 from falconet.report.console import Say
-from falconet.report.folders import RunShape, fresh
+from falconet.report.folders import RunShape
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -32,6 +31,7 @@ from falconet.report.sinks import (
     WeightsAndBiases,
     WeightSink,
 )
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train.log import Log
 from falconet.train.metrics import Memory
 
@@ -92,42 +92,50 @@ KEPT = 3  # newest checkpoints, by default
 ENDING = 5.0  # seconds that a killed run may take to leave its folder
 
 
-def choose(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
+def choose(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
     """The folder of this run; only a temporary one is created here, so that its name is unique."""
     asked = options.run.run_dir
     if options.run.temporary:
-        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
+        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options, conventions).name}_"))
     if asked == "auto":
-        return (restored and home(restored)) or _fresh(options)
+        return (restored and home(restored)) or _fresh(options, conventions)
     return asked
 
 
-def is_named_anew(options: commands.TrainOptions, *, restored: Checkpoint | None) -> bool:
+def is_named_anew(
+    options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET
+) -> bool:
     """Whether `choose` invents a name."""
-    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options)
+    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options, conventions)
     return not asked and restored is None
 
 
-def claim(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
+def claim(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
     """`choose`; an invented name is created at once, so that another run in the same second takes another one."""
-    folder = choose(options, restored=restored)
-    if not is_named_anew(options, restored=restored):
+    folder = choose(options, restored=restored, conventions=conventions)
+    if not is_named_anew(options, restored=restored, conventions=conventions):
         return folder
     while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            taken, folder = folder, choose(options, restored=restored)
+            taken, folder = folder, choose(options, restored=restored, conventions=conventions)
             if folder == taken:  # by a dangling link
                 return folder
         except OSError:
             return folder  # writing into it will fail with a better message
 
 
-def open_folder(options: commands.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
+def open_folder(
+    options: commands.TrainOptions,
+    *,
+    restored: Checkpoint | None,
+    again: bool = False,
+    conventions: Conventions = FALCONET,
+) -> Path:
     """The folder of this run, created and writable; a restored run, or another attempt, continues in its own."""
-    folder = claim(options, restored=restored)
+    folder = claim(options, restored=restored, conventions=conventions)
     known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
@@ -230,10 +238,12 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     logging = loaded.options.logging
     drawn: list[TensorBoard | WeightsAndBiases] = []
     if logging.tensorboard:
-        drawn.append(TensorBoard(folder / "tensorboard"))
+        with named_option("tensorboard"):
+            drawn.append(TensorBoard(folder / "tensorboard"))
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
-        drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+        with named_option("wandb"):
+            drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
@@ -312,7 +322,7 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         run=replace(options.run, run_dir=folder),
         checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
     )
-    return Loaded(options, sources)
+    return replace(loaded, options=options, sources=sources)
 
 
 def home(restored: Checkpoint) -> Path | None:
@@ -354,32 +364,32 @@ def _config(folder: Path) -> dict[str, str] | None:
     return {name: value for name, value in content.items() if isinstance(value, str)}
 
 
-def _logs_where_it_saves(options: commands.TrainOptions) -> bool:
-    """As the PyTorch program did."""
-    return options.style.log_style == "pytorch" and options.checkpoints.checkpoint_output_path is not None
+def _logs_where_it_saves(options: commands.TrainOptions, conventions: Conventions) -> bool:
+    return conventions.logs_where_it_saves and options.checkpoints.checkpoint_output_path is not None
 
 
-def _fresh(options: commands.TrainOptions) -> Path:
-    style, saved = options.style.log_style, options.checkpoints.checkpoint_output_path
-    if saved and _logs_where_it_saves(options):
+def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
+    saved = options.checkpoints.checkpoint_output_path
+    if saved and conventions.logs_where_it_saves:
         return saved
     size, replicas = options.data.image_size, options.parallel.replicas
+    with named_option("model"):
+        side = zoo.image_size(options.model.model) if size == "auto" else size
     shape = RunShape(
         model=options.model.model,
         data=options.data.data,
         micro_batch=options.data.micro_batch_size,
         accumulation=options.training.gradient_accumulation,
         replicas=1 if replicas == "auto" else replicas,
-        # The TensorFlow program's pipeline on one device became stored outputs in recomputation.
         pipelined=bool(options.parallel.pipeline_splits) or options.numerics.recompute_mode == "manual",
         norm=options.model.norm_type,
         groups=options.model.norm_num_groups,
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
-        image_size=zoo.image_size(options.model.model) if size == "auto" else size,
+        image_size=side,
         suffix=options.run.name_suffix,
     )
-    return fresh(style, shape, version=falconet.__version__)
+    return conventions.run_folder(shape)
 
 
 def _require_writable(folder: Path, option: str) -> None:

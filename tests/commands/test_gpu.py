@@ -10,7 +10,6 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from falconet.data import input
 from runs import assert_bitwise, stop_at
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +62,6 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
-    from falconet.data.loader import Feed
     from falconet.train.build import BuiltPhase, open_site
     from falconet.train.processes import prepare
 
@@ -71,8 +69,8 @@ def test_no_update_waits_for_the_device(extra):
     run = BuiltPhase(launch, open_site(launch))
     state = run.new_state()
     step = run.step(state)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.site.world, note=print)
-    updates = list(Feed(loader.updates(0), device=run.site.world.device))
+    loader = run.placement.loader()
+    updates = list(loader.updates(0))
     for number, micro_batches in enumerate(updates[:2]):
         step(micro_batches, update=number, lr=0.01)
     torch.cuda.synchronize()
@@ -97,7 +95,8 @@ def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, ext
 
 
 @pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
-def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_folder, monkeypatch, options):
+def test_restore_on_the_gpu_with_photos_continues_bit_for_bit(falconet, image_folder, monkeypatch, options):
+
     line = (
         "train --data folder --data-dir photos --model resnet20-cifar --image-size 32 --micro-batch-size 4 --epoch 2"
         f" --warmup-epoch 0 --device cuda --logs-per-epoch 3 {options}"

@@ -12,8 +12,6 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from falconet.data import input
-from falconet.data.loader import Feed
 from falconet.numerics.precision import REGIMES
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.processes import prepare
@@ -51,8 +49,8 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.site.world, note=print)
-    micro_batches = next(iter(Feed(loader.updates(0), device=run.site.world.device)))
+    loader = run.placement.loader()
+    micro_batches = next(loader.updates(0))
     step(micro_batches, update=0, lr=0.001)
     loader.close()
 
@@ -89,7 +87,7 @@ def test_recomputation_changes_no_bit(falconet, extra, model):
     assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
 
 
-def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
+def test_memory_budget_recomputes_no_more_than_necessary(falconet):
     line = f"train {TINY} --micro-batch-size 64 --plan --recompute-mode auto"
     everything = falconet(line).out
     predicted, without = map(
@@ -99,10 +97,10 @@ def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
     assert refused.code == 2
-    assert "--memory-budget: got 0.001 GiB, wanted at least 0.00" in refused.err
+    assert "--memory-budget: got 0.001 GiB, expected at least 0.00" in refused.err
 
 
-def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falconet):
+def test_overflow_skips_updates_names_the_layer_and_keeps_the_weights(falconet):
     # A scale that no half-precision gradient survives: every update is skipped.
     answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
     assert answer.code == 0, answer.err
@@ -119,7 +117,7 @@ def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falcon
             assert torch.equal(trained[f"model:{name}"], tensor), name
 
 
-def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):
+def test_automatic_scale_grows_and_is_logged(falconet):
     falconet(
         f"train {TINY} --precision 16.16 --auto-loss-scaling --loss-scaling 2 --epoch 2 --logs-per-epoch 4 --run-dir r"
     )
@@ -136,12 +134,12 @@ def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):
     ]
 
 
-def test_a_stepped_scale_doubles_where_the_formula_says(falconet):
+def test_stepped_scale_doubles_where_the_formula_says(falconet):
     out = falconet(f"train {TINY} --epoch 100 --initial-loss-scaling 16 --loss-scaling 128 --plan").out
     assert "loss scale 16 from epoch 1, 32 from epoch 26, 64 from epoch 51, 128 from epoch 76" in out
 
 
-def test_a_loss_scale_does_not_change_an_fp32_run(falconet):
+def test_loss_scale_does_not_change_an_fp32_run(falconet):
     falconet(f"train {TINY} --run-dir one --loss-scaling 1.0000001")
     falconet(f"train {TINY} --run-dir two --loss-scaling 1024")
     one, two = state(Path("one")), state(Path("two"))
@@ -158,31 +156,31 @@ MISTAKES = {
     ),
     "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
     "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
-    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, from which doubling does not lead to",
+    "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, which doubling does not bring to",
     "--precision 16": "--precision: got '16', wanted 16.16, 16.32, 32.32, bf16.bf16, bf16.32",
 }
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, extra, message):
+def test_mistake_is_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_another_update_format_is_refused_when_restoring(falconet):
+def test_restore_refuses_another_update_format(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet("restore --checkpoint-input-path r --epoch 2 --precision 16.16")
     assert answer.code == 2
     assert "--precision: got '16.16', expected one that updates in the same format as '32.32'" in answer.err
 
 
-def test_half_partials_have_no_effect_on_a_cpu_and_say_so(falconet):
+def test_half_partials_have_no_effect_on_a_cpu_and_are_noted(falconet):
     assert "half partials: no effect on cpu" in falconet(f"train {TINY} --half-partial --plan").out
 
 
-def test_a_half_precision_checkpoint_validates_as_it_did_in_training(falconet):
+def test_half_precision_checkpoint_validates_as_in_training(falconet):
     falconet(f"train {TINY} --precision 16.16 --run-dir r --loss-scaling 64")
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     logged = [f"{line['validation/accuracy']:.2f}" for line in lines if "validation/accuracy" in line]

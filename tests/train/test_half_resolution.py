@@ -201,9 +201,9 @@ def test_a_complete_run_has_nothing_left_and_can_be_fine_tuned_longer(done, falc
 
 
 RESTORED = {
+    "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is not a layer; the nearest are 'layer3/0'",
     "--epoch 3": "--epoch: got 3, expected 2: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
     "--no-half-res-training": "--no-half-res-training: r/checkpoints/resnet8-cifar_generated_4 is from the fine-tuning",
-    "--fine-tune-first-trainable-layer layer3/9": "'layer3/9' is no layer; the nearest are 'layer3/0'",
 }
 
 
@@ -216,7 +216,7 @@ def test_restoring_fine_tuning_with_incompatible_options_is_refused(done, falcon
 
 
 REFUSED = {
-    "--fine-tune-first-trainable-layer layer33": "'layer33' is no layer; the nearest are 'layer3'",
+    "--fine-tune-first-trainable-layer layer33": "'layer33' is not a layer; the nearest are 'layer3'",
     "--pipeline-splits layer2/0 --strict-devices": "--half-res-training: not with 2 stages in separate processes",
     "--fine-tune-micro-batch-size 64": "a global batch of 128 is more than the 32 training images",
 }
@@ -238,10 +238,8 @@ def test_a_fine_tuning_option_alone_has_no_effect_and_a_note(falconet):
 def test_several_averages_in_an_original_style_are_kept_and_the_first_is_fine_tuned(falconet):
     """An exponential average of a part had the name of the one of all, which took its place."""
     averages = "--weight-avg-strategy exponential --weight-avg-exp-decay 0.5 --weight-avg-N 1"
-    line = (
-        f"train {HALF} --fine-tune-epoch 1 {averages} --weight-avg-also exponential:0.5 mean:2 --log-style tensorflow"
-    )
-    answer = falconet(f"{line} --run-dir r")
+    line = f"train {HALF} --fine-tune-epoch 1 {averages} --weight-avg-also exponential:0.5 mean:2 --run-dir r"
+    answer = falconet(line, "tensorflow")
     assert answer.code == 0, answer.err
     assert "phase 2 of 2 starts with r/checkpoints/weight_avg_exp_0.5_N_1" in answer.out
     made = {

@@ -11,9 +11,10 @@ from torch import nn
 from falconet.checkpoint import format
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
+from falconet.config.options import Optimizer
 from falconet.errors import CheckpointError
 from falconet.optim.ema import Ema
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
 from falconet.report.console import Screen
 from falconet.report.styles import Falconet, RunLog
@@ -65,7 +66,7 @@ class Desk:
 
     def __init__(self, folder, writer, *, update=0, ema=False, **changes):
         model = nn.Linear(2, 3)
-        state = TrainState(model, build_optimizer(model, UpdateRule(name="sgd")), Progress(update=update))
+        state = TrainState(model, build_optimizer(model, Optimizer(optimizer="sgd")), Progress(update=update))
         state.ema = Ema(model, 0.5) if ema else None
         self.clock, self.notes, self.text, self.accuracies = Clock(), Notes(), io.StringIO(), []
         self.progress = changes.pop("progress", state.progress)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from falconet.checkpoint.state import TrainState
+from falconet.config.options import Optimizer
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 from falconet.parallel.data_parallel import OneReplica
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import ALONE
@@ -19,7 +20,7 @@ GRID = Grid(ALONE, ALONE, ALONE)
 
 def updated(rule, *, hosted=False):
     layer = nn.Linear(1000, 100)
-    optimizer = build_optimizer(layer, UpdateRule(name=rule))
+    optimizer = build_optimizer(layer, Optimizer(optimizer=rule))
     state = TrainState(layer, optimizer)
     if hosted:
         state.hosted = HostedState(optimizer, bucket_megabytes=0.01, device=torch.device("cpu"))

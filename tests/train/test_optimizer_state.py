@@ -41,9 +41,9 @@ def test_a_half_precision_run_with_divided_state_is_saved_per_rank_and_read_by_e
 
 
 MISTAKES = {
-    "--offload-optimizer --optimizer sgd_combined": "--offload-optimizer: not with --optimizer sgd_combined",
-    "--optimizer lars --enable-optimizer-rts --precision 16.16 --weight-decay-exclude nothing": "wanted norms or",
-    "--offload-optimizer --optimizer lars --enable-optimizer-rts": "not with --enable-optimizer-rts and",
+    "--offload-optimizer --optimizer sgd_combined": "--offload-optimizer: does not work with --optimizer sgd_combined",
+    "--optimizer lars --enable-optimizer-rts --precision 16.16 --weight-decay-exclude nothing": "expected norms or",
+    "--offload-optimizer --optimizer lars --enable-optimizer-rts": "does not work with --enable-optimizer-rts and",
 }
 
 
@@ -63,7 +63,7 @@ def test_the_plan_notes_that_offloading_has_no_effect_on_a_cpu(falconet):
 
 def test_offloading_an_optimizer_without_state_has_no_effect_and_a_note(falconet):
     answer = falconet(f"train {TINY} --offload-optimizer --momentum 0 --plan")
-    assert "note: --offload-optimizer has no effect without an optimizer that has state" in answer.out
+    assert "note: --offload-optimizer has no effect without an optimizer with state" in answer.out
 
 
 ONE_REPLICA = {

@@ -68,9 +68,9 @@ def test_the_second_phase_defaults_to_the_batches_of_the_first():
 REFUSED = {
     "--half-res-training --weight-avg-strategy mean": "--half-res-training: needs --fine-tune-epoch, the epochs at",
     "--half-res-training --fine-tune-epoch 1": "--half-res-training: needs --weight-avg-strategy mean or exponential",
-    f"{LINE} --fine-tune-epoch 0": "--fine-tune-epoch: got '0', wanted a whole number, at least 1",
-    f"{LINE} --fine-tune-lr -1": "--fine-tune-lr: got '-1', wanted a number, at least 0",
-    f"{LINE} --fine-tune-micro-batch-size 0": "--fine-tune-micro-batch-size: got '0', wanted a whole number, at",
+    f"{LINE} --fine-tune-epoch 0": "--fine-tune-epoch: got '0', expected a whole number, at least 1",
+    f"{LINE} --fine-tune-lr -1": "--fine-tune-lr: got '-1', expected a number, at least 0",
+    f"{LINE} --fine-tune-micro-batch-size 0": "--fine-tune-micro-batch-size: got '0', expected a whole number, at",
 }
 
 

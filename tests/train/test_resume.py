@@ -52,10 +52,8 @@ def test_a_run_with_only_torn_checkpoints_is_refused_with_the_reason(falconet):
         (folder / "model.safetensors").write_bytes(b"")
     answer = falconet(LINE)
     assert answer.code == 2
-    assert (
-        "r/checkpoints: none of the 2 checkpoints in it is whole; r/checkpoints/resnet8-cifar_generated_" in answer.err
-    )
-    assert answer.err.endswith("(torn); expected another --run-dir, to start a new run\n")
+    assert "r/checkpoints: none of its 2 checkpoints is complete; r/checkpoints/resnet8-cifar_generated_" in answer.err
+    assert answer.err.endswith("(truncated); expected another --run-dir, to start a new run\n")
 
 
 OTHERS = {

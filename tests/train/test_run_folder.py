@@ -11,6 +11,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
+from falconet.legacy.conventions import CONVENTIONS
 from falconet.train import processes, run_folder
 from tiny import TINY
 
@@ -35,9 +36,12 @@ def test_runs_started_in_the_same_second_get_separate_folders():
     assert all(folder.is_dir() for folder in folders)
 
 
-@pytest.mark.parametrize("line", ["--run-dir r", "--log-style pytorch --checkpoint-output-path r"])
-def test_a_named_folder_is_not_created_in_advance(tmp_path, line):
-    assert run_folder.claim(loaded(line).options, restored=None).name == "r"
+@pytest.mark.parametrize(
+    ("line", "conventions"), [("--run-dir r", "falconet"), ("--checkpoint-output-path r", "pytorch")]
+)
+def test_a_named_folder_is_not_created_in_advance(tmp_path, line, conventions):
+    options = loaded(line).options
+    assert run_folder.claim(options, restored=None, conventions=CONVENTIONS[conventions]).name == "r"
     assert not (tmp_path / "r").exists()
 
 

@@ -43,7 +43,7 @@ FOLDED = {
     ),
     "--replicas 2 --pipeline-splits auto:5": (
         "global batch 16 = micro-batch 8 x accumulation 1 x replicas 2",
-        "5 stages asked for, 2 cores are here, for 2 processes each: all of a replica's run in one process",
+        "5 stages asked for, 2 cores are here, for 2 processes each: all stages of a replica run in one process",
         "recomputes 4 blocks",
     ),
 }
@@ -84,31 +84,31 @@ def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet,
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     refused = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer9/0 layer3/0 --run-dir refused")
     assert refused.code == 2
-    assert "'layer9/0' is no layer" in refused.err
+    assert "'layer9/0' is not a layer" in refused.err
 
 
 MISTAKES = {
-    "--pipeline-splits layer5/0": "--pipeline-splits: 'layer5/0' is no layer; the nearest are 'layer",
-    "--pipeline-splits b2/0/relu": "--pipeline-splits: 'b2/0/relu' is no layer; the nearest are 'layer2/0/relu",
-    "--pipeline-splits auto:200": "--pipeline-splits: got auto:200, wanted at most auto:",
+    "--pipeline-splits layer5/0": "--pipeline-splits: 'layer5/0' is not a layer; the nearest are 'layer",
+    "--pipeline-splits b2/0/relu": "--pipeline-splits: 'b2/0/relu' is not a layer; the nearest are 'layer2/0/relu",
+    "--pipeline-splits auto:200": "--pipeline-splits: got auto:200, expected at most auto:",
     "--pipeline-splits layer3/0 layer2/0": "--pipeline-splits: 'layer2/0' runs before 'layer3/0' does",
-    "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', wanted layers, such as layer2/0 layer3/0, or auto:N",
-    "--pipeline-splits auto": "--pipeline-splits: got 'auto', wanted layers",
-    "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', wanted layers",
+    "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or",
+    "--pipeline-splits auto": "--pipeline-splits: got 'auto', expected layers",
+    "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', expected layers",
     "--pipeline-splits auto:40 --strict-devices": "--replicas 1 with 40 stages each needs 40 devices; 2 cores are here",
-    "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, wanted at least 2, "
-    "the stages, for --pipeline-schedule interleaved; grouped takes any number",
-    "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not go with --pipeline-splits",
-    "--pipeline-splits layer2/0 --pipeline-schedule diagonal": "--pipeline-schedule: got 'diagonal', wanted",
+    "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, expected at least 2,"
+    " the number of stages, for --pipeline-schedule interleaved; grouped takes any number",
+    "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not work with --pipeline-splits",
+    "--pipeline-splits layer2/0 --pipeline-schedule diagonal": "--pipeline-schedule: got 'diagonal', expected",
     "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, expected a divisor of the "
     "number of replicas that run, 2",
     "--pipeline-splits layer2/0 --model timm:vit_tiny_patch16_224 --image-size 224": "--pipeline-splits: "
-    "VisionTransformer takes more than images; wanted another model",
+    "VisionTransformer takes more than images; expected another model",
 }
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, extra, message):
+def test_every_mistake_is_refused_in_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err

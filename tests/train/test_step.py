@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from falconet.data.loader import Batch
+from falconet.config.options import Optimizer
+from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo
-from falconet.models.norms import Norm
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
 CLASSES = 4
@@ -45,7 +45,7 @@ def split(batch, sizes):
 
 
 def stepper(model, *, rule=None, smoothing=0.0, regime="32.32", seed=0, averages=()):
-    rule = rule or UpdateRule(name="sgd", momentum=0.0, weight_decay=0.0)
+    rule = rule or Optimizer(optimizer="sgd", momentum=0.0, weight_decay=0.0)
     move = PlainMove(build_optimizer(model, rule), device=torch.device("cpu"))
     return LocalStep(
         Moving(model=model, move=move, seed=seed, averages=averages),
@@ -69,7 +69,7 @@ MODELS = {
     "no norm": network,
     "group norm": lambda: network(nn.GroupNorm(4, 8)),
     "resnet8, group norm": lambda: zoo.build(
-        "resnet8-cifar", classes=CLASSES, seed=0, norm=Norm(kind="group", groups=4)
+        "resnet8-cifar", classes=CLASSES, seed=0, norm_type="group", norm_num_groups=4
     ),
 }
 
@@ -78,7 +78,7 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_accumulation_changes_nothing(make, sizes):
     whole, parted = make(), make()
-    rule = UpdateRule(name="sgd", momentum=0.9, weight_decay=1e-3)
+    rule = Optimizer(optimizer="sgd", momentum=0.9, weight_decay=1e-3)
     one, several = stepper(whole, rule=rule, smoothing=0.1), stepper(parted, rule=rule, smoothing=0.1)
     for update in range(3):
         wanted = one([sixteen(update)], update=update, lr=0.05)

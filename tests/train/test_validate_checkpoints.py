@@ -85,12 +85,12 @@ def test_without_validation_images_it_has_no_effect_and_a_note(falconet):
     line = f"train {DATA} --epoch 1 --data synthetic --run-dir r --validate-checkpoints empty"
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert "note: --validate-checkpoints has no effect without data from the host, not --data synthetic" in answer.out
+    assert "note: --validate-checkpoints has no effect without data from the host (not --data synthetic)" in answer.out
 
 
-def test_in_an_original_style_each_checkpoint_is_a_row_of_its_file(falconet):
-    line = f"train {DATA} --validation-mode after --log-style pytorch --run-dir r --validate-checkpoints r"
-    answer = falconet(line)
+def test_with_an_originals_conventions_each_checkpoint_is_a_row_of_its_file(falconet):
+    line = f"train {DATA} --validation-mode after --run-dir r --validate-checkpoints r"
+    answer = falconet(line, "pytorch")
     assert answer.code == 0, answer.err
     found = rows("r/validation.csv")
     assert [row["validation_iteration"] for row in found] == ["30", "10", "20", "30"]  # the last weights come first

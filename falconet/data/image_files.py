@@ -1,0 +1,179 @@
+"""Image files: opened only if they are regular files, decoded by Pillow, counted if they are bad."""
+
+import errno
+import os
+import stat
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from falconet.errors import DataError
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_descriptor(path: Path) -> int:
+    """Open a file, following links; OSError if it does not exist or is a pipe, a device or a folder.
+
+    Opening a pipe would wait, and opening a device may have any effect.
+    """
+    _check(path, path.stat().st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a pipe since
+    try:
+        _check(path, os.fstat(file).st_mode)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The same as a file object."""
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def kind(mode: int) -> str:
+    """What a directory entry is that is not a file, in words."""
+    return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{kind(mode)}, not a file", str(path))
+
+
+# Pillow warns about odd metadata, which changes no pixel, and about sizes that are refused below.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+# What Pillow's plugins raise for damaged bytes, besides OSError.
+DAMAGE = (
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,  # includes NotImplementedError
+)
+
+
+class UnreadableImageError(Exception):
+    """An image that cannot be decoded; the text is the reason in a few words."""
+
+
+def open_rgb(file: Path | BinaryIO) -> Image.Image:
+    """The decoded image in mode RGB, or UnreadableImageError.
+
+    Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
+    orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
+    """
+    if isinstance(file, Path):
+        try:
+            with open_regular(file) as opened:
+                return open_rgb(opened)
+        except OSError as error:
+            raise UnreadableImageError(_os_reason(error)) from None
+    try:
+        with Image.open(file, formats=_formats()) as image:
+            _check_size(image)
+            return _rgb(image)
+    except BOMBS:
+        raise UnreadableImageError(f"more than {Image.MAX_IMAGE_PIXELS} pixels") from None
+    except UnidentifiedImageError:
+        raise UnreadableImageError(_why_unidentified(file)) from None
+    except OSError as error:
+        raise UnreadableImageError(_os_reason(error)) from None
+    except DAMAGE as error:
+        raise UnreadableImageError(f"damaged: {_one_line(error)}") from None
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """All formats that Pillow reads itself; for PostScript, whatever the file's name, it would start Ghostscript."""
+    Image.init()
+    return tuple(sorted(Image.OPEN.keys() - {"EPS"}))
+
+
+def _check_size(image: Image.Image) -> None:
+    """Pillow only warns beyond its limit, and refuses twice that."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise Image.DecompressionBombError
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        image.load()
+        return image
+    if image.mode.startswith("I"):
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # directly to RGB gives the same colours and a warning
+    return image.convert("RGB")
+
+
+def _why_unidentified(file: BinaryIO) -> str:
+    return "empty file" if file.seek(0, os.SEEK_END) == 0 else "not an image"
+
+
+def _os_reason(error: OSError) -> str:
+    if error.strerror:  # from the system, not from the decoder
+        return error.strerror
+    return "truncated" if "truncated" in str(error).lower() else f"damaged: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class BadImages:
+    """Images that could not be read: each is reported once, and one too many ends the run.
+
+    `count` gives the number of different ones found by all processes, including a new one; by default by this process.
+    """
+
+    def __init__(self, allowed: int, *, note: Callable[[str], None], count: Callable[[str], int] | None = None) -> None:
+        self.allowed = allowed
+        self._note = note
+        self._count = count or (lambda _: len(self._seen))
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, where: str, reason: str) -> None:
+        with self._lock:
+            if where in self._seen:
+                return
+            self._seen.add(where)
+            count = self._count(where)
+            what = f"{where}: cannot be decoded ({reason})"
+            if count > self.allowed:
+                images = "1 bad image" if count == 1 else f"{count} bad images"
+                raise DataError(f"{what}; {images}, at most {self.allowed} allowed")
+            self._note(f"{what}; skipped, bad image {count} of {self.allowed} allowed")
