@@ -54,13 +54,13 @@ def test_running_server_is_measured_and_wrong_answers_are_reported(falconet):
         assert "served to 1 client, SYNC" in answer.out
         wrong = falconet(f"{line} --check-answers")
         assert wrong.code == 1
-        assert "8 of 8 answers differ from the model's own here" in wrong.err
+        assert "8 of 8 answers differ from the model's output here" in wrong.err
 
 
 MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
-    f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
-    f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC",
+    f"{SMALL} --data synthetic": "--data synthetic: exists only on the device",
+    f"{SMALL} --request-type sync": "--request-type: got 'sync', expected SYNC or ASYNC",
     f"{SMALL} --max-batch 2": "--max-batch: got 2, expected at least --micro-batch-size, the 3 images of one request",
     f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
 }
