@@ -13,16 +13,17 @@ from collections.abc import Callable
 
 import torch
 
+from falconet.config.options import Optimizer
 from falconet.models import zoo
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import UpdateRule, build_optimizer
+from falconet.optim.optimizers import build_optimizer
 
 ROUNDS, CALLS = 5, 10
-SIDE = 8192  # of the product that stands for computation
+SIDE = 8192  # of the matrices whose product stands in for computation
 
 
 def milliseconds(*parts: Callable[[], None]) -> float:
-    """Of one call of each, median over rounds of several."""
+    """Milliseconds per call, median over several rounds."""
     found = []
     for _ in range(ROUNDS + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -51,7 +52,7 @@ def main() -> None:
     print(f"{'computation alone':30} {alone:8.2f} ms")
     for bucket in [None, *args.bucket]:
         model = zoo.build("resnet50", classes=1000, seed=0).cuda()
-        optimizer = build_optimizer(model, UpdateRule(name="adamw"))
+        optimizer = build_optimizer(model, Optimizer(optimizer="adamw"))
         step: Callable[[], None] = optimizer.step
         if bucket is not None:
             host = HostedState(optimizer, bucket_megabytes=bucket, device=torch.device("cuda"))

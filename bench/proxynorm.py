@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from falconet.models.proxynorm import Proxy, ProxyNorm, Recomputed
+from falconet.models.proxynorm import ProxyNorm, Recomputed
 from timing import milliseconds
 
 SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 480, 14, 14), (128, 1152, 7, 7)]
@@ -17,7 +17,7 @@ REPEATS = 40
 
 
 class Unfused(ProxyNorm):
-    """The same without kernels: torch's own functions, the input alone kept."""
+    """The same without kernels: torch's functions, the input alone kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
@@ -41,13 +41,13 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
 def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fp16, silu, forward and backward")
     for shape in SHAPES:
-        settings = {"activation": "silu", "proxy": Proxy()}
+        settings = {"activation": "silu"}
         layers = {
             "silu alone": nn.SiLU(),
             "kernels": ProxyNorm(shape[1], **settings).cuda(),
             "plain": Unfused(shape[1], **settings).cuda(),
             "compiled": torch.compile(ProxyNorm(shape[1], **settings).cuda()),
-            "kept": ProxyNorm(shape[1], activation="silu", proxy=Proxy(recompute=False)).cuda(),
+            "kept": ProxyNorm(shape[1], activation="silu", recompute=False).cuda(),
         }
         times = "  ".join(f"{name} {measure(layer, shape):.3f} ms" for name, layer in layers.items())
         least = 1000 * 5 * 2 * torch.Size(shape).numel() / 4.3e12  # 5 passes of 2 bytes at 4.3 TB/s

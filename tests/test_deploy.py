@@ -88,11 +88,10 @@ def test_the_kubernetes_job_starts_falconet_with_options_that_exist_and_resumes_
     job = yaml.safe_load(JOB.read_text())
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     (container,) = worker["template"]["spec"]["containers"]
-    assert container["command"] == ["torchrun", "-m", "falconet", "train"]
+    assert container["command"] == ["python", "-m", "falconet.parallel.torchrun", "-m", "falconet", "train"]
     options = parse(TrainOptions, from_line(container["args"], options_of(TrainOptions))).options
     assert options.run.run_dir != "auto", "restarts look for their checkpoints in it"
     assert options.run.resume, "a restarted pod runs the same line"
-    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
     assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}

@@ -13,7 +13,7 @@ from falconet.data.preprocessing import Channels, Normalise, Preprocessing, norm
 from falconet.data.sources import bounding_boxes, builtin, cifar, photos
 from falconet.data.sources.published import published
 from falconet.data.storage import ArraySource, Source, Splits
-from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
 from falconet.report.console import counted
 
@@ -182,6 +182,8 @@ def _channels(values: tuple[float, ...]) -> Channels:
 
 
 def _image_size(data: Data, model: str) -> int:
-    size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
-    zoo.check_image_size(model, size)
+    with named_option("model"):
+        size = value_or(data.image_size, DIGITS_SIZE if data.data == "digits" else zoo.image_size(model))
+    with named_option("image_size"):
+        zoo.check_image_size(model, size)
     return size

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from falconet.models.resnet import ResidualShape, ZeroPadShortcut
+from falconet.config.options import Model
+from falconet.models.resnet import ZeroPadShortcut
 
 DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # 6n + 2
 BOTTLENECK_DEPTHS = (11, 29, 38, 47, 56, 65)  # 9n + 2
 EXPANSION = 4  # of a bottleneck
 BASIC = {f"resnet{depth}-cifar": depth for depth in DEPTHS}
-# Of the two with 56 layers, this is the one with bottlenecks.
+# Of the two networks with 56 layers, 56b is the one with bottlenecks.
 BOTTLENECKS = {f"resnet{depth}{'b' if depth in DEPTHS else ''}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 GROUPED = {f"resnext{depth}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 NAMES = (*BASIC, *BOTTLENECKS, *GROUPED)
@@ -40,7 +41,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 x 3 convolution between two of 1 x 1, around a shortcut that is projected where the width changes."""
+    """A 3 x 3 convolution between two of 1 x 1, around a shortcut that is projected where the shape changes."""
 
     def __init__(self, channels: int, *, inner: int, out_channels: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -65,12 +66,12 @@ class Bottleneck(nn.Module):
 
 
 class _ThreeStages(nn.Module):
-    """A 3 x 3 convolution, then three stages, each of twice the width of the one before; any image of 8 x 8 or more."""
+    """A 3 x 3 convolution, then three stages, each twice as wide as the last; takes images of 8 x 8 and larger."""
 
     def __init__(
         self, width: int, layer: Callable[[int, int, int], nn.Sequential], *, expansion: int, classes: int
     ) -> None:
-        """`layer` makes a stage of (channels in, width, stride), whose outputs are `expansion` times as wide."""
+        """`layer` makes a stage from (channels in, width, stride); its output is `expansion` times as wide."""
         super().__init__()
         self.conv1 = _conv3x3(3, out_channels=width, stride=1)
         self.bn1 = nn.BatchNorm2d(width)
@@ -83,9 +84,9 @@ class _ThreeStages(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He's normal for the convolutions; a block whose shortcut carries every channel starts as that alone.
+        """He's normal for convolutions; a block whose shortcut carries every channel starts as its shortcut alone.
 
-        Where the shortcut appends zero channels, a zero-initialised norm would leave those channels dead at the start.
+        Where the shortcut appends zero channels, a zero-initialised norm would leave those channels dead at first.
         """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -109,7 +110,8 @@ class CifarResNet(_ThreeStages):
         blocks = (depth - 2) // 6
 
         def layer(channels: int, width: int, stride: int) -> nn.Sequential:
-            return _layer(channels, out_channels=width, blocks=blocks, stride=stride)
+            first = BasicBlock(channels, out_channels=width, stride=stride)
+            return nn.Sequential(first, *(BasicBlock(width, out_channels=width, stride=1) for _ in range(blocks - 1)))
 
         super().__init__(16, layer, expansion=1, classes=classes)
 
@@ -117,34 +119,34 @@ class CifarResNet(_ThreeStages):
 class CifarBottleneckNet(_ThreeStages):
     """Three stages of n bottlenecks, 64, 128 and 256 channels wide, or four times that; with groups, a ResNeXt."""
 
-    def __init__(self, depth: int, *, classes: int, shape: ResidualShape | None = None) -> None:
-        """`shape`: of a ResNeXt, whose first stage has as many inner channels as its groups have in all."""
+    def __init__(self, depth: int, *, classes: int, first: int = 16, groups: int = 1, group_dim: int = 16) -> None:
+        """`first`: width of the first stage, in which a group has `group_dim` inner channels."""
         assert depth in BOTTLENECK_DEPTHS
-        first = 64 if shape and shape.wide else 16
-        groups, times = (shape.groups, shape.groups * shape.group_dim / first) if shape else (1, 1.0)
+        times = groups * group_dim / first
 
         def layer(channels: int, width: int, stride: int) -> nn.Sequential:
-            own = {"inner": int(width * times), "out_channels": EXPANSION * width, "groups": groups}
-            rest = [Bottleneck(EXPANSION * width, stride=1, **own) for _ in range((depth - 2) // 9 - 1)]
-            return nn.Sequential(Bottleneck(channels, stride=stride, **own), *rest)
+            shape = {"inner": int(width * times), "out_channels": EXPANSION * width, "groups": groups}
+            rest = [Bottleneck(EXPANSION * width, stride=1, **shape) for _ in range((depth - 2) // 9 - 1)]
+            return nn.Sequential(Bottleneck(channels, stride=stride, **shape), *rest)
 
         super().__init__(first, layer, expansion=EXPANSION, classes=classes)
 
 
-def create(name: str, *, classes: int, shape: ResidualShape | None) -> nn.Module:
-    """A new network of that name; its weights come from torch's generator."""
+def create(options: Model, *, classes: int) -> nn.Module:
+    """A new network; its weights come from torch's generator."""
+    name = options.model
     if name in BASIC:
         return CifarResNet(BASIC[name], classes=classes)
-    if name in GROUPED:
-        return CifarBottleneckNet(GROUPED[name], classes=classes, shape=shape or ResidualShape())
-    return CifarBottleneckNet(BOTTLENECKS[name], classes=classes)
+    if name in BOTTLENECKS:
+        return CifarBottleneckNet(BOTTLENECKS[name], classes=classes)
+    return CifarBottleneckNet(
+        GROUPED[name],
+        classes=classes,
+        first=64 if options.resnext_wide else 16,
+        groups=options.resnext_groups,
+        group_dim=options.resnext_group_dim,
+    )
 
 
 def _conv3x3(channels: int, *, out_channels: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
-
-
-def _layer(channels: int, *, out_channels: int, blocks: int, stride: int) -> nn.Sequential:
-    first = BasicBlock(channels, out_channels=out_channels, stride=stride)
-    rest = [BasicBlock(out_channels, out_channels=out_channels, stride=1) for _ in range(blocks - 1)]
-    return nn.Sequential(first, *rest)

@@ -1,4 +1,4 @@
-"""Regular expressions of weights: which ones they match, and what was probably meant where they match none."""
+"""Which weights are trained: regular expressions of weights, and layers frozen up to a named one."""
 
 import difflib
 import re
@@ -12,30 +12,28 @@ from falconet.models.splits import beginnings, place_of
 from falconet.numerics.segments import computed, owner, trace
 
 
-def matching(names: Collection[str], patterns: Sequence[str], *, option: str) -> frozenset[str]:
-    """Those of the weights `names` that a pattern matches, each pattern at least one.
+def matching(names: Collection[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The weights among `names` that a pattern matches; each pattern must match at least one.
 
-    A pattern is for a whole name, with slashes for dots (layer1/0/conv1/weight), or for that of a layer that the weight
-    is in (layer1, layer1/0): a layer's name means all of its weights.
+    A pattern matches a whole name, with slashes for dots (layer1/0/conv1/weight), or the name of a layer that contains
+    the weight (layer1, layer1/0): a layer's name stands for all of its weights.
     """
     paths = {name: _paths(name) for name in names}
     found: set[str] = set()
     for pattern in patterns:
         try:
-            wanted = re.compile(pattern)
+            compiled = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"{option}: '{pattern}' is not a regular expression: {error}") from error
-        own = {name for name, each in paths.items() if any(map(wanted.fullmatch, each))}
+            raise ConfigError(f"'{pattern}' is not a regular expression: {error}") from error
+        own = {name for name, each in paths.items() if any(map(compiled.fullmatch, each))}
         if not own:
-            raise ConfigError(
-                f"{option}: '{pattern}' matches no layer and no weight{_nearest(pattern, paths.values())}"
-            )
+            raise ConfigError(f"'{pattern}' matches no layer and no weight{_nearest(pattern, paths.values())}")
         found |= own
     return frozenset(found)
 
 
 def _paths(name: str) -> list[str]:
-    """The names of the layers around a weight, the outermost first, and its own."""
+    """The names of the layers that contain a weight, outermost first, then the weight's name."""
     parts = name.split(".")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
@@ -46,24 +44,22 @@ def _nearest(pattern: str, paths: Collection[list[str]]) -> str:
     return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
-OPTION = "--fine-tune-first-trainable-layer"
-TRAINABLE = "--trainable"
-STATISTICS = ("running_mean", "running_var")  # of batch norm, which are weights in this: named, trained or frozen
+STATISTICS = ("running_mean", "running_var")  # of batch norm; patterns name, train and freeze them like weights
 
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze every weight that no pattern matches; without patterns, none.
+    """Freeze every weight that no pattern matches; without patterns, freeze nothing.
 
-    Layers run as in training: a batch norm whose statistics are frozen normalises by its batch, and leaves them alone.
+    Layers run as in training: a batch norm with frozen statistics normalises by its batch and does not update them.
     """
     if not patterns:
         return
     norms = {path: layer for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     own = {path: [f"{path}.{name}" for name in STATISTICS] for path in norms}
     weights = dict(model.named_parameters())
-    trained = matching([*weights, *(name for names in own.values() for name in names)], patterns, option=TRAINABLE)
+    trained = matching([*weights, *(name for names in own.values() for name in names)], patterns)
     if not trained & weights.keys():
-        raise ConfigError(f"{TRAINABLE}: '{' '.join(patterns)}' matches batch norm's statistics alone; wanted weights")
+        raise ConfigError(f"'{' '.join(patterns)}' matches only batch norm's statistics; expected weights")
     for name, weight in weights.items():
         weight.requires_grad_(name in trained)
     for path, layer in norms.items():
@@ -71,20 +67,20 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def count_trained(model: nn.Module) -> int:
-    """How many numbers of the model are trained."""
+    """The number of parameters that are trained."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def freeze(model: nn.Module, *, before: str | None) -> list[nn.Module]:
-    """Freeze the weights of all layers that run before the named one; returns these layers. None: freezes nothing.
+    """Freeze the weights of all layers that run before the named one, and return these layers; None: freeze nothing.
 
-    They are to be kept in evaluation mode: batch norm then uses its statistics as they are, dropout passes all on. The
-    name is a module's path, with slashes or dots; a layer that runs again later is trained.
+    Keep them in evaluation mode: batch norm then uses its statistics, and dropout passes everything. The name is a
+    module's path, with slashes or dots. A layer that runs again later is trained.
     """
     if before is None:
         return []
-    traced = trace(model, wanted_by=OPTION)
-    place = place_of(before, beginnings(traced), option=OPTION)
+    traced = trace(model)
+    place = place_of(before, beginnings(traced))
     early, late = _Part(computed(traced)[:place]), _Part(computed(traced)[place:])
     frozen = [module for name, module in model.named_modules() if early.runs(name) and not late.runs(name)]
     for module in frozen:
@@ -94,12 +90,12 @@ def freeze(model: nn.Module, *, before: str | None) -> list[nn.Module]:
     for name in early.attributes - late.attributes:  # weights of a block that is frozen in part
         model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{OPTION}: '{before}' leaves no weights to train; wanted an earlier layer")
+        raise ConfigError(f"'{before}' leaves no weights to train; expected an earlier layer")
     return frozen
 
 
 class _Part:
-    """What a part of a traced model runs."""
+    """The modules that a part of a traced model runs."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         nodes = list(nodes)
@@ -108,6 +104,6 @@ class _Part:
         self.attributes = {str(node.target) for node in nodes if node.op == "get_attr"}
 
     def runs(self, name: str) -> bool:
-        """Whether the module does something here: itself, by one in it, or as a piece of a layer."""
+        """Whether the module runs here: itself, a module in it, or a layer that it is part of."""
         inside = any(path == name or path.startswith(f"{name}.") for path in self._owners)
         return bool(name) and (inside or any(name.startswith(f"{leaf}.") for leaf in self._leaves))

@@ -1,4 +1,4 @@
-"""Group norm in one pass less: fused for channels-last memory on CUDA, torch's own elsewhere."""
+"""Group norm: fused for channels-last memory on CUDA, torch's elsewhere, and TensorFlow's strided groups."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class _Followed(nn.GroupNorm, ABC):
-    """Group norm with `drop` and `act` behind it, as timm's norms have them."""
+    """Group norm followed by `drop` and `act`, as timm's norms have them."""
 
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None
@@ -29,10 +29,10 @@ class _Followed(nn.GroupNorm, ABC):
 
 
 class FastGroupNorm(_Followed):
-    """nn.GroupNorm, with its parameters and its groups of neighbouring channels, so it loads any checkpoint.
+    """nn.GroupNorm with the same parameters and groups of neighbouring channels, so it loads any checkpoint.
 
-    Statistics are in fp32 whatever the type of the input, and the output has the input's type and memory format;
-    torch's own would turn channels-last memory around, twice.
+    Statistics are in fp32 whatever the input's type, and the output has the input's type and memory format. Torch's
+    group norm would copy channels-last memory to row-major and back.
     """
 
     def normalise(self, x: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ class FastGroupNorm(_Followed):
 
 
 class StridedGroupNorm(_Followed):
-    """Group norm over every G-th channel, as TensorFlow's IPU programs group them: channel c is in group c mod G.
+    """Group norm over every G-th channel, as in the TensorFlow program: channel c is in group c mod G.
 
-    Parameters are in the order of the channels, in fp32 arithmetic whatever the type of the input.
+    Parameters are in the order of the channels; the arithmetic is fp32 whatever the input's type.
     """
 
     def normalise(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class StridedGroupNorm(_Followed):
 
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """Group norm of the groups c mod G; the same memory format comes out."""
+    """Group norm of the groups c mod G; keeps the memory format."""
     with uncast(x):
         count, channels, height, width = x.shape
         split = x.float().view(count, channels // groups, groups, height, width)  # a view in both memory formats
@@ -64,15 +64,15 @@ def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tens
 
 
 def uncast(x: Tensor) -> AbstractContextManager[object]:
-    """Without autocast, which knows no meta tensors: they are how memory and the shapes of stages are worked out."""
+    """Turn autocast off, except on meta tensors, which it does not support; footprints and stage shapes use those."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """The fused kernel where it can run, else the plain function it equals."""
+    """The fused kernel where it can run, otherwise the plain function that it equals."""
     fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
     if fits:
-        # The kernel has both; a norm without one of them gets what changes nothing, a vector without a gradient.
+        # The kernel takes both; a missing one is replaced by ones or zeros that get no gradient.
         weight = torch.ones(x.shape[1], device=x.device) if weight is None else weight
         bias = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
         y: Tensor = FusedGroupNorm.apply(x, groups, weight, bias, eps)
@@ -88,11 +88,11 @@ def plain_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor
 
 
 class FusedGroupNorm(torch.autograd.Function):
-    """Three kernels forward and three backward; the input is the only large tensor kept."""
+    """Three kernels forward and three backward; the input is the only large tensor saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        from falconet.models import groupnorm_kernels  # Triton is there on CUDA alone
+        from falconet.models import groupnorm_kernels  # Triton comes with CUDA only
 
         y, mean, rstd = groupnorm_kernels.forward(x, groups, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)

@@ -1,5 +1,5 @@
 """Group norm for channels-last memory in Triton: sums of tiles, then of groups, then the elements."""
-# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+# Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
 
@@ -16,7 +16,7 @@ CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
 
 @triton.jit
 def _tile(pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Offsets within an image, the tile's channels, and which of it exists."""
+    """Offsets within an image, the tile's channels, and the mask of elements inside the image."""
     rows = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     columns = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (rows < pixels)[:, None] & (columns < channels)[None, :]
@@ -34,7 +34,7 @@ def _row(values, columns, channels, SIZE: tl.constexpr):
 @triton.jit
 def _of_tiles(start, pixels, channels, tiles,
               SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Where the channels of a group stand in some tiles' results, which of them exist, and the pixels of each tile."""
+    """Offsets of a group's channels in the results of some tiles, their mask, and the pixels of each tile."""
     image, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
     rows = start + tl.arange(0, TILES)
     place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
@@ -45,7 +45,7 @@ def _of_tiles(start, pixels, channels, tiles,
 
 @triton.jit
 def _moments(x, means, squares, pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of each channel of a tile: the mean, and the sum of squares around it (around 0 it would cancel)."""
+    """Per channel of a tile: the mean, and the sum of squares around it (around 0 it would cancel)."""
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(pixels - tl.program_id(1) * PIXELS, PIXELS)
@@ -59,7 +59,7 @@ def _moments(x, means, squares, pixels, channels, PIXELS: tl.constexpr, CHANNELS
 @triton.jit
 def _statistics(means, squares, mean, rstd, pixels, channels, tiles, eps,
                 SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Of each group of an image, from its tiles: Chan's formula."""
+    """Per group of an image, from its tiles, by Chan's formula."""
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
         place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, COLUMNS, PIXELS, TILES)
@@ -93,7 +93,7 @@ def _normalise(x, y, weight, bias, mean, rstd, pixels, channels,
 @triton.jit
 def _sums(x, dy, mean, rstd, plain, weighted, pixels, channels,
           SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
-    """Of each channel of a tile: the sum of dy, and of dy times the normalised input."""
+    """Per channel of a tile: the sums of dy, and of dy times the normalised input."""
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
     middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)

@@ -1,4 +1,4 @@
-"""How new weights are drawn, and which norms begin at zero."""
+"""Initial weights: the distribution they are drawn from, and the norms that start at zero."""
 
 import math
 from collections.abc import Callable
@@ -8,22 +8,22 @@ from torch import Tensor, nn
 
 from falconet.models.resnet import blocks_of
 
-Draw = Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"]
-Zeros = Literal["auto", "none", "last", "identity", "shortcut"]
 Layer = nn.Conv2d | nn.Linear
 
-CUT = 2.0  # deviations from zero at which a truncated normal ends
-LEFT = 0.8796256610342398  # deviation of a standard normal that ends there
+CUT = 2.0  # standard deviations at which a truncated normal ends
+LEFT = 0.8796256610342398  # standard deviation of a standard normal truncated there
 CLASSIFIER_DEVIATION = 0.01
 
 
-def draw(model: nn.Module, kind: Draw) -> None:
-    """New weights for every convolution and linear layer, in their order, from torch's generator.
+def draw(model: nn.Module, kind: Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"]) -> None:
+    """Draw new weights for every convolution and linear layer, in order, from torch's generator.
 
-    auto: those it has. uniform: torch's own, biases too; the others make biases zero. normal: of variance 2 / fan-out,
-    in linear layers of deviation 0.01. lecun: truncated normal of variance 1 / fan-in. he: the same of 2 / fan-out, or
-    of 2 / fan-in where channels are grouped. glorot: uniform within sqrt(6 / (fan-in + fan-out)), as the linear layers
-    of lecun and he are as well. channels: the same of channels alone, whatever the size of the kernel.
+    auto: keep the weights. uniform: torch's default, biases included; all other kinds set biases to zero.
+    normal: variance 2 / fan-out; in linear layers, standard deviation 0.01.
+    lecun: truncated normal of variance 1 / fan-in; linear layers as glorot.
+    he: truncated normal of variance 2 / fan-out, or 2 / fan-in where channels are grouped; linear layers as glorot.
+    glorot: uniform within sqrt(6 / (fan-in + fan-out)).
+    channels: uniform within sqrt(6 / (channels in + channels out)), whatever the kernel's size.
     """
     if kind == "auto":
         return
@@ -39,17 +39,17 @@ def draw(model: nn.Module, kind: Draw) -> None:
 
 
 def truncated_normal(weight: Tensor, *, variance: float) -> None:
-    """A normal cut at two deviations, wider than asked for by what the cut takes: the variance of the rest is right."""
+    """Truncated at two standard deviations, and widened so that what remains has the given variance."""
     deviation = math.sqrt(variance) / LEFT
     nn.init.trunc_normal_(weight, std=deviation, a=-CUT * deviation, b=CUT * deviation)
 
 
-def set_zeros(model: nn.Module, kind: Zeros) -> None:
-    """Which norms of a residual network begin with a scale of zero; the other scales of its blocks are one.
+def set_zeros(model: nn.Module, kind: Literal["auto", "none", "last", "identity", "shortcut"]) -> None:
+    """Start some norms of a residual network with a scale of zero, and the other norms of its blocks with one.
 
-    last: of every block the last norm; identity: the same where the shortcut changes nothing; shortcut: as identity,
-    and where the shortcut projects, its own norm. Where channels of zeros are appended the last norm begins at one:
-    these channels would be dead.
+    last: the last norm of every block. identity: the last norm where the shortcut is the identity. shortcut: as
+    identity, and the shortcut's norm where it projects. Where the shortcut appends zero channels the last norm starts
+    at one, because those channels would be dead.
     """
     if kind == "auto":
         return
@@ -74,7 +74,7 @@ def _projected_norm(shortcut: nn.Module | None) -> nn.BatchNorm2d | None:
 
 
 def _fans(weight: Tensor) -> tuple[int, int]:
-    """Inputs of one output, outputs of one input; of a grouped convolution, as if an input went to every group."""
+    """Fan-in and fan-out; in a grouped convolution fan-out counts every group's outputs."""
     field = weight[0, 0].numel()  # pixels of the kernel, 1 for a linear layer
     return weight.shape[1] * field, weight.shape[0] * field
 

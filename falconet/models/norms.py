@@ -1,29 +1,118 @@
-"""Batch norm whose statistics take one pass: E[x^2] - E[x]^2."""
+"""Normalisation layers: batch norm replaced by another norm, one-pass batch norm, and running statistics."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from falconet.errors import ConfigError
+from falconet.config.options import Model
+from falconet.errors import ConfigError, named_option
 from falconet.models import proxynorm
 from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm
-from falconet.models.proxynorm import Proxy
-from falconet.models.resnet import add_biases
 
 if TYPE_CHECKING:
     from timm.layers.norm_act import BatchNormAct2d
 
 
-class OnePassBatchNorm2d(nn.BatchNorm2d):
-    """nn.BatchNorm2d, with its parameters and buffers, that sums values and squares together in fp32.
+def apply(model: nn.Module, options: Model) -> nn.Module:
+    """Change every 2d batch norm of `model`, in place, to what the options ask for."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    if not layers:
+        _check_defaults(options)
+    match options.norm_type:
+        case "batch":
+            for name, layer in layers.items():
+                layer.eps = layer.eps if options.norm_eps == "auto" else options.norm_eps
+                if options.batchnorm_momentum != "auto":
+                    layer.momentum = options.batchnorm_momentum
+                if options.disable_stable_batchnorm:
+                    model.set_submodule(name, _one_pass(layer).train(layer.training))
+        case "group":
+            with named_option("norm_num_groups"):
+                _check_groups(layers, groups=options.norm_num_groups)
+            for name, layer in layers.items():
+                model.set_submodule(name, _group_norm(layer, options).train(layer.training))
+        case "none":
+            for name, layer in layers.items():
+                without = nn.Sequential(layer.drop, layer.act) if _acts(layer) else nn.Identity()
+                model.set_submodule(name, without.train(layer.training))
+            if options.conv_bias:
+                _add_biases(model)
+    if options.proxy_norm:
+        with named_option("proxy_norm"):
+            proxynorm.apply(model, eps=options.proxy_epsilon, recompute=options.proxy_recompute)
+    return model
 
-    Where a channel's mean is far from 0 the difference cancels: the variance is off by about 1e-7 * mean^2. It is
-    never negative. Evaluation is torch's own. `drop` and `act` follow, as in timm's norms.
+
+def _group_norm(layer: nn.BatchNorm2d, options: Model) -> nn.GroupNorm:
+    """Group norm with the parameters of `layer` themselves, so that zero-initialised ones stay zero."""
+    eps = layer.eps if options.norm_eps == "auto" else options.norm_eps
+    groups, strided = options.norm_num_groups, options.norm_grouping == "strided"
+    group: nn.GroupNorm
+    if options.enable_fast_groupnorm or strided:
+        kind = StridedGroupNorm if strided else FastGroupNorm  # the kernel has groups of neighbours only
+        group = kind(groups, layer.num_features, eps, affine=layer.affine, device="meta")
+        if _acts(layer):
+            group.drop, group.act = layer.drop, layer.act
+    elif _acts(layer):
+        from timm.layers.norm_act import GroupNormAct
+
+        group = GroupNormAct(layer.num_features, groups, eps, affine=layer.affine, device="meta")
+        group.drop, group.act = layer.drop, layer.act
+    else:
+        group = nn.GroupNorm(groups, layer.num_features, eps, affine=layer.affine, device="meta")
+    group.weight, group.bias = layer.weight, layer.bias
+    return group
+
+
+def _one_pass(layer: nn.BatchNorm2d) -> "OnePassBatchNorm2d":
+    """One-pass batch norm with the parameters and statistics of `layer` themselves."""
+    norm = OnePassBatchNorm2d(layer.num_features, layer.eps, layer.momentum, affine=layer.affine, device="meta")
+    norm.weight, norm.bias = layer.weight, layer.bias
+    norm._buffers.update(layer._buffers)
+    if _acts(layer):
+        norm.drop, norm.act = layer.drop, layer.act
+    return norm
+
+
+def _acts(layer: nn.BatchNorm2d) -> "TypeGuard[BatchNormAct2d]":
+    """Whether it has an activation, as timm's norms do; not by class, because timm takes two seconds to import."""
+    return hasattr(layer, "act")
+
+
+def _add_biases(model: nn.Module) -> None:
+    """Give every convolution without a bias one of zeros, in place of the norms' shifts."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and layer.bias is None:
+            layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
+
+
+def _check_groups(layers: dict[str, nn.BatchNorm2d], *, groups: int) -> None:
+    for name, layer in layers.items():
+        if layer.num_features % groups:
+            largest = math.gcd(*(each.num_features for each in layers.values()))
+            raise ConfigError(
+                f"got {groups}, which does not divide the {layer.num_features} channels of layer '{name}'; "
+                f"{largest} divides every layer"
+            )
+
+
+def _check_defaults(options: Model) -> None:
+    """Refuse options that would change nothing in a model without batch norm."""
+    for field in ("norm_type", "norm_eps", "batchnorm_momentum", "disable_stable_batchnorm"):
+        if getattr(options, field) != getattr(Model, field):
+            with named_option(field):
+                raise ConfigError("this model has no 2d batch norm to change; leave the option out")
+
+
+class OnePassBatchNorm2d(nn.BatchNorm2d):
+    """nn.BatchNorm2d whose variance takes one pass in fp32: E[x^2] - E[x]^2.
+
+    Where a channel's mean is far from 0 the difference cancels: the variance is off by about 1e-7 * mean^2, but never
+    negative. Evaluation is torch's. `drop` and `act` follow, as in timm's norms.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, **options: Any) -> None:
@@ -44,7 +133,7 @@ class OnePassBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, *, count: int) -> None:
-        """As torch does: the unbiased variance, weighed by the momentum, or over all batches without one."""
+        """As torch does: the unbiased variance, weighted by the momentum, or averaged over all batches without one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         if not self.track_running_stats:
@@ -56,7 +145,7 @@ class OnePassBatchNorm2d(nn.BatchNorm2d):
 
 
 class OnePass(torch.autograd.Function):
-    """Keeps its input and three vectors for the backward pass."""
+    """Saves its input and three vectors for the backward pass."""
 
     @staticmethod
     def forward(
@@ -94,11 +183,11 @@ def _spread(vector: Tensor) -> Tensor:
 
 
 def move_once(model: nn.Module, *, micro_batches: int) -> None:
-    """Let the momentum m of each batch norm count once for all the micro-batches of an update, not for each of them.
+    """Apply the momentum m of each batch norm once per update instead of once per micro-batch.
 
-    Torch moves statistics r to (1 - m) r + m s with every micro-batch, so that after many of them only the last are
-    left. Here r becomes (1 - m) r + m mean(s): with the weight m / (K - (K - k) m) for the k-th of K micro-batches the
-    steps in between multiply out to that, and nothing else has to be kept.
+    Torch moves statistics r to (1 - m) r + m s at every micro-batch, so after many of them only the last ones count.
+    Here an update moves r to (1 - m) r + m mean(s). Weighting the k-th of K micro-batches with m / (K - (K - k) m)
+    multiplies out to exactly that, without any further state.
     """
     layers = [(layer, layer.momentum) for layer in model.modules() if isinstance(layer, _BatchNorm)]
     if micro_batches == 1 or not layers:
@@ -111,109 +200,7 @@ def move_once(model: nn.Module, *, micro_batches: int) -> None:
             return
         done = done % micro_batches + 1
         for layer, momentum in layers:
-            if momentum is not None:  # else it is a plain mean over all batches
+            if momentum is not None:  # None: a plain mean over all batches
                 layer.momentum = momentum / (micro_batches - (micro_batches - done) * momentum)
 
     model.register_forward_pre_hook(begin)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """What to normalise over; `None` keeps the model's own value."""
-
-    kind: Literal["batch", "group", "none"] = "batch"
-    eps: float | None = None
-    groups: int = 32  # group norm only
-    momentum: float | None = None  # batch norm only: the weight of the newest batch in the running statistics
-    fast: bool = False  # group norm only: the fused kernel
-    strided: bool = False  # group norm only: every G-th channel in a group, instead of neighbours
-    stable: bool = True  # batch norm only: variance around the mean, not the difference of two sums
-    proxy: Proxy | None = None  # activations after a norm are normalised too
-    biases: bool = False  # no norm only: convolutions get biases in its place
-
-
-def apply(model: nn.Module, norm: Norm) -> nn.Module:
-    """`model` with every 2d batch norm changed, in place, to what `norm` asks for."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
-    if not layers:
-        _check_nothing_was_asked(norm)
-    match norm.kind:
-        case "batch":
-            for name, layer in layers.items():
-                layer.eps = layer.eps if norm.eps is None else norm.eps
-                layer.momentum = layer.momentum if norm.momentum is None else norm.momentum
-                if not norm.stable:
-                    model.set_submodule(name, _one_pass(layer).train(layer.training))
-        case "group":
-            _check_groups(layers, groups=norm.groups)
-            for name, layer in layers.items():
-                model.set_submodule(name, _group_norm(layer, norm).train(layer.training))
-        case "none":
-            for name, layer in layers.items():
-                model.set_submodule(name, _without_norm(layer).train(layer.training))
-            if norm.biases:
-                add_biases(model)
-    return model if norm.proxy is None else proxynorm.apply(model, norm.proxy)
-
-
-def _group_norm(layer: nn.BatchNorm2d, norm: Norm) -> nn.GroupNorm:
-    """Group norm in the place of `layer`, with its very parameters: zero-initialised ones stay zero."""
-    eps = layer.eps if norm.eps is None else norm.eps
-    group: nn.GroupNorm
-    if norm.fast or norm.strided:
-        kind = StridedGroupNorm if norm.strided else FastGroupNorm  # the kernel knows neighbours alone
-        group = kind(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
-        if _acts(layer):
-            group.drop, group.act = layer.drop, layer.act
-    elif _acts(layer):
-        from timm.layers.norm_act import GroupNormAct
-
-        group = GroupNormAct(layer.num_features, norm.groups, eps, affine=layer.affine, device="meta")
-        group.drop, group.act = layer.drop, layer.act
-    else:
-        group = nn.GroupNorm(norm.groups, layer.num_features, eps, affine=layer.affine, device="meta")
-    group.weight, group.bias = layer.weight, layer.bias
-    return group
-
-
-def _acts(layer: nn.BatchNorm2d) -> "TypeGuard[BatchNormAct2d]":
-    """Whether an activation belongs to it, as to a norm of timm, which takes two seconds to import for its class."""
-    return hasattr(layer, "act")
-
-
-def _one_pass(layer: nn.BatchNorm2d) -> OnePassBatchNorm2d:
-    """One-pass batch norm in the place of `layer`, with its very parameters and statistics."""
-    norm = OnePassBatchNorm2d(layer.num_features, layer.eps, layer.momentum, affine=layer.affine, device="meta")
-    norm.weight, norm.bias = layer.weight, layer.bias
-    norm._buffers.update(layer._buffers)
-    if _acts(layer):
-        norm.drop, norm.act = layer.drop, layer.act
-    return norm
-
-
-def _without_norm(layer: nn.BatchNorm2d) -> nn.Module:
-    return nn.Sequential(layer.drop, layer.act) if _acts(layer) else nn.Identity()
-
-
-def _check_groups(layers: dict[str, nn.BatchNorm2d], *, groups: int) -> None:
-    assert groups >= 1
-    for name, layer in layers.items():
-        if layer.num_features % groups:
-            largest = math.gcd(*(each.num_features for each in layers.values()))
-            raise ConfigError(
-                f"--norm-num-groups {groups}: layer '{name}' has {layer.num_features} channels, "
-                f"which {groups} does not divide; {largest} divides every layer"
-            )
-
-
-def _check_nothing_was_asked(norm: Norm) -> None:
-    """A model without batch norm must not seem to obey an option that cannot touch it."""
-    asked = {
-        f"--norm-type {norm.kind}": norm.kind != "batch",
-        f"--norm-eps {norm.eps}": norm.eps is not None,
-        f"--batchnorm-momentum {norm.momentum}": norm.momentum is not None,
-        "--disable-stable-batchnorm": not norm.stable,
-    }
-    for option, given in asked.items():
-        if given:
-            raise ConfigError(f"{option}: this model has no 2d batch norm to change; leave the option out")

@@ -1,17 +1,17 @@
-"""Changes to a built model that leave its function as it was."""
+"""Padding: a fourth input channel for the first convolution, and TensorFlow's SAME padding."""
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from falconet.errors import ConfigError
 
-PADDED_CHANNELS = 4  # what half-precision convolution kernels want: 8-byte aligned pixels
+PADDED_CHANNELS = 4  # half-precision convolution kernels need 8-byte aligned pixels
 
 
 class PaddedConv2d(nn.Conv2d):
-    """A convolution of 3 channels whose kernel sees 4, the last one zero.
+    """A convolution of 3 channels whose kernel gets 4, the last one zero.
 
     The weight keeps its 3 channels, so state dicts and optimizer state are those of the plain convolution.
     """
@@ -25,7 +25,7 @@ class PaddedConv2d(nn.Conv2d):
 
 
 def pad_input(model: nn.Module) -> nn.Module:
-    """`model` with its first convolution replaced, in place, by a padded one with the same parameters."""
+    """Replace the first convolution, in place, by a padded one with the same parameters."""
     name, conv = _first_conv(model)
     geometry: dict[str, Any] = {
         field: getattr(conv, field) for field in ("kernel_size", "stride", "padding", "dilation", "padding_mode")
@@ -39,45 +39,42 @@ def pad_input(model: nn.Module) -> nn.Module:
 def _first_conv(model: nn.Module) -> tuple[str, nn.Conv2d]:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Conv2d):
-            # A subclass computes something of its own, which the padded forward would lose.
+            # A subclass may compute something else, which the padded forward would lose.
             if type(layer) is not nn.Conv2d or layer.in_channels != 3 or layer.groups != 1:
                 raise ConfigError(
-                    f"--input-image-padding: the first convolution '{name}' is {type(layer).__name__} of "
-                    f"{layer.in_channels} channels in {layer.groups} group(s); wanted a plain Conv2d of 3 in 1"
+                    f"the first convolution '{name}' is {type(layer).__name__} with {layer.in_channels} channels in "
+                    f"{layer.groups} group(s); expected a plain Conv2d with 3 channels in 1 group"
                 )
             return name, layer
-    raise ConfigError("--input-image-padding: this model has no convolution to pad")
-
-
-Padding = Literal["symmetric", "same"]
+    raise ConfigError("this model has no convolution to pad")
 
 
 class SameConv2d(nn.Conv2d):
-    """A convolution that pads by the size of what it gets; its parameters are those of the plain one."""
+    """A convolution that pads according to its input's size; its parameters are those of nn.Conv2d."""
 
     def forward(self, images: Tensor) -> Tensor:  # N x C x H x W -> N x C' x ceil(H / stride) x ceil(W / stride)
         return super().forward(_padded(images, self.kernel_size, self.stride, value=0.0))
 
 
 class SamePaddedConv2d(SameConv2d, PaddedConv2d):
-    """The same for one whose kernel sees a fourth channel."""
+    """SAME padding for a convolution with a fourth input channel."""
 
 
 class SameMaxPool2d(nn.MaxPool2d):
-    """The same for a maximum."""
+    """SAME padding for max pooling; the padding never wins."""
 
     def forward(self, images: Tensor) -> Tensor:
         kernel, stride = _pair(self.kernel_size), _pair(self.stride)
         halves = [
             _halves(size, kernel=k, stride=s) for size, k, s in zip(images.shape[2:], kernel, stride, strict=True)
         ]
-        if not any(first for first, _ in halves):  # of an even size: a last window that ends beyond needs no copy
+        if not any(first for first, _ in halves):  # padding on the far sides alone needs no copy
             return functional.max_pool2d(images, kernel, stride, ceil_mode=True)
         return functional.max_pool2d(_padded(images, kernel, stride, value=float("-inf")), kernel, stride)
 
 
 def pad_as_tensorflow(model: nn.Module) -> None:
-    """Give every layer that strides SAME padding, in place; one that does not has it already if it is symmetric."""
+    """Give every layer that strides SAME padding, in place; without a stride, symmetric padding already is SAME."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Conv2d) and type(layer) in _SAME and max(layer.stride) > 1 < max(layer.kernel_size):
             model.set_submodule(name, _same_conv(layer).train(layer.training))
@@ -86,7 +83,7 @@ def pad_as_tensorflow(model: nn.Module) -> None:
 
 
 def _same_conv(conv: nn.Conv2d) -> SameConv2d:
-    assert conv.dilation == (1, 1)  # no model here dilates what strides
+    assert conv.dilation == (1, 1)  # no model here has both dilation and stride
     geometry: dict[str, Any] = {field: getattr(conv, field) for field in ("kernel_size", "stride", "groups")}
     same = _SAME[type(conv)](conv.in_channels, conv.out_channels, bias=conv.bias is not None, device="meta", **geometry)
     same.weight, same.bias = conv.weight, conv.bias
@@ -94,7 +91,7 @@ def _same_conv(conv: nn.Conv2d) -> SameConv2d:
 
 
 def _padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, value: float) -> Tensor:
-    """With rows and columns for as many windows as begin within the images; the smaller half of them comes first."""
+    """Pad for every window that starts inside the image, with the smaller half of the padding first."""
     (down, right), (height, width) = stride, images.shape[2:]
     above, below = _halves(height, kernel=kernel[0], stride=down)
     left, beyond = _halves(width, kernel=kernel[1], stride=right)

@@ -1,4 +1,4 @@
-"""Weights that timm publishes for models here: which ones they are, and fetching them."""
+"""Weights that timm publishes for our models: which they are, and how they are fetched."""
 
 import socket
 import urllib.parse
@@ -10,8 +10,8 @@ from falconet.errors import CheckpointError
 from falconet.models.zoo import TIMM_PREFIX
 
 FILE = "model.safetensors"
-REACHED_WITHIN = 3.0  # seconds; Hugging Face's own library tries for most of a minute
-# Torchvision's first weights of the ResNets, as the PyTorch program had; the others' are timm's for the same layers.
+REACHED_WITHIN = 3.0  # seconds; Hugging Face's library tries for most of a minute
+# torchvision's first weights of the ResNets, as in the PyTorch program; for the rest, timm's for the same layers.
 TAGS = {
     **{f"resnet{depth}": f"resnet{depth}.tv_in1k" for depth in (18, 34, 50, 101, 152)},
     "resnext50": "resnext50_32x4d.tv_in1k",
@@ -30,9 +30,9 @@ TAGS = {
 
 @dataclass(frozen=True)
 class Published:
-    """Weights that can be fetched."""
+    """Weights that can be downloaded."""
 
-    tag: str  # timm's name of model and weights
+    tag: str  # timm's name of the model and its weights
     repository: str  # on the Hugging Face hub
     classifier: str  # the layer that depends on the number of classes
     classes: int
@@ -45,17 +45,17 @@ def published(name: str) -> Published:
     tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
     config = timm.get_pretrained_cfg(tag) if tag else None
     if config is None or not config.hf_hub_id or not config.architecture or not isinstance(config.classifier, str):
-        raise CheckpointError(f"there are no published weights of {name}")
+        raise CheckpointError(f"there are no published weights for {name}")
     full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
     repository = f"{config.hf_hub_id}{full}" if config.hf_hub_id.endswith("/") else config.hf_hub_id
     return Published(full, repository, config.classifier, config.num_classes)
 
 
 def fetch(weights: Published) -> Path:
-    """Their file: out of the Hugging Face cache, or from the network into it."""
+    """The path of the weights in the Hugging Face cache, downloaded if need be."""
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the library that it asks with
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library
 
     cached = huggingface_hub.try_to_load_from_cache(weights.repository, FILE)
     if isinstance(cached, str):
@@ -67,11 +67,11 @@ def fetch(weights: Published) -> Path:
         return Path(huggingface_hub.hf_hub_download(weights.repository, FILE))
     except (OSError, HTTPError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{weights.repository} cannot be fetched: {lines[0]}") from error
+        raise CheckpointError(f"{weights.repository} cannot be downloaded: {lines[0]}") from error
 
 
 def _reached(endpoint: str) -> bool:
-    """Whether somebody answers there; behind a proxy that is not ours to ask."""
+    """Whether the server accepts connections; with a proxy, assume that it does."""
     if urllib.request.getproxies().get("https"):
         return True
     address = urllib.parse.urlsplit(endpoint)

@@ -1,10 +1,9 @@
-"""Proxy norm: activations without the mean and the deviation they would have if their input were Gaussian.
+"""Proxy norm: standardise activations by the mean and deviation they would have if their input were Gaussian.
 
 After Labatie et al., "Proxy-Normalizing Activations to Match Batch Normalization while Removing Batch Dependence"
-(arXiv 2106.03743), for norms that do not look at other images. A norm without scale and shift comes before it.
+(arXiv 2106.03743). It follows a norm that does not depend on other images and has no scale or shift.
 """
 
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -13,39 +12,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
+from falconet.config.options import Model
 from falconet.errors import ConfigError
 from falconet.models.groupnorm import uncast
 
-SAMPLES = 200  # quantiles that stand for the Gaussian, as in the original
+SAMPLES = 200  # quantiles that represent the Gaussian, as in the original
 Activation = Literal["silu", "relu"]
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proxy:
-    """How activations are normalised."""
-
-    eps: float = 0.03
-    recompute: bool = True  # keep the input alone for the backward pass, and compute the activation again
-
-
 class ProxyNorm(_NormBase):
-    """(f(weight x + bias) - mean) / deviation, of an `x` that is normalised already, f being the activation.
+    """(f(weight x + bias) - mean) / deviation of an already normalised `x`, where f is the activation.
 
-    Mean and deviation of a channel are those of f(weight z + bias) for a Gaussian z with the deviation 1 + proxy_scale
-    around proxy_shift; both are learned, from 0 on. They are differentiated too. All of it is in fp32, as norms are;
-    the output has the input's type and memory format.
+    A channel's mean and deviation are those of f(weight z + bias) for a Gaussian z with deviation 1 + proxy_scale
+    around proxy_shift. Both are learned, starting at 0, and gradients flow through the moments. The arithmetic is
+    fp32, as in other norms; the output has the input's type and memory format.
     """
 
     samples: Tensor
 
-    def __init__(self, channels: int, *, activation: Activation, proxy: Proxy) -> None:
-        super().__init__(channels, proxy.eps, affine=True, track_running_stats=False)
+    def __init__(
+        self, channels: int, *, activation: Activation, eps: float = Model.proxy_epsilon, recompute: bool = True
+    ) -> None:
+        """`recompute`: save only the input for the backward pass, and compute the activation again."""
+        super().__init__(channels, eps, affine=True, track_running_stats=False)
         self.proxy_scale = nn.Parameter(torch.zeros(channels))
         self.proxy_shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("samples", torch.tensor(quantiles()), persistent=False)
         self.activation = activation
-        self.recompute = proxy.recompute
+        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
         compute = recomputed_proxy_norm if self.recompute else plain_proxy_norm
@@ -54,39 +49,34 @@ class ProxyNorm(_NormBase):
             return compute(x, factors, self.samples, activation=self.activation, eps=self.eps)
 
 
-def apply(model: nn.Module, proxy: Proxy) -> nn.Module:
-    """`model` with the activation of every norm changed, in place, to a normalised one.
+def apply(model: nn.Module, *, eps: float, recompute: bool) -> None:
+    """Replace the activation of every norm, in place, by a normalised one that takes over the norm's scale and shift.
 
-    Scale and shift of these norms move behind them. A norm without an activation keeps its scale and loses its shift,
-    which would undo what the norm is for, as in the original.
+    As in the original, a norm without an activation keeps its scale and loses its shift, which would undo the
+    normalisation.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase | nn.GroupNorm) and layer.affine]
-    active = [layer for layer in norms if type(getattr(layer, "act", None)) in _ACTIVATIONS]
+    active: list[Any] = [layer for layer in norms if type(getattr(layer, "act", None)) in _ACTIVATIONS]
     if not active:
-        raise ConfigError("--proxy-norm: this model has no norm with an activation of its own; wanted an EfficientNet")
+        raise ConfigError("this model has no norm with an activation; expected an EfficientNet")
     for layer in active:
-        layer.act = _proxy_norm(layer, proxy).train(layer.training)
+        channels, activation = layer.weight.numel(), _ACTIVATIONS[type(layer.act)]
+        norm = ProxyNorm(channels, activation=activation, eps=eps, recompute=recompute)
+        norm.weight, norm.bias = layer.weight, layer.bias
+        layer.act = norm.train(layer.training)
         layer.register_parameter("weight", None)
         layer.affine = False
     for layer in norms:
         layer.register_parameter("bias", None)
-    return model
-
-
-def _proxy_norm(layer: Any, proxy: Proxy) -> ProxyNorm:
-    """In the place of the layer's activation, with the layer's very scale and shift."""
-    norm = ProxyNorm(layer.weight.numel(), activation=_ACTIVATIONS[type(layer.act)], proxy=proxy)
-    norm.weight, norm.bias = layer.weight, layer.bias
-    return norm
 
 
 def quantiles() -> list[float]:
-    """The middles of equally likely pieces of the standard normal distribution."""
+    """The middle quantiles of equally likely intervals of the standard normal distribution."""
     return [NormalDist().inv_cdf((number + 0.5) / SAMPLES) for number in range(SAMPLES)]
 
 
 def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> tuple[Tensor, Tensor]:
-    """The mean, and 1 / the deviation, of each channel's activation; `factors`: 4 x C, as the norm stacks them."""
+    """Each channel's mean and 1 / deviation of the activation; `factors`: 4 x C, as `ProxyNorm` stacks them."""
     weight, bias, scale, shift = _wide(factors).unsqueeze(2)  # C x 1 each
     inputs = weight * ((1 + scale) * _wide(samples) + shift) + bias  # C x samples
     variance, mean = torch.var_mean(_activated(inputs, activation), dim=1, correction=0)
@@ -94,7 +84,7 @@ def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, e
 
 
 def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
-    """By the formula; torch keeps what the backward pass needs, two more tensors of the input's size."""
+    """The formula; torch saves two more tensors of the input's size for the backward pass."""
     mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
     weight, bias = _wide(factors[:2])
     y = (_activated(_wide(x) * _spread(weight) + _spread(bias), activation) - _spread(mean)) * _spread(rstd)
@@ -102,10 +92,10 @@ def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation:
 
 
 def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
-    """The same numbers, with the input alone kept; one fused kernel for channels-last memory on CUDA."""
+    """The same, saving only the input; fused for channels-last memory on CUDA."""
     y: Tensor
     fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
-    if fits and not torch.compiler.is_compiling():  # the compiler fuses by itself
+    if fits and not torch.compiler.is_compiling():  # the compiler fuses it anyway
         y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
     else:
         y = Recomputed.apply(x, factors, samples, activation, eps)
@@ -113,7 +103,7 @@ def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activa
 
 
 class Recomputed(torch.autograd.Function):
-    """`plain_proxy_norm`, of which the backward pass works out everything again but the moments, two vectors."""
+    """`plain_proxy_norm` whose backward pass recomputes everything but the moments, two vectors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
@@ -156,11 +146,11 @@ def _through_moments(
 
 
 class FusedProxyNorm(torch.autograd.Function):
-    """Two kernels forward, three backward; the input is the only large tensor kept."""
+    """Two kernels forward, three backward; the input is the only large tensor saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
-        from falconet.models import proxynorm_kernels  # Triton is there on CUDA alone
+        from falconet.models import proxynorm_kernels  # Triton comes with CUDA only
 
         y, moments = proxynorm_kernels.forward(x, factors, samples, activation == "silu", eps)
         ctx.save_for_backward(x, factors, samples, moments)

@@ -1,5 +1,5 @@
 """Proxy norm for channels-last memory in Triton: moments of the proxy, then the elements."""
-# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+# Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
 
@@ -12,8 +12,8 @@ from falconet.numerics.kernels import FUSED
 
 TILE = 4096  # elements, of whole channels: pixels by channels
 CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
-TILES = 8  # one after another in one program of the backward pass, which writes their sums once
-PROXIED = 8  # channels of one program that works out moments
+TILES = 8  # that one program of the backward pass handles in turn, to write their sums once
+PROXIED = 8  # channels whose moments one program computes
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _factor(factors, number, columns, channels):
 
 @triton.jit
 def _proxies(factors, samples, count, channels, ROWS: tl.constexpr, SAMPLES: tl.constexpr):
-    """The program's channels, which of it exists, the samples, the proxies and their affine images, rows x samples."""
+    """The program's channels, mask, samples and weights, then the proxies and their affine images, rows x samples."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SAMPLES)
     inside = (rows < channels)[:, None] & (columns < count)[None, :]
@@ -67,7 +67,7 @@ def _moments(factors, samples, moments, count, channels, eps,
 @triton.jit
 def _moments_slopes(factors, samples, moments, sums, dfactors, count, channels,
                     SILU: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
-    """Gradients of the factors: what came through the elements, and what comes through the moments."""
+    """Gradients of the factors, through the elements and through the moments."""
     rows, inside, points, weight, proxies, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
     mean, rstd = _factor(moments, 0, rows, channels), _factor(moments, 1, rows, channels)
     dmean, drstd = _factor(sums, 2, rows, channels), _factor(sums, 3, rows, channels)
@@ -100,7 +100,7 @@ def _elements(x, y, factors, moments, pixels, channels,
 @triton.jit
 def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
             SILU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The input's gradient, and of some tiles the sums that are gradients of weight, bias, mean and rstd."""
+    """The input's gradient, and for some tiles the sums that give the gradients of weight, bias, mean and rstd."""
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = columns < channels
     weight, bias = _factor(factors, 0, columns, channels)[None, :], _factor(factors, 1, columns, channels)[None, :]
@@ -112,7 +112,7 @@ def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
         inside = (rows < pixels)[:, None] & exists[None, :]
         offsets = rows[:, None] * channels + columns[None, :]
         values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-        given = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so is all below
+        given = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so is everything below
         inputs = values * weight + bias
         slope = given * rstd * _derivative(inputs, SILU)
         tl.store(dx + offsets, (slope * weight).to(dx.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Layer names in, the stages of a pipeline out: a traced model cut into modules that keep the names of its weights."""
+"""The stages of a pipeline: a traced model cut at named layers, or into pieces that take equal time."""
 
 import difflib
 import itertools
@@ -14,14 +14,13 @@ from torch import Tensor, fx, nn
 from falconet.errors import ConfigError
 from falconet.numerics.segments import computed, cut, name_of, owner, trace
 
-OPTION = "--pipeline-splits"
 NUMBER = re.compile(r"\d+")
-RUNS = 3  # of every layer when its cost is measured; the fastest counts
+RUNS = 3  # of every layer when its cost is measured; the fastest one counts
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One piece of a pipelined model: a module, and the names of the first and the last layer in it."""
+    """One piece of a pipelined model: a module, and the names of its first and last layers."""
 
     module: fx.GraphModule
     first: str
@@ -29,10 +28,10 @@ class Stage:
 
 
 def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
-    """The model in stages, of which each but the first begins with a named layer; the modules are the model's own.
+    """Cut the model into stages; each but the first starts with a named layer. They share the model's modules.
 
-    A name is a module's path, with slashes or dots. A stage takes and gives as many values as the cut needs, so a split
-    may lie inside a residual block. The keys of the stages' state together are those of the model.
+    A name is a module's path, with slashes or dots. A stage takes and returns as many values as cross the cut, so a
+    split may lie inside a residual block. Together the stages' state has the keys of the model's.
     """
     traced = _traced(model)
     nodes = computed(traced)
@@ -49,8 +48,8 @@ def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     """The splits that divide the model into `count` stages of about equal time on the example's device.
 
-    Only places where a single value passes are considered, each named by the largest layer that begins there. The time
-    is that of the forward pass: the backward pass takes about twice as long for every layer alike.
+    Only places where a single value passes are considered, each named after the largest layer that starts there. Only
+    the forward pass is timed: the backward pass takes about twice as long for every layer.
     """
     traced = _traced(model)
     names = _candidates(traced)
@@ -74,12 +73,12 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
             if any(begin < end and weighty[end] > weighty[begin] for begin in best)
         }
     if len(nodes) not in best:
-        raise ConfigError(f"{OPTION}: got auto:{count}, wanted fewer stages: not every one would have weights")
+        raise ConfigError(f"got auto:{count}, expected fewer stages: some would have no weights")
     return [names[place] for place in best[len(nodes)][1]]
 
 
 def require(model: nn.Module, asked: Sequence[str]) -> None:
-    """Refuse splits that the model cannot have; for those that nobody makes, because its stages share a process."""
+    """Refuse splits that the model cannot have, where its stages share a process and are never made."""
     if asked[0].startswith("auto:"):
         _check_count(int(asked[0].removeprefix("auto:")), _candidates(_traced(model)))
     else:
@@ -88,21 +87,21 @@ def require(model: nn.Module, asked: Sequence[str]) -> None:
 
 def _check_count(stages: int, places: Mapping[int, str]) -> None:
     if stages > len(places) + 1:
-        raise ConfigError(f"{OPTION}: got auto:{stages}, wanted at most auto:{len(places) + 1} for this model")
+        raise ConfigError(f"got auto:{stages}, expected at most auto:{len(places) + 1} for this model")
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:
-    training = trace(model, wanted_by=OPTION)
+    training = trace(model)
     if sum(node.op == "placeholder" for node in training.graph.nodes) > 1:
-        raise ConfigError(f"{OPTION}: {type(model).__name__} takes more than images; wanted another model")
-    # What differs between training and evaluation inside a layer is the layer's; what differs outside is lost.
-    if training.code != trace(model, training=False, wanted_by=OPTION).code:
-        raise ConfigError(f"{OPTION}: {type(model).__name__} decides outside of its layers what to do in training")
+        raise ConfigError(f"{type(model).__name__} takes more than images; expected another model")
+    # A layer may differ between training and evaluation; what differs outside of layers is lost in the trace.
+    if training.code != trace(model, training=False).code:
+        raise ConfigError(f"{type(model).__name__} behaves differently in training outside of its layers")
     return training
 
 
 def beginnings(traced: fx.GraphModule) -> dict[str, int]:
-    """For every layer, the place of its first node; blocks come before what they begin with."""
+    """For every layer, the position of its first node; a block comes before the layers in it."""
     found: dict[str, int] = {}
     for place, node in enumerate(computed(traced)):
         parts = owner(node).split(".") if owner(node) else []
@@ -113,16 +112,16 @@ def beginnings(traced: fx.GraphModule) -> dict[str, int]:
     return found
 
 
-def place_of(given: str, known: Mapping[str, int], *, option: str) -> int:
-    """The place at which the layer that `option` names begins."""
+def place_of(given: str, known: Mapping[str, int]) -> int:
+    """The position at which a layer starts, by its name."""
     name = given.replace(".", "/")
     if name not in known:
-        raise ConfigError(f"{option}: '{given}' is no layer; the nearest are {_listed(_nearest(name, known))}")
+        raise ConfigError(f"'{given}' is not a layer; the nearest are {_listed(_nearest(name, known))}")
     return known[name]
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Three layers of like names; those with the same numbers first, as the originals' b2/0/relu is in our layer2/0."""
+    """Three similar names, those with the same numbers first: the originals' b2/0/relu is in our layer2/0."""
     numbers = NUMBER.findall(name)
     same = [each for each in known if NUMBER.findall(each)[: len(numbers)] == numbers] if numbers else []
     near = [*difflib.get_close_matches(name, same, cutoff=0.0), *difflib.get_close_matches(name, known, cutoff=0.0)]
@@ -134,18 +133,18 @@ def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:
     layers = [name for name in known if any(owner(n).replace(".", "/") == name for n in computed(traced))]
     places: list[int] = []
     for number, given in enumerate(names):
-        place = place_of(given, known, option=OPTION)
+        place = place_of(given, known)
         if place == 0:
             later = [each for each in layers if known[each] > 0]
             raise ConfigError(
-                f"{OPTION}: '{given}' is the first layer of all, and a split names the first of a later stage; wanted "
+                f"'{given}' is the model's first layer, and a split names the first layer of a later stage; expected "
                 f"one of {_some(later)}"
             )
         if places and place <= places[-1]:
             later = [each for each in layers if known[each] > places[-1]]
-            verdict = "begins where" if place == places[-1] else "runs before"
+            verdict = "starts where" if place == places[-1] else "runs before"
             raise ConfigError(
-                f"{OPTION}: '{given}' {verdict} '{names[number - 1]}' does, which is given before it; wanted one of "
+                f"'{given}' {verdict} '{names[number - 1]}' does, which is given before it; expected one of "
                 f"{_some(later)}"
             )
         places.append(place)
@@ -153,7 +152,7 @@ def _places(traced: fx.GraphModule, names: Sequence[str]) -> list[int]:
 
 
 def _candidates(traced: fx.GraphModule) -> dict[int, str]:
-    """Places where one value passes and a layer begins, with the largest such layer's name."""
+    """Positions where one value passes and a layer starts, with the name of the largest such layer."""
     names: dict[int, str] = {}
     for name, place in beginnings(traced).items():
         names.setdefault(place, name)
@@ -192,7 +191,7 @@ class _Clock(fx.Interpreter):
 
 @torch.no_grad()
 def _costs(traced: fx.GraphModule, example: Tensor) -> Mapping[fx.Node, float]:
-    """Seconds of each node's forward pass; in evaluation mode, so that nothing is counted or drawn."""
+    """Seconds of each node's forward pass; in evaluation mode, so that statistics and generators do not change."""
     modes = {module: module.training for module in traced.modules()}
     traced.eval()
     clock = _Clock(traced, example.device)
@@ -210,21 +209,19 @@ def _has_weights(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _check_weights(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Every weight belongs to one stage, and every stage has some, trained or frozen."""
+    """Require that every weight belongs to one stage, and that every stage has weights, trained or frozen."""
     owners: dict[str, int] = {}
     for number, stage in enumerate(stages):
         if not any(True for _ in stage.module.parameters()):
-            raise ConfigError(
-                f"{OPTION}: the stage from '{stage.first}' to '{stage.last}' would have no weights to train"
-            )
+            raise ConfigError(f"the stage from '{stage.first}' to '{stage.last}' would have no weights to train")
         for key in stage.module.state_dict():
             if owners.setdefault(key, number) != number:
                 raise ConfigError(
-                    f"{OPTION}: '{key}' is used by stage {owners[key]} and by stage {number}; wanted a split elsewhere"
+                    f"'{key}' is used by stage {owners[key]} and by stage {number}; expected a split elsewhere"
                 )
-    idle = [key for key in model.state_dict() if key not in owners]
-    if idle:
-        raise ConfigError(f"{OPTION}: '{idle[0]}' takes no part in the forward pass, so no stage has it")
+    unused = [key for key in model.state_dict() if key not in owners]
+    if unused:
+        raise ConfigError(f"'{unused[0]}' is not used in the forward pass, so no stage has it")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -232,7 +229,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
-    """A few of them, spread evenly."""
+    """At most `most` names, spread evenly."""
     chosen = list(_spread(names, most))
     return _listed(chosen) + (f" ({len(names)} in all)" if len(names) > len(chosen) else "")
 

@@ -1,4 +1,4 @@
-"""The loss scale: fixed, stepped or automatic, and gradients that are not finite. All on the device, without a wait."""
+"""The loss scale, fixed, stepped or automatic, and non-finite gradients; nothing waits for the device."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from falconet.errors import CheckpointError, ConfigError
 
-EDGE = 1 / 16  # of the largest finite number: gradients above it are near overflow
-SHARE = 1e-7  # of gradients above the edge that is one too many
+EDGE = 1 / 16  # of the largest finite number; gradients above it are near overflow
+SHARE = 1e-7  # of all gradients; more above the edge halve the scale
 HISTORY = 256  # updates whose scale is remembered
 
-_ALL = 1e18  # counts for more than all gradients there can be
+_ALL = 1e18  # outweighs any count of gradients
 
 
 class Scale(Protocol):
@@ -22,24 +22,24 @@ class Scale(Protocol):
     value: Tensor  # 0-d, fp32, on the device; always this tensor, so that a captured graph sees it change
 
     def before(self, update: int) -> None:
-        """Update number `update` begins."""
+        """Prepare for update number `update`."""
 
     def watch(self, grads: Sequence[Tensor]) -> None:
-        """A micro-batch has added its gradients, which are still scaled."""
+        """Look at the gradients, still scaled, after a micro-batch has added to them."""
 
     def after(self, found: Tensor) -> None:
-        """The update is done; `found`: it was skipped, because a gradient was not finite."""
+        """Take in the end of an update; `found`: it was skipped, because a gradient was not finite."""
 
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class _Remembered:
-    """What every kind keeps: the value, the last values, how many updates there were and how many were skipped."""
+    """The state of every kind: the value, the last values, and the numbers of updates and of skipped ones."""
 
     def __init__(self, value: float, *, device: torch.device) -> None:
         self.value = torch.tensor(value, dtype=torch.float32, device=device)
-        self.history = torch.zeros(HISTORY, device=device)  # that of update u at u % HISTORY
+        self.history = torch.zeros(HISTORY, device=device)  # update u at u % HISTORY
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -51,31 +51,31 @@ class _Remembered:
         self.skipped += found
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """By name: the scale's own tensors, not copies."""
+        """The scale's tensors themselves, not copies, by name."""
         return {"value": self.value, "history": self.history, "updates": self.updates, "skipped": self.skipped}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave; nothing is changed when something is missing."""
+        """Load what `state_tensors` returned; change nothing if something is missing."""
         missing = self.state_tensors().keys() - tensors.keys()
         if missing:
             raise CheckpointError(f"loss scale: '{min(missing)}' is missing; was the run's scale of another kind?")
-        for name, own in self.state_tensors().items():
-            own.copy_(tensors[name])
+        for name, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[name])
 
 
 class FixedScale(_Remembered):
-    """The same for the whole run; 1 is no scale at all."""
+    """The same for the whole run."""
 
     def __init__(self, value: float, *, device: torch.device) -> None:
         super().__init__(value, device=device)
         self._fixed = value
 
     def before(self, update: int) -> None:  # noqa: ARG002
-        self.value.fill_(self._fixed)  # not what a restored run had: its options may have changed
+        self.value.fill_(self._fixed)  # not the restored value: the options may have changed
 
 
 class SteppedScale(_Remembered):
-    """From `initial` to `final`, doubling after equal stretches of epochs."""
+    """From `initial` to `final`, doubling at equal intervals of epochs."""
 
     def __init__(
         self, initial: float, final: float, *, epochs: int, updates_per_epoch: int, device: torch.device
@@ -90,30 +90,30 @@ class SteppedScale(_Remembered):
 
 
 class AutomaticScale(_Remembered):
-    """Halved when too many gradients are near overflow, else doubled, as PopART does.
+    """Halved when too many gradients are near overflow, otherwise doubled, as PopART does.
 
-    Watched are the gradients given to `watch`, by convention those of convolution and linear weights (`watched`); as
-    they stand after each micro-batch, that is, what has been accumulated so far. An update that was skipped halves too.
+    `watch` gets the gradients of convolution and linear weights (`watched`) as accumulated after each micro-batch. A
+    skipped update also halves the scale.
     """
 
     def __init__(
         self,
         *,
-        dtype: torch.dtype,  # gradients are computed in it, and overflow where it does
+        dtype: torch.dtype,  # of the gradients: its range decides where they overflow
         device: torch.device,
         initial: float = 1.0,
         period: int = 1,  # updates between changes
         bounds: tuple[float, float] = (2.0**-15, 2.0**15),
-        sum: Callable[[Tensor], Tensor] = lambda counts: counts,  # over the replicas and their stages
+        sum: Callable[[Tensor], Tensor] = lambda counts: counts,  # over replicas and stages
     ) -> None:
         super().__init__(initial, device=device)
         assert period >= 1
         self._edge = EDGE * torch.finfo(dtype).max
         self._period, self._bounds, self._sum = period, bounds, sum
-        self.counts = torch.zeros(
-            2, dtype=torch.float64, device=device
-        )  # above the edge (or skipped), all; of everybody
-        self._own = torch.zeros_like(self.counts)  # of this process, in this update
+        # Gradients above the edge (or skipped updates), and all gradients: of all processes since the last change,
+        # and of this process in this update.
+        self.counts = torch.zeros(2, dtype=torch.float64, device=device)
+        self._own = torch.zeros_like(self.counts)
 
     def before(self, update: int) -> None: ...
 
@@ -140,48 +140,47 @@ class AutomaticScale(_Remembered):
 
 
 class NonFinite(NamedTuple):
-    """Whether a gradient was infinite or NaN, and in which tensor first; -1: in none."""
+    """Whether a gradient was infinite or NaN, and the first tensor that had one; -1: none."""
 
     found: Tensor  # 0-d, bool
     first: Tensor  # 0-d, int64
 
 
 class Offender:
-    """The first layer whose gradient was not finite since the log last asked."""
+    """The first layer with a non-finite gradient since it was last read."""
 
     def __init__(self, device: torch.device) -> None:
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
 
     def note(self, non_finite: NonFinite) -> None:
-        """Remember it, on the device, unless there is one already."""
+        """Remember the tensor, on the device, unless one is remembered already."""
         self._first.copy_(torch.where(self._first < 0, non_finite.first, self._first))
 
     def read(self, names: Sequence[str]) -> str | None:
-        """Its name among the tensors' names, and forget it; the host waits for the device."""
+        """Return its name, out of the tensors' names, and forget it; the host waits for the device."""
         number = int(self._first)
         self._first.fill_(-1)
         return names[number] if number >= 0 else None
 
 
 def doublings(initial: float, final: float, *, epochs: int) -> tuple[tuple[int, float], ...]:
-    """(epoch counted from 1, scale from then on): 16 to 128 over 100 epochs doubles at 26, 51 and 76."""
+    """Pairs of epoch, counted from 1, and scale: from 16 to 128 over 100 epochs it doubles at 26, 51 and 76."""
     ratio = final / initial
     if ratio < 1 or not math.log2(ratio).is_integer():
         raise ConfigError(
-            f"--initial-loss-scaling: got {initial:g}, from which doubling does not lead to --loss-scaling {final:g}; "
-            f"wanted {final:g} divided by 1, 2, 4 and so on"
+            f"got {initial:g}, which doubling does not bring to {final:g}; "
+            f"expected {final:g} divided by 1, 2, 4 and so on"
         )
     steps = int(math.log2(ratio)) + 1
     if epochs < steps:
         raise ConfigError(
-            f"--initial-loss-scaling: {steps} scales from {initial:g} to {final:g} need at least {steps} epochs, "
-            f"and --epoch is {epochs}"
+            f"got {initial:g}, whose {steps} scales up to {final:g} need at least {steps} epochs; there are {epochs}"
         )
     return tuple((step * (epochs // steps) + 1, initial * 2.0**step) for step in range(steps))
 
 
 def watched(model: nn.Module) -> list[nn.Parameter]:
-    """The trained weights of convolutions and linear layers, where gradients are sums of products."""
+    """The trained weights of convolutions and linear layers, whose gradients are sums of products."""
     layers = (m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd | nn.Linear))
     weights: dict[nn.Parameter, None] = {m.weight: None for m in layers if m.weight.requires_grad}  # type: ignore[misc]
     return list(weights)  # a tied one once
@@ -191,9 +190,9 @@ def watched(model: nn.Module) -> list[nn.Parameter]:
 def find_non_finite(
     grads: Sequence[Tensor], *, everywhere: Callable[[Tensor], Tensor] = lambda flags: flags
 ) -> NonFinite:
-    """One pass over the gradients, scaled or not; a sum over replicas is not finite where one of them was not.
+    """Check gradients, scaled or not, in one pass; a sum over replicas is not finite if one replica's was not.
 
-    `everywhere`: from flags of these gradients to flags of all, where other processes have other pieces of them.
+    `everywhere`: combines the flags of all processes, where each has other pieces of the gradients.
     """
     largest: dict[int, Tensor] = {}
     for numbers, same in _by_type(grads):
@@ -204,17 +203,17 @@ def find_non_finite(
 
 
 def _count_above(grads: list[Tensor], edge: float) -> Tensor:
-    """How many are larger than `edge`, in six kernels for any number of tensors; takes memory for a copy of them."""
+    """How many are larger than `edge`: six kernels for any number of tensors, and memory for a copy of them."""
     signs = torch._foreach_abs(grads)
     torch._foreach_sub_(signs, edge)
     torch._foreach_clamp_min_(signs, 0.0)
     torch._foreach_sign_(signs)  # 1 above the edge, else 0
     count = torch.stack(torch._foreach_norm(signs, 1, dtype=torch.float32)).sum(dtype=torch.float64)
-    return torch.nan_to_num(count)  # NaN is `found`
+    return torch.nan_to_num(count)  # NaN is reported as `found`
 
 
 def _by_type(grads: Iterable[Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
-    """Numbers and tensors of one type at a time: of mixed ones foreach makes a kernel each."""
+    """Indices and tensors by type: for mixed types foreach would launch one kernel per tensor."""
     types: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for number, grad in enumerate(grads):
         numbers, same = types.setdefault(grad.dtype, ([], []))

@@ -1,4 +1,4 @@
-"""Partial sums of products in half precision, where the device has them."""
+"""Precision regimes, and what the CUDA libraries may do: sum in half precision, take workspace."""
 
 import os
 from dataclasses import dataclass
@@ -10,41 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from falconet.errors import DeviceError
-
-
-def half_partials(enabled: bool, device: torch.device) -> str:
-    """Allow (or forbid) sums in half precision within matrix products; one line for the plan."""
-    if device.type != "cuda":
-        return f"half partials: no effect on {device.type}, which sums in fp32" if enabled else "partials: fp32"
-    matmul = torch.backends.cuda.matmul
-    # Torch allows the first two unless told otherwise; the third sums a whole product in fp16.
-    matmul.allow_fp16_reduced_precision_reduction = enabled
-    matmul.allow_bf16_reduced_precision_reduction = enabled
-    matmul.allow_fp16_accumulation = enabled
-    if not enabled:
-        return "partials: fp32"
-    return "half partials: matrix products in fp16 (bf16: between blocks); cuDNN's convolutions still sum in fp32"
-
-
-CUDNN, CUBLASLT = "CUDNN_CONV_WSCAP_DBG", "CUBLASLT_WORKSPACE_SIZE"  # MiB that it keeps to; KiB that it allocates
-_CUBLASLT_OWN = 32 * 2**20  # bytes on Hopper; less elsewhere, so that a larger limit must not be given to it
-
-
-def limit_workspace(share: float, device: torch.device) -> str:
-    """Bound it to a share of the device's memory, before the first convolution; one line for the plan."""
-    if device.type != "cuda":
-        return f"workspace limit: no effect on {device.type}"
-    limit = int(share * torch.cuda.get_device_properties(device).total_memory)
-    for name, value in variables(limit).items():
-        os.environ[name] = os.environ.get(name) or value  # what somebody has set himself counts more
-    return f"workspace of a convolution: at most {limit / 2**20:,.0f} MiB, {share:g} of the device's memory"
-
-
-def variables(limit: int) -> dict[str, str]:
-    """What a limit in bytes is to the libraries, which read the environment."""
-    cudnn = {CUDNN: str(limit // 2**20)}
-    return cudnn | ({CUBLASLT: str(limit // 2**10)} if limit < _CUBLASLT_OWN else {})
-
 
 Kind = Literal[
     "weights", "norm weights", "norm statistics", "activations", "gradients", "optimizer state", "arithmetic", "loss"
@@ -64,7 +29,7 @@ class Regime:
         """The format of every kind of tensor.
 
         Norms keep fp32 weights and statistics: they are few, their sums need the range, and cuDNN's all-half batch norm
-        is slower. Gradients and optimizer state have the format of the weight they belong to.
+        is slower. Gradients and optimizer state have the format of their weight.
         """
         return {
             "weights": self.update,
@@ -79,17 +44,17 @@ class Regime:
 
     @property
     def is_half(self) -> bool:
-        """Whether training writes what is stored in 16 bits."""
+        """Whether updates are written in 16 bits."""
         return self.update != torch.float32
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model on the device, its weights stored in the regime's format; in place."""
+        """Move the model to the device, in place, with its weights in the regime's format."""
         for layer in model.modules():
             if not isinstance(layer, _NORMS):
-                own = list(layer.parameters(recurse=False))
-                for parameter in own:
+                parameters = list(layer.parameters(recurse=False))
+                for parameter in parameters:
                     parameter.data = parameter.data.to(self.update)
-                if own and self._is_emulated(device):
+                if parameters and self._is_emulated(device):
                     layer.forward = MethodType(_in_fp32, layer)
         return model.to(device)
 
@@ -100,25 +65,23 @@ class Regime:
         return logits.float()
 
     def computing(self, device: torch.device) -> torch.autocast:
-        """Within it, forward passes compute in the regime's format."""
-        # Half weights are used as they are, others are cast on the way; the cache of casts would outlive an update.
+        """The context in which forward passes compute in the regime's format."""
+        # Half weights are used directly, others are cast on the way.
         return torch.autocast(device.type, self.compute, enabled=self._uses_autocast(device))
 
     def describe(self, device: torch.device) -> str:
         """One line for the plan."""
         if self._is_emulated(device):
-            return f"{self.name} (fp16 is slow on CPUs: weights are stored in it and computed with in fp32)"
+            return f"{self.name} (fp16 is slow on CPUs: weights are stored in fp16 and computed with in fp32)"
         return self.name
 
     def require(self, device: torch.device) -> None:
         """Refuse a device that cannot run the regime."""
         if torch.bfloat16 in (self.compute, self.update) and device.type == "cuda" and not _has_bfloat16(device):
-            raise DeviceError(
-                f"--precision {self.name}: {torch.cuda.get_device_name(device)} has no bf16; wanted 16.32"
-            )
+            raise DeviceError(f"got {self.name}, expected 16.32: {torch.cuda.get_device_name(device)} has no bf16")
 
     def _is_emulated(self, device: torch.device) -> bool:
-        """Without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
+        """On a CPU without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
         return device.type == "cpu" and self.compute == torch.float16
 
     def _uses_autocast(self, device: torch.device) -> bool:
@@ -138,7 +101,7 @@ REGIMES = {
 
 
 def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
-    """A layer's own forward with its weights rounded to fp16 and widened again."""
+    """The layer's original forward, with weights rounded to fp16 and computed with in fp32."""
     stored = dict(layer._parameters)
     try:
         for name, parameter in stored.items():
@@ -151,3 +114,53 @@ def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
 
 def _has_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def allow_half_partials(device: torch.device, *, allowed: bool = True) -> None:
+    """Let matrix products sum in half precision, for the whole process; only CUDA can."""
+    if device.type != "cuda":
+        return
+    matmul = torch.backends.cuda.matmul
+    # Torch allows the first two by default; the third sums a whole product in fp16.
+    matmul.allow_fp16_reduced_precision_reduction = allowed
+    matmul.allow_bf16_reduced_precision_reduction = allowed
+    matmul.allow_fp16_accumulation = allowed
+
+
+def describe_half_partials(device: torch.device) -> str:
+    """What `allow_half_partials` does on this device, in one line for the plan."""
+    if device.type != "cuda":
+        return f"half partials: no effect on {device.type}, which sums in fp32"
+    return "half partials: matrix products in fp16 (bf16: between blocks); cuDNN's convolutions still sum in fp32"
+
+
+CUDNN, CUBLASLT = "CUDNN_CONV_WSCAP_DBG", "CUBLASLT_WORKSPACE_SIZE"  # MiB that it stays below; KiB that it allocates
+_CUBLASLT_DEFAULT = 32 * 2**20  # bytes on Hopper, less elsewhere: a higher limit would raise what it allocates
+
+
+def limit_workspace(share: float, device: torch.device) -> None:
+    """Limit what a convolution takes beside its data to a share of the device's memory; only CUDA has a limit.
+
+    The libraries read the environment at their first convolution. Variables that the user has set stay as they are.
+    """
+    if device.type == "cuda":
+        for name, value in workspace_variables(_workspace_limit(share, device)).items():
+            os.environ[name] = os.environ.get(name) or value
+
+
+def describe_workspace(share: float, device: torch.device) -> str:
+    """What `limit_workspace` does on this device, in one line for the plan."""
+    if device.type != "cuda":
+        return f"workspace limit: no effect on {device.type}"
+    limit = _workspace_limit(share, device)
+    return f"workspace of a convolution: at most {limit / 2**20:,.0f} MiB, {share:g} of the device's memory"
+
+
+def workspace_variables(limit: int) -> dict[str, str]:
+    """The environment variables that set a limit in bytes."""
+    cudnn = {CUDNN: str(limit // 2**20)}
+    return cudnn | ({CUBLASLT: str(limit // 2**10)} if limit < _CUBLASLT_DEFAULT else {})
+
+
+def _workspace_limit(share: float, device: torch.device) -> int:
+    return int(share * torch.cuda.get_device_properties(device).total_memory)

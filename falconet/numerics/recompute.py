@@ -1,4 +1,4 @@
-"""How much memory a model's activations take, block by block, found without computing anything."""
+"""Recomputation: activations that are computed again in the backward pass, and the memory that this saves."""
 
 import contextlib
 import copy
@@ -19,26 +19,161 @@ from falconet.errors import ConfigError
 from falconet.numerics.segments import computed, cut, is_random, last_nodes, name_of, owner, trace
 
 Storages = Mapping[int, int]  # bytes by storage
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Make `model`, in place, store only the outputs of matching layers; returns their names.
+
+    A pattern is a regular expression for a whole name. Weights, their names and gradients do not change, and batch
+    norm counts each micro-batch once. Only training with gradients is affected. Call it once the model is on its
+    device.
+    """
+    matched = matching(model, patterns)
+    segments = _segments(model, matched)
+    # The backward pass starts right after the last segment, so recomputing that one would save nothing.
+    _run_in(model, (*segments[:-1], segments[-1].piece))
+    return matched
+
+
+def recompute_stage(stage: nn.Module, stored: Sequence[str]) -> None:
+    """Make a stage of a pipeline store only the outputs of the named layers.
+
+    Its last segment is recomputed as well: other micro-batches run before the backward pass of this one.
+    """
+    _run_in(stage, _segments(stage, stored))
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The layers whose names match; each pattern must match at least one."""
+    names = list(last_nodes(trace(model), model))
+    for pattern in patterns:
+        try:
+            found = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"'{pattern}' is not a regular expression: {error}") from error
+        if not found:
+            nearest = difflib.get_close_matches(pattern.replace(".*", ""), names, n=3, cutoff=0.0)
+            listed = ", ".join(f"'{name}'" for name in nearest)
+            raise ConfigError(f"'{pattern}' matches no layer; the nearest are {listed}")
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def _segments(model: nn.Module, stored: Sequence[str]) -> list["_Segment"]:
+    traced = trace(model)
+    last = last_nodes(traced, model)
+    return [_Segment.of(piece) for piece in cut(traced, (last[name] for name in stored if name in last))]
+
+
+def _run_in(model: nn.Module, segments: Sequence[Any]) -> None:
+    model._segments = tuple(segments)  # type: ignore[assignment]
+    # Bound to the model, so that a copy of the model runs the copied layers.
+    model.forward = MethodType(_forward, model)
+
+
+def _forward(model: nn.Module, *values: Any) -> Any:
+    """Replaces the model's forward; without gradients it is the original."""
+    if not (model.training and torch.is_grad_enabled()):
+        return type(model).forward(model, *values)
+    segments: Any = model._segments
+    for segment in segments[:-1]:
+        values = segment(*values)
+    return segments[-1](*values)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    piece: fx.GraphModule
+    norms: tuple[_BatchNorm, ...]
+    random: bool
+    single: bool  # one layer: its inputs and outputs are stored, so there is nothing to recompute
+
+    @classmethod
+    def of(cls, piece: fx.GraphModule) -> "_Segment":
+        norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
+        return cls(piece, norms, is_random(piece), sum(node.op != "get_attr" for node in computed(piece)) == 1)
+
+    def __call__(self, *values: Any) -> Any:
+        if self.single:
+            return self.piece(*values)
+        # The compiler updates statistics once anyway, and does not allow contexts.
+        compiling = torch.compiler.is_compiling()
+        context: dict[str, Any] = (
+            {} if compiling else {"context_fn": lambda: (contextlib.nullcontext(), _statistics_aside(self.norms))}
+        )
+        # Saving the random state reads the device's generator, which a captured graph does not allow.
+        return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random, **context)
+
+
+@contextlib.contextmanager
+def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Let batch norm update throw-away buffers.
+
+    Without any buffers it would save other tensors than the first time, which checkpointing refuses.
+    """
+    training = [norm for norm in norms if norm.training and norm.track_running_stats]
+    kept = [{name: norm._buffers[name] for name in _STATISTICS} for norm in training]
+    for norm, buffers in zip(training, kept, strict=True):
+        norm._buffers.update({name: None if t is None else t.clone() for name, t in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(training, kept, strict=True):
+            norm._buffers.update(buffers)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which blocks to recompute, and the memory that activations are expected to take."""
+
+    patterns: tuple[str, ...]  # for `recompute`; empty: recompute nothing
+    blocks: tuple[str, ...]  # the recomputed ones, each named by its last layer
+    predicted_bytes: int  # of activations, at most
+    without_bytes: int  # the same without recomputation
+
+
+def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) -> Choice:
+    """Recompute as few bytes as make the activations fit the budget; without a budget, every block.
+
+    Only the shape and type of `example`, a micro-batch, are used. Counted is what the backward pass needs of the
+    forward pass; gradients and workspace come on top.
+    """
+    footprint = measure_footprint(model, example)
+    without = footprint.peak(frozenset())
+    blocks: frozenset[int] = frozenset()
+    candidates = sorted(footprint.candidates, key=footprint.saving, reverse=True)
+    for block in candidates:
+        if budget_bytes is not None and footprint.peak(blocks) <= budget_bytes:
+            break
+        blocks |= {block}
+    predicted = footprint.peak(blocks)
+    if budget_bytes is not None and predicted > budget_bytes:
+        raise ConfigError(
+            f"got {budget_bytes / 2**30:.3g} GiB, expected at least {predicted / 2**30:.3g} GiB for the activations of "
+            f"a micro-batch of {len(example)} with every block recomputed; a smaller micro-batch needs less"
+        )
+    patterns = tuple(re.escape(name) for name in footprint.stored_layers(blocks)) if blocks else ()
+    return Choice(patterns, tuple(footprint.name(block) for block in sorted(blocks)), predicted, without)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of layers between two places where only one value passes."""
+    """Consecutive layers between two places where a single value passes."""
 
     layers: tuple[str, ...]
-    needed: Storages  # by its own backward pass
-    entering: Storages  # the value it starts from
+    needed: Storages  # by the block's backward pass
+    entering: Storages  # the block's input
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The blocks of a model, in order."""
+    """The memory of a model's activations, block by block, in order."""
 
     blocks: tuple[Block, ...]
 
     @property
     def candidates(self) -> range:
-        """Blocks that may be recomputed: not the last, whose backward pass comes at once."""
+        """Blocks that may be recomputed: all but the last, whose backward pass comes at once."""
         return range(len(self.blocks) - 1)
 
     @property
@@ -57,11 +192,11 @@ class Footprint:
         return self.blocks[block].layers[-1]
 
     def saving(self, block: int) -> int:
-        """Bytes that recomputing it frees while other blocks run."""
+        """Bytes that recomputing the block frees while other blocks run."""
         return _bytes(self.blocks[block].needed) - _bytes(self.blocks[block].entering)
 
     def peak(self, recomputed: frozenset[int]) -> int:
-        """The most bytes at once: a block's backward pass needs its own, and what earlier blocks have stored."""
+        """The most bytes at once: a block's backward pass needs its activations and what earlier blocks stored."""
         stored: dict[int, int] = {}
         peak = 0
         for number, block in enumerate(self.blocks):
@@ -72,7 +207,7 @@ class Footprint:
         return peak
 
     def stored_layers(self, recomputed: frozenset[int]) -> list[str]:
-        """Layers to store: the ends of recomputed blocks and of those before them, and all of the other blocks."""
+        """Layers to store: the last of each recomputed block, and all layers of the other blocks."""
         names: list[str] = []
         for number in self.candidates:
             layers = self.blocks[number].layers
@@ -81,9 +216,9 @@ class Footprint:
 
 
 def measure_footprint(model: nn.Module, *examples: Tensor, stored: Sequence[str] | None = None) -> Footprint:
-    """The footprint of a training forward pass on a micro-batch of the examples' shape and type.
+    """The footprint of a training forward pass, found on the meta device from the examples' shapes and types.
 
-    `stored`: names of the layers that blocks end with, as far as the model has them; None: where one value passes.
+    `stored`: names of layers that end a block, those missing from the model ignored; None: where one value passes.
     """
     copied = copy.deepcopy(model).to("meta", examples[0].dtype).train()
     traced = trace(copied)
@@ -111,10 +246,10 @@ def measure_footprint(model: nn.Module, *examples: Tensor, stored: Sequence[str]
 
 
 class _Meter(fx.Interpreter):
-    """Runs node by node and notes which storages each one makes and saves."""
+    """Runs node by node and notes the storages that each one makes and saves."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
-        super().__init__(traced, garbage_collect_values=False)  # a dead storage's number would be used again
+        super().__init__(traced, garbage_collect_values=False)  # a freed storage's number would be used again
         self.saved: dict[fx.Node, dict[int, int]] = {}
         self.given: dict[fx.Node, dict[int, int]] = {}
         self._alive: list[Tensor] = []
@@ -134,7 +269,7 @@ class _Meter(fx.Interpreter):
 
 
 def _blocks(traced: fx.GraphModule) -> list[list[fx.Node]]:
-    """Nodes between the ends of blocks: where a module with layers in it is done and one value goes on."""
+    """The nodes of each block; a block ends where a module with sublayers is done and one value passes."""
     nodes = computed(traced)
     place = {node: number for number, node in enumerate(nodes)}
     blocks: list[list[fx.Node]] = [[]]
@@ -151,7 +286,7 @@ def _blocks(traced: fx.GraphModule) -> list[list[fx.Node]]:
 
 
 def _between(traced: fx.GraphModule, ends: Collection[fx.Node]) -> list[list[fx.Node]]:
-    """Nodes up to each of the ends."""
+    """The nodes up to and including each of the ends."""
     blocks: list[list[fx.Node]] = [[]]
     for node in computed(traced):
         blocks[-1].append(node)
@@ -162,7 +297,7 @@ def _between(traced: fx.GraphModule, ends: Collection[fx.Node]) -> list[list[fx.
 
 def _ends_block(node: fx.Node, following: fx.Node) -> bool:
     parent = owner(node).rpartition(".")[0] if node.op == "call_module" else owner(node)
-    if not parent:  # a layer of the model itself, as in a stem: where a block begins
+    if not parent:  # a layer of the model itself, as in a stem: ends where a block starts
         return "." in owner(following)
     return not owner(following).startswith(f"{parent}.")
 
@@ -178,145 +313,3 @@ def _number(tensor: Tensor) -> int:
 
 def _bytes(storages: Storages) -> int:
     return sum(storages.values())
-
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Change `model`, in place, to store the outputs of matching layers alone; their names.
-
-    A pattern is a regular expression for a whole name. Weights, their names and gradients stay as they are, and batch
-    norm counts each micro-batch once. Only training with gradients is different. To be called when the model lies on
-    its device.
-    """
-    matched = matching(model, patterns)
-    segments = _segments(model, matched)
-    # Behind the last stored output the backward pass begins at once.
-    _run_in(model, (*segments[:-1], segments[-1].piece))
-    return matched
-
-
-def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The layers whose names match, each pattern at least one."""
-    names = list(last_nodes(trace(model), model))
-    for pattern in patterns:
-        _check_pattern(pattern, names)
-    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
-
-
-def recompute_stage(stage: nn.Module, stored: Sequence[str]) -> None:
-    """The same for a stage of a pipeline, with the names of the stored layers.
-
-    Its last segment is recomputed as well: other micro-batches run before the backward pass of this one.
-    """
-    _run_in(stage, _segments(stage, stored))
-
-
-def _segments(model: nn.Module, stored: Sequence[str]) -> list["_Segment"]:
-    traced = trace(model)
-    last = last_nodes(traced, model)
-    return [_Segment.of(piece) for piece in cut(traced, (last[name] for name in stored if name in last))]
-
-
-def _run_in(model: nn.Module, segments: Sequence[Any]) -> None:
-    model._segments = tuple(segments)  # type: ignore[assignment]
-    # Bound to the model, so that a copy of the model runs its own layers.
-    model.forward = MethodType(_forward, model)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which blocks to recompute, and the memory that is expected of it."""
-
-    patterns: tuple[str, ...]  # for `recompute`; empty: nothing is to be recomputed
-    blocks: tuple[str, ...]  # the recomputed ones, each by the layer that ends it
-    predicted_bytes: int  # of activations, at the most
-    without_bytes: int  # the same if nothing is recomputed
-
-
-def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) -> Choice:
-    """The fewest recomputed bytes whose activations fit the budget; no budget: every block.
-
-    `example`: a micro-batch of the shape and type that the model computes in; only its shape and type are used. What
-    counts is what the backward pass needs of the forward pass; gradients and work space come on top.
-    """
-    footprint = measure_footprint(model, example)
-    without = footprint.peak(frozenset())
-    blocks: frozenset[int] = frozenset()
-    candidates = sorted(footprint.candidates, key=footprint.saving, reverse=True)
-    for block in candidates:
-        if budget_bytes is not None and footprint.peak(blocks) <= budget_bytes:
-            break
-        blocks |= {block}
-    predicted = footprint.peak(blocks)
-    if budget_bytes is not None and predicted > budget_bytes:
-        raise ConfigError(
-            f"--memory-budget: got {budget_bytes / 2**30:.3g} GiB, wanted at least {predicted / 2**30:.3g} GiB for the "
-            f"activations of a batch of {len(example)} with every block recomputed; a smaller --micro-batch-size needs"
-            " less"
-        )
-    patterns = tuple(re.escape(name) for name in footprint.stored_layers(blocks)) if blocks else ()
-    return Choice(patterns, tuple(footprint.name(block) for block in sorted(blocks)), predicted, without)
-
-
-@dataclass(frozen=True)
-class _Segment:
-    piece: fx.GraphModule
-    norms: tuple[_BatchNorm, ...]
-    random: bool
-    single: bool  # one layer: what its backward pass needs is stored at both ends
-
-    @classmethod
-    def of(cls, piece: fx.GraphModule) -> "_Segment":
-        norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
-        return cls(piece, norms, is_random(piece), sum(node.op != "get_attr" for node in computed(piece)) == 1)
-
-    def __call__(self, *values: Any) -> Any:
-        if self.single:
-            return self.piece(*values)
-        # The compiler updates statistics once by itself, and refuses contexts.
-        compiling = torch.compiler.is_compiling()
-        context: dict[str, Any] = (
-            {} if compiling else {"context_fn": lambda: (contextlib.nullcontext(), _statistics_aside(self.norms))}
-        )
-        # Saving the random state reads it from the device's generator, which no captured graph allows.
-        return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random, **context)
-
-
-def _forward(model: nn.Module, *values: Any) -> Any:
-    """In the place of the model's own forward."""
-    if not (model.training and torch.is_grad_enabled()):
-        return type(model).forward(model, *values)
-    segments: Any = model._segments
-    for segment in segments[:-1]:
-        values = segment(*values)
-    return segments[-1](*values)
-
-
-@contextlib.contextmanager
-def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let batch norm update throw-away buffers.
-
-    Without buffers it would save other tensors than the first time, which checkpointing refuses.
-    """
-    training = [norm for norm in norms if norm.training and norm.track_running_stats]
-    kept = [{name: norm._buffers[name] for name in _STATISTICS} for norm in training]
-    for norm, buffers in zip(training, kept, strict=True):
-        norm._buffers.update({name: None if t is None else t.clone() for name, t in buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(training, kept, strict=True):
-            norm._buffers.update(buffers)
-
-
-def _check_pattern(pattern: str, names: Sequence[str]) -> None:
-    try:
-        if any(re.fullmatch(pattern, name) for name in names):
-            return
-    except re.error as error:
-        raise ConfigError(f"--recompute-checkpoints: '{pattern}' is not a regular expression: {error}") from error
-    nearest = difflib.get_close_matches(pattern.replace(".*", ""), names, n=3, cutoff=0.0)
-    listed = ", ".join(f"'{name}'" for name in nearest)
-    raise ConfigError(f"--recompute-checkpoints: '{pattern}' matches no layer; the nearest are {listed}")

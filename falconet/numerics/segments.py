@@ -1,4 +1,4 @@
-"""A traced model cut into pieces: segments that can be run again, or the stages of a pipeline."""
+"""A traced model cut into pieces: segments to recompute, or the stages of a pipeline."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
 
-# What gives its argument, or a view of it, back: through them a change in place reaches the argument.
+# These return their argument or a view of it, so that a change in place reaches the argument.
 _VIEWS = {"view", "reshape", "flatten", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split"}
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 class _Tracer(fx.Tracer):
-    """Norms, and layers without layers in them, stay whole.
+    """Keeps norms, and layers without sublayers, whole.
 
-    fx would look into all that is not torch's own: it would run what norms count, and freeze whether a layer trains.
+    fx would trace into everything outside torch.nn: it would run the norms' counters and fix whether a layer trains.
     """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -25,29 +25,29 @@ class _Tracer(fx.Tracer):
         return whole or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(model: nn.Module, *, training: bool = True, wanted_by: str = "--recompute-mode") -> fx.GraphModule:
-    """The model as it trains, for one tensor; it shares the model's modules."""
+def trace(model: nn.Module, *, training: bool = True) -> fx.GraphModule:
+    """The graph of the model in training (or evaluation); it shares the model's modules."""
     if isinstance(model, fx.GraphModule):
         return model
     modes = {module: module.training for module in model.modules()}
-    model.train(training)  # functions like dropout are traced in the mode they find
+    model.train(training)  # functions such as dropout are traced in the current mode
     try:
         return fx.GraphModule(model, _Tracer().trace(model))
-    except (fx.proxy.TraceError, TypeError) as error:  # TypeError: where a traced value is used as a number
+    except (fx.proxy.TraceError, TypeError) as error:  # TypeError: a traced value was used as a number
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{wanted_by}: {type(model).__name__} cannot be traced: {reason}") from error
+        raise ConfigError(f"{type(model).__name__} cannot be traced: {reason}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
 
 
 def name_of(node: fx.Node) -> str:
-    """A layer's name: its path with slashes, or for a function its name in the trace, as `add_13`."""
+    """A layer's name: its path with slashes, or a function's name in the trace, such as `add_13`."""
     return str(node.target).replace(".", "/") if node.op == "call_module" else node.name
 
 
 def owner(node: fx.Node) -> str:
-    """The path of the module that a node is, or lies in."""
+    """The path of the module that a node is, or is in."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
@@ -55,9 +55,9 @@ def owner(node: fx.Node) -> str:
 
 
 def cut(traced: fx.GraphModule, after: Iterable[fx.Node]) -> list[fx.GraphModule]:
-    """Pieces that end at each of the nodes; a piece takes and gives all that it and later ones need.
+    """Cut after each of the nodes; a piece takes and returns every value that it and later pieces need.
 
-    Parameters keep their names, modules are shared, and no piece changes what it was given.
+    Parameters keep their names, modules are shared, and no piece changes its inputs.
     """
     ends = set(after)
     pieces: list[list[fx.Node]] = [[]]
@@ -80,11 +80,12 @@ def cut(traced: fx.GraphModule, after: Iterable[fx.Node]) -> list[fx.GraphModule
 
 
 def computed(traced: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that are neither inputs nor the output."""
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
-    """For every layer that computes, by name, the node that gives its output."""
+    """For every layer that runs, by name, the node of its output."""
     last: dict[str, fx.Node] = {}
     for node in computed(traced):
         if node.op == "get_attr":
@@ -98,7 +99,7 @@ def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
 
 
 def is_random(piece: fx.GraphModule) -> bool:
-    """Whether it draws random numbers, which running it again must repeat."""
+    """Whether it draws random numbers, which a second run must repeat."""
     return any(
         (node.op == "call_module" and _draws(piece.get_submodule(str(node.target))))
         or (node.op in ("call_function", "call_method") and any(word in node.name for word in ("drop", "rand", "bern")))
@@ -107,14 +108,14 @@ def is_random(piece: fx.GraphModule) -> bool:
 
 
 def _draws(layer: nn.Module) -> bool:
-    """timm's DropPath goes by its name: importing timm takes two seconds, and our own networks need none of it."""
+    """timm's DropPath is known by its name: timm takes two seconds to import, and the CIFAR networks do not need it."""
     return isinstance(layer, _RANDOM) or type(layer).__name__ == "DropPath"
 
 
 def _piece(
     traced: fx.GraphModule, nodes: Sequence[fx.Node], *, given: Sequence[fx.Node], results: Sequence[fx.Node] | None
 ) -> fx.GraphModule:
-    """A module of these nodes; `results` None: the last one, which gives what the model gives."""
+    """A module of these nodes; `results` None: the last piece, which returns what the model returns."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in given}
     for node in _changed_in_place(traced, nodes, given):
@@ -130,7 +131,7 @@ def _piece(
 
 
 def _changed_in_place(traced: fx.GraphModule, nodes: Sequence[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:
-    """The given values that a node overwrites, itself or through a view."""
+    """The inputs that a node overwrites, directly or through a view."""
     source = {node: node for node in given}
     changed = []
     for node in nodes:
@@ -160,7 +161,7 @@ def _works_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
 def _is_view(traced: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         layer = traced.get_submodule(str(node.target))
-        # Of a layer that is not torch's own nothing is known: it may give back what it was given.
+        # A layer from outside torch.nn may return its input.
         foreign = not type(layer).__module__.startswith("torch.nn")
         return foreign or isinstance(layer, nn.Identity | nn.Flatten | nn.modules.dropout._DropoutNd)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

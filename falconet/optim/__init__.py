@@ -1,1 +1,1 @@
-"""How weights move: schedules, update rules, averages."""
+"""Optimizers, learning-rate schedules and weight averages."""

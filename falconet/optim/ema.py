@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, corrected for its start."""
+"""An exponential moving average of the weights, without bias towards the initial ones."""
 
 import copy
 import math
@@ -14,17 +14,17 @@ AVERAGE = "average"
 
 
 def decay_for(half_life_epochs: float, updates_per_epoch: int) -> float:
-    """The decay at which an update counts half as much `half_life_epochs` later."""
+    """The decay at which an update's weight halves every `half_life_epochs`."""
     assert half_life_epochs > 0
     assert updates_per_epoch > 0
     return math.pow(0.5, 1.0 / (half_life_epochs * updates_per_epoch))
 
 
 class Ema:
-    """The average of a model's weights and floating buffers over its updates; other buffers are copied.
+    """The average of a model's weights and floating-point buffers over its updates; other buffers are copied.
 
-    After t updates the newest weights enter with (1 - d) / (1 - d^t), so the average holds nothing of the values
-    before training: the first update makes it equal to the weights.
+    After t updates the newest weights count for (1 - d) / (1 - d^t), so the average has no share of the values before
+    training: after the first update it equals the weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,7 +33,7 @@ class Ema:
         self.updates = 0
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         tensors = _tensors(self._model)
-        # Of full-precision tensors the model's own are the averages; half ones are averaged beside it, in fp32.
+        # Full-precision tensors are averaged in the copied model itself, half ones beside it in fp32.
         self._averages = {
             name: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
             for name, t in tensors.items()
@@ -45,14 +45,14 @@ class Ema:
     @property
     @torch.no_grad()
     def model(self) -> nn.Module:
-        """A model of its own with the average, for evaluation; of the same types as the trained one."""
+        """A separate model with the average, for evaluation; of the same types as the trained one."""
         for rounded, average in self._rounded:
             rounded.copy_(average)
         return self._model
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights after an update; the device is not waited for."""
+        """Add the weights after an update, without waiting for the device."""
         self.updates += 1
         weight = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
         tensors = _tensors(model)
@@ -63,15 +63,15 @@ class Ema:
             torch._foreach_copy_(list(self._copies.values()), [tensors[name] for name in self._copies])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The average by name, and the number of updates: its own tensors, not copies."""
+        """The average by name, and the number of updates: the tensors themselves, not copies."""
         tensors = {f"{AVERAGE}/{name}": t.detach() for name, t in self._kept().items()}
         return {UPDATES: torch.tensor(self.updates, dtype=torch.int64), **tensors}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave; nothing is changed when a name or a shape is wrong."""
+        """Load what `state_tensors` returned; change nothing if a name or a shape is wrong."""
         kept = {f"{AVERAGE}/{name}": t for name, t in self._kept().items()}
-        check_names(tensors, wanted=[UPDATES, *kept], what="moving average")
+        check_names(tensors, expected=[UPDATES, *kept], what="moving average")
         for name, t in kept.items():
             check_shape(tensors[name], like=t, name=f"moving average '{name}'")
         for name, t in kept.items():
@@ -79,7 +79,7 @@ class Ema:
         self.updates = int(tensors[UPDATES])
 
     def _kept(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: all but the buffers that the model itself does not save."""
+        """What a checkpoint holds: everything but the buffers that the model does not save."""
         saved = self._model.state_dict().keys()
         return {name: t for name, t in {**self._averages, **self._copies}.items() if name in saved}
 

@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose step is scaled, layer by layer, to the size of the weights."""
+"""Optimizers for half precision: scaled gradients, skipped updates and stochastic rounding, fused on CUDA."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,70 +14,19 @@ from falconet.numerics.kernels import update_rules
 from falconet.numerics.kernels.tensor_table import Control, Group, Tables, is_dense, same_layout
 from falconet.numerics.rounding import SMALLEST, Nearest, Part, Rounding, Stochastic, Store
 
-
-class Lars(torch.optim.Optimizer):
-    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt.
-
-    timm's Lars keeps the rate outside the velocity, so a changing rate gives other weights than TensorFlow's, and
-    launches about ten kernels a parameter; here norms and sums are one kernel a group, and the host never waits.
-    """
-
-    def __init__(self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
-        super().__init__(params, defaults)
-        self.norms = norms  # replaced where a process has only pieces of the parameters
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "an update is zero_grad, backward passes, step"
-        for group in self.param_groups:
-            params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-            grads = [p.grad for p in params if p.grad is not None]
-            if not params:
-                continue
-            if group["adapts"]:
-                decay, sizes = group["weight_decay"], (self.norms(params), self.norms(grads))
-                trust = trust_ratios(*sizes, coefficient=group["trust"], decay=decay, eps=group["eps"])
-                updates = torch._foreach_add(grads, params, alpha=decay)
-                torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
-            else:
-                updates = torch._foreach_mul(grads, group["lr"])
-            velocities = [self._velocity(p) for p in params]
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_add_(velocities, updates)
-            torch._foreach_sub_(params, velocities)
-
-    def _velocity(self, p: Tensor) -> Tensor:
-        slots = self.state[p]
-        if "velocity" not in slots:
-            slots["velocity"] = torch.zeros_like(p)
-        velocity: Tensor = slots["velocity"]
-        return velocity
-
-
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(list(tensors)))
-
-
-def trust_ratios(weights: Tensor, gradients: Tensor, *, coefficient: float, decay: float, eps: float) -> Tensor:
-    """Of norms, one a parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 where one of the two is 0."""
-    ratios = coefficient * weights / (gradients + decay * weights + eps)
-    return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)
-
-
-PIECE = 1 << 15  # elements updated at a time on a CPU, so that fp32 copies stay in its cache
+PIECE = 1 << 15  # elements updated at a time on a CPU, so that the fp32 copies stay in its cache
 
 Arithmetic = Callable[..., tuple[Tensor, ...]]
 
 
 class HalfOptimizer(torch.optim.Optimizer, ABC):
-    """What the rules share: loss scale, skipping, rounding, and where the arithmetic happens.
+    """What the rules share: loss scale, skipped updates, rounding, and fused or plain arithmetic.
 
-    `scale` (0-d fp32) divides the gradients, in fp32. Where `found` (0-d bool) is true, weights and state stay as they
-    are. Both are read on the device, never by the host; None means 1 and false.
+    Gradients are divided by `scale` (0-d fp32) in fp32. Where `found` (0-d bool) is true, weights and state do not
+    change. Both are read on the device, never by the host; None means 1 and false.
     """
 
-    counts_updates = False  # whether a parameter's `step` is kept
+    counts_updates = False  # whether each parameter has a `step`
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, rounding: Rounding | None) -> None:
         super().__init__(params, {**defaults, "capturable": True})
@@ -85,9 +34,9 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
         self.scale: Tensor | None = None
         self.found: Tensor | None = None
         self._params = [p for group in self.param_groups for p in group["params"]]
-        # Replaced where a process has only pieces of the parameters, so that their noise is that of the whole.
+        # Replaced where a process has pieces of the parameters, so that their noise is that of the whole.
         self.parts = {p: Part(number) for number, p in enumerate(self._params)}
-        device = self._params[0].device if self._params else torch.device("cpu")  # a stage may have none to train
+        device = self._params[0].device if self._params else torch.device("cpu")  # a stage may have nothing to train
         self.rounding_update = torch.zeros((), dtype=torch.int32, device=device)
         self._rate, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
@@ -95,7 +44,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
         self._fuses = device.type == "cuda"
 
     def at(self, update: int) -> None:
-        """Say which update comes next: rounding's noise depends on it. Outside of a captured graph."""
+        """Set the number of the next update, which rounding noise depends on; not inside a captured graph."""
         self.rounding_update.fill_(update)
 
     @torch.no_grad()
@@ -109,28 +58,28 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
             self._fill_slots(params, self.slots(group))
             if self.counts_updates:
                 taken = self._one if self.found is None else (~self.found).float()
-                # A list of tensors: given one tensor, CUDA's kernel takes it for a number and the host waits for it.
+                # A list of tensors: a single tensor would be read as a number, which the host waits for.
                 torch._foreach_add_([self.state[p]["step"] for p in params], [taken] * len(params))
             update(group, params)
 
     @abstractmethod
     def slots(self, group: dict[str, Any]) -> dict[str, float]:
-        """The states of a parameter and what they begin with, in the rule's order."""
+        """The states of a parameter and their initial values, in the rule's order."""
 
     @abstractmethod
     def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:
-        """The kernel's name for the rule, the plain rule with its constants, and those of the kernel."""
+        """The rule's name in the kernel, the plain rule with its constants, and the kernel's constants."""
 
     def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
-        """Two fp32 numbers of each parameter's own that the rule wants, on the device."""
+        """Two fp32 numbers per parameter that the rule needs, on the device."""
         return self._one.expand(len(params), 2)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
-        """The same for a batch on CUDA, contiguous."""
+        """The same for the fused kernel, contiguous."""
         return self.own(group, batch.weights).contiguous()
 
     def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
-        """The plain rule for one parameter, given its own two numbers."""
+        """The plain rule for one parameter and its two numbers."""
         return partial(arithmetic, lr=lr)
 
     def _plain(self, group: dict[str, Any], params: Sequence[Tensor], store: Store) -> None:
@@ -149,7 +98,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
                     t.copy_(store(kept, t.dtype, part=part._replace(first=part.first + first), slot=slot))
 
     def _fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        from falconet.numerics.kernels import fused_updates  # Triton is there on CUDA alone
+        from falconet.numerics.kernels import fused_updates  # Triton comes with CUDA only
 
         control = Control(
             lr=self._lr(group),
@@ -181,7 +130,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
         return rate if isinstance(rate, Tensor) else self._rate.fill_(rate)
 
     def _fill_slots(self, params: Sequence[Tensor], slots: dict[str, float]) -> None:
-        """Make the state of parameters that have their first gradient."""
+        """Create the state of parameters that have their first gradient."""
         for p in params:
             state = self.state[p]
             if not state and self.counts_updates:
@@ -218,7 +167,7 @@ class HalfLars(HalfOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
         super().__init__(params, defaults, rounding=rounding)
-        self.norms = norms_of  # replaced where a process has only pieces of the parameters
+        self.norms = norms_of  # replaced where a process has pieces of the parameters
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
         return {"velocity": 0.0}
@@ -228,32 +177,32 @@ class HalfLars(HalfOptimizer):
         return "lars", partial(update_rules.lars, momentum=momentum, decay=decay), (decay, momentum)
 
     def own(self, group: dict[str, Any], params: Sequence[Tensor]) -> Tensor:
-        """The trust ratios, of gradients without the loss scale."""
+        """The trust ratios, with gradients divided by the loss scale."""
         if not group["adapts"]:
             return super().own(group, params)
         weights = self.norms(params)
         grads = self.norms([p.grad for p in params if p.grad is not None])
         grads = grads / (self._one if self.scale is None else self.scale)
         decay, eps = group["weight_decay"], group["eps"]
-        trust = trust_ratios(weights, grads, coefficient=group["trust"], decay=decay, eps=eps)
+        trust = update_rules.trust_ratios(weights, grads, coefficient=group["trust"], decay=decay, eps=eps)
         return torch.stack((trust, trust), dim=1)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
-        """In two launches: torch's norms and the arithmetic after them would be a dozen, more than the update takes."""
-        if not group["adapts"] or self.norms is not norms_of:  # of pieces, norms are sums over the processes
+        """In two launches: torch's norms and their arithmetic would take a dozen, longer than the update itself."""
+        if not group["adapts"] or self.norms is not norms_of:  # norms of pieces are summed over the processes
             return super().fused_own(group, batch)
-        from falconet.numerics.kernels import trust_ratios as norms
+        from falconet.numerics.kernels import fused_updates
 
-        constants = norms.Trust(coefficient=group["trust"], decay=group["weight_decay"], eps=group["eps"])
+        trust = fused_updates.Trust(coefficient=group["trust"], decay=group["weight_decay"], eps=group["eps"])
         scale = self._one if self.scale is None else self.scale
-        return norms.trust_ratios(batch, constants, scale=scale, tables=self._tables)
+        return fused_updates.trust_ratios(batch, trust, scale=scale, tables=self._tables)
 
     def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
         return partial(arithmetic, rate=own[0] * lr)
 
 
 class _RMSprop(HalfOptimizer):
-    """What both of them are told."""
+    """The constants of both forms."""
 
     def __init__(
         self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
@@ -263,7 +212,7 @@ class _RMSprop(HalfOptimizer):
 
 
 class HalfRMSpropTF(_RMSprop):
-    """TensorFlow's RMSprop: averages begin at 1, eps is inside the root, the rate inside the momentum."""
+    """TensorFlow's RMSprop: averages start at 1, eps is inside the root, the rate inside the momentum."""
 
     counts_updates = True
 
@@ -280,9 +229,9 @@ class HalfRMSpropTF(_RMSprop):
 
 
 class HalfRMSprop(_RMSprop):
-    """Torch's RMSprop: averages begin at 0, eps is outside the root, the rate outside the momentum.
+    """Torch's RMSprop: averages start at 0, eps is outside the root, the rate outside the momentum.
 
-    The root is kept instead of the average, because squares of gradients underflow in fp16.
+    The root of the average is stored, because squares of gradients underflow in fp16.
     """
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:
@@ -302,7 +251,7 @@ class HalfRMSprop(_RMSprop):
 
 
 class HalfAdamW(HalfOptimizer):
-    """AdamW; the second moment is kept as its root, because squares of gradients underflow in fp16."""
+    """AdamW; the second moment is stored as its root, because squares of gradients underflow in fp16."""
 
     counts_updates = True
 
@@ -332,10 +281,10 @@ class HalfAdamW(HalfOptimizer):
         """The bias corrections, 1 / (1 - beta1^updates) and 1 / sqrt(1 - beta2^updates)."""
         steps = torch.stack([self.state[p]["step"] for p in params])
         betas, powers = self._numbers_of(group["betas"]), self._numbers_of((-1.0, -0.5))
-        return (1.0 - betas ** steps[:, None]) ** powers  # few launches: each takes as long as a tenth of the update
+        return (1.0 - betas ** steps[:, None]) ** powers  # few launches: each takes a tenth of the update's time
 
     def _numbers_of(self, values: tuple[float, float]) -> Tensor:
-        """On the device, made there: a copy from the host would be waited for."""
+        """Made on the device: the host would wait for a copy."""
         if values not in self._pairs:
             self._pairs[values] = torch.stack([torch.full_like(self._one, value) for value in values])
         return self._pairs[values]
@@ -353,12 +302,12 @@ def _rmsprop(*tensors: Tensor, rule: Arithmetic, lr: Tensor, decay: float, **con
 
 
 def _smallest(p: Tensor) -> float:
-    """What a root of squares is kept above, so that it is not rounded to 0."""
+    """The lower bound of a root that is not 0, so that it is not rounded to 0."""
     return SMALLEST if p.dtype == torch.float16 else 0.0
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """One Euclidean norm a tensor, in fp32: a half's own would overflow at 65504."""
+    """One Euclidean norm per tensor, in fp32: in fp16 it would overflow at 65504."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
 
 
@@ -372,7 +321,7 @@ def _by_type(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Matching slices along the first dimension, with the number of their first element."""
+    """Matching slices along the first dimension, with the index of their first element."""
     whole = tensors[0]
     if whole.numel() <= PIECE or whole.ndim == 0:
         yield 0, list(tensors)

@@ -1,9 +1,8 @@
-"""Optimizer state in host memory: bucket by bucket it travels to the device for its update, and back.
+"""Optimizer state in host memory, copied to the device bucket by bucket for its update, and back.
 
-The state travels, not the update: the very kernels that update state on the device do it here, so the bits are the
-same, the loss scale and a skipped update stay the device's business, and the host never waits. An update on the host
-would move half as many bytes for AdamW, but other kernels would round otherwise, and the host would wait for gradients
-in every update.
+Updates run on the device, with the kernels that they run with when the state stays there. So the bits are the same,
+loss scale and skipped updates need no host, and the host never waits. Updates on the host would move half as many
+bytes for AdamW, but other kernels would round differently, and the host would wait for gradients in every update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,31 +17,31 @@ from torch.optim import Optimizer
 from falconet.parallel.data_parallel import MEGABYTE, divided
 from falconet.parallel.slices import shaped_like
 
-PLACES = 3  # buckets on the device at a time: one comes, one is updated, one goes
-ALIGNED = 64  # values between two places where a state may begin: 128 bytes of halves, as kernels like it
+PLACES = 3  # buckets on the device at a time: one arrives, one is updated, one leaves
+ALIGNED = 64  # values; states start at multiples of this, 128 bytes in half precision, for the kernels
 
 
 class Traffic(Protocol):
-    """How copies go beside the computation; a mark is the moment when one is done."""
+    """Copies beside the computation; a mark stands for the moment when one is done."""
 
     def bring(self, to: Tensor, source: Tensor, *, after: Sequence[Any]) -> Any:
-        """From the host, as soon as `after` is done."""
+        """Copy from the host, as soon as `after` is done."""
 
     def take(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """To the host (to, source), as soon as what has been computed so far is done."""
+        """Copy to the host, pairs of (to, source), as soon as the computation so far is done."""
 
     def wait(self, mark: Any) -> None:
-        """What is computed next waits for `mark`; the host does not."""
+        """Let the following computation wait for `mark`; the host does not wait."""
 
     def settle(self) -> None:
-        """The host waits until every copy, and what has been computed so far, is done."""
+        """Let the host wait until every copy and the computation so far are done."""
 
     def room(self, like: Tensor, count: int) -> Tensor:
         """Host memory for `count` values."""
 
 
 class Direct:
-    """Copies at once, within one memory; for a CPU, where tests run."""
+    """Copies at once, within host memory; for tests on a CPU."""
 
     def bring(self, to: Tensor, source: Tensor, *, after: Sequence[Any]) -> Any:  # noqa: ARG002
         to.copy_(source)
@@ -52,17 +51,17 @@ class Direct:
             to.copy_(source)
 
     def wait(self, mark: Any) -> None:
-        """It is done."""
+        """Nothing to wait for."""
 
     def settle(self) -> None:
-        """They are done."""
+        """Nothing to wait for."""
 
     def room(self, like: Tensor, count: int) -> Tensor:
         return torch.empty(count, dtype=like.dtype)
 
 
 class Streams:
-    """Copies of pinned memory on two streams of their own, one each way."""
+    """Copies of pinned memory on two streams, one in each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -80,8 +79,8 @@ class Streams:
         with torch.cuda.stream(self._out):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-                if source.is_cuda:  # and not what was read from a checkpoint
-                    source.record_stream(self._out)  # freed only after its copy
+                if source.is_cuda:  # state from a checkpoint is not
+                    source.record_stream(self._out)  # not freed before its copy is done
         return self._out.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -96,19 +95,19 @@ class Streams:
 
 
 class Bucket:
-    """Parameters of one type that are updated together, and their state: at home on the host, a guest on the device."""
+    """Parameters of one type that are updated together, and their state on the host."""
 
     def __init__(self, params: Sequence[Tensor], groups: Sequence[Sequence[Tensor]]) -> None:
         self.params = params
-        self.members = [[p for p in group if p in set(params)] for group in groups]  # of each group of the optimizer
+        self.members = [[p for p in group if p in set(params)] for group in groups]  # per group of the optimizer
         self.slots: list[tuple[Tensor, str]] = []
-        self.home = torch.empty(0)  # all states of the bucket, side by side
-        self.at_home: list[Tensor] = []  # views of it, one a slot
-        self.fetched: Any = None  # mark of the copy to the device, while there is one
+        self.home = torch.empty(0)  # host memory of all states of the bucket
+        self.at_home: list[Tensor] = []  # views of it, one per slot
+        self.fetched: Any = None  # mark of the copy to the device, while it is there
         self.returned: list[Any] = []  # mark of the last copy to the host
 
     def found(self, optimizer: Optimizer) -> list[tuple[Tensor, str]]:
-        """What the optimizer keeps for these parameters; counts of updates are not worth a journey."""
+        """The states of these parameters; counts of updates stay where they are."""
         return [
             (p, slot)
             for p in self.params
@@ -117,10 +116,10 @@ class Bucket:
         ]
 
     def settle_down(self, optimizer: Optimizer, traffic: Traffic) -> None:
-        """Make a home for what the optimizer made, or was given, and move it there."""
+        """Allocate host memory for new or loaded state, and move the state there."""
         self.slots = self.found(optimizer)
         states = [optimizer.state[p][slot] for p, slot in self.slots]
-        assert all(state.dtype == self.params[0].dtype for state in states), "state of another type than its weight"
+        assert all(state.dtype == self.params[0].dtype for state in states), "a state has another type than its weight"
         begins = list(accumulate((state.numel() + -state.numel() % ALIGNED for state in states), initial=0))
         self.home = traffic.room(self.params[0], begins[-1])
         self.at_home = self.views(self.home)
@@ -129,7 +128,7 @@ class Bucket:
         self.show(optimizer, self.at_home)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The states in memory like the home, in the shapes and memory orders of their parameters."""
+        """The states in flat memory, with the shapes and strides of their parameters."""
         sizes = [p.numel() for p, _ in self.slots]
         begins = accumulate((size + -size % ALIGNED for size in sizes), initial=0)
         return [
@@ -138,13 +137,13 @@ class Bucket:
         ]
 
     def show(self, optimizer: Optimizer, states: Sequence[Tensor]) -> None:
-        """Let the optimizer see the state there."""
+        """Make these tensors the optimizer's state."""
         for (p, slot), state in zip(self.slots, states, strict=True):
             optimizer.state[p][slot] = state
 
 
 class HostedState:
-    """Keeps an optimizer's state on the host; `step` takes the place of the optimizer's own."""
+    """An optimizer's state on the host; `step` replaces that of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, *, bucket_megabytes: float, device: torch.device) -> None:
         self._optimizer = optimizer
@@ -157,7 +156,7 @@ class HostedState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of all weights; the host waits for nothing, but when memory is made for new state."""
+        """Update all weights; the host waits only when memory for new state is allocated."""
         for number, bucket in enumerate(self._buckets):
             self._fetch(number)
             if bucket.fetched is not None:
@@ -166,32 +165,32 @@ class HostedState:
             with self._only(bucket):
                 self._optimizer.step()
             self._return(number)
-            self._fetch(number + PLACES - 1)  # into the place of the bucket before this one
-        for number in range(PLACES - 1):  # for the next update, beside its forward and backward passes
+            self._fetch(number + PLACES - 1)  # into the place of the previous bucket
+        for number in range(PLACES - 1):  # for the next update, during its forward and backward passes
             self._fetch(number)
 
     def settle(self) -> None:
-        """Before the host reads the state, which it finds in the optimizer as ever."""
+        """Wait until the host may read the state in the optimizer."""
         self._traffic.settle()
 
     def adopt(self) -> None:
-        """Take over state that was put into the optimizer from outside."""
+        """Move state that was loaded into the optimizer to the host."""
         for bucket in self._buckets:
             bucket.settle_down(self._optimizer, self._traffic)
         self.settle()
 
     def tensors(self) -> list[Tensor]:
-        """Memory that the state takes: its home, and the places on the device."""
+        """The memory of the state: on the host, and the places on the device."""
         return [*(bucket.home for bucket in self._buckets), *self._places]
 
     def _fetch(self, number: int) -> None:
-        """Begin to bring a bucket, unless it is on its way, or has nothing to bring yet."""
+        """Start copying a bucket to the device, unless it is on its way or has no state yet."""
         if number >= len(self._buckets):
             return
         bucket = self._buckets[number]
         if bucket.fetched is not None or not bucket.slots:
             return
-        before = [each.returned for each in self._buckets[number % PLACES :: PLACES]]  # who had this place
+        before = [each.returned for each in self._buckets[number % PLACES :: PLACES]]  # earlier users of this place
         after = [mark for marks in before for mark in marks]
         bucket.fetched = self._traffic.bring(self._place(number), bucket.home, after=after) or True
 
@@ -201,20 +200,20 @@ class HostedState:
         if not found:
             return
         if bucket.fetched is None or len(found) != len(bucket.slots):
-            bucket.settle_down(self._optimizer, self._traffic)  # state that is new
+            bucket.settle_down(self._optimizer, self._traffic)  # new state
             return
         bucket.returned = [self._traffic.take([(bucket.home, self._place(number))])]
         bucket.fetched = None
         bucket.show(self._optimizer, bucket.at_home)
 
     def _place(self, number: int) -> Tensor:
-        """Where a bucket's state lies on the device; always there, so that kernels find known addresses."""
+        """A bucket's memory on the device; always the same, so that kernels see known addresses."""
         home = self._buckets[number].home
         needed = home.numel() * home.element_size()
         if self._places[number % PLACES].numel() < needed:
             largest = max(each.home.numel() * each.home.element_size() for each in self._buckets)
             self._places[number % PLACES] = torch.empty(largest, dtype=torch.uint8, device=self._device)
-            self._traffic.settle()  # kernels that had this memory may not have run yet, and copies do not wait for them
+            self._traffic.settle()  # pending kernels may still use the old memory, and copies do not wait for them
         return self._places[number % PLACES][:needed].view(home.dtype)
 
     def _guests(self, number: int) -> list[Tensor]:
@@ -222,7 +221,7 @@ class HostedState:
 
     @contextmanager
     def _only(self, bucket: Bucket) -> Iterator[None]:
-        """Within it, the optimizer has the parameters of one bucket alone."""
+        """Restrict the optimizer to the parameters of one bucket."""
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from falconet.errors import CheckpointError
-from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD, Lars
-from falconet.optim.optimizers import CombinedSGD
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.optimizers import CombinedSGD, Lars
 
-# Written, empty, for a parameter that has had no gradient yet, so that a missing name is always a mistake.
+# An empty tensor for a parameter that has had no gradient yet, so that a missing name is always a mistake.
 UNTOUCHED = "untouched"
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """`slot/parameter name` -> tensor: the optimizer's own tensors, not copies."""
+    """`slot/parameter name` -> tensor: the optimizer's tensors themselves, not copies."""
     slots = slot_names(optimizer)
     tensors = {}
     for name, p in _trained(optimizer, model).items():
@@ -34,15 +34,15 @@ def load_state_tensors(
     *,
     home: torch.device | None = None,
 ) -> None:
-    """Put back what `state_tensors` gave; nothing is changed when a name or a shape is wrong.
+    """Load what `state_tensors` returned; change nothing if a name or a shape is wrong.
 
-    `home`: where the state is to lie, if not beside its parameters.
+    `home`: the device for the state, if not that of its parameters.
     """
     trained = _trained(optimizer, model)
     slots = {name: () if f"{UNTOUCHED}/{name}" in tensors else tuple(sorted(slot_names(optimizer))) for name in trained}
     untouched = [f"{UNTOUCHED}/{name}" for name in trained if f"{UNTOUCHED}/{name}" in tensors]
     full = [f"{slot}/{name}" for name in trained for slot in slots[name]]
-    check_names(tensors, wanted=[*untouched, *full], what="optimizer state")
+    check_names(tensors, expected=[*untouched, *full], what="optimizer state")
     for name, p in trained.items():
         for slot in slots[name]:
             check_shape(tensors[f"{slot}/{name}"], like=_like(p, slot), name=f"optimizer state '{slot}/{name}'")
@@ -59,7 +59,7 @@ def load_state_tensors(
 
 
 def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    """What the optimizer keeps for a parameter after its first update."""
+    """The states that the optimizer has for a parameter after its first update."""
     momentum = {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
     match optimizer:
         case torch.optim.AdamW():
@@ -82,32 +82,32 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
             raise AssertionError(f"{type(optimizer).__name__} is not an optimizer of ours")
 
 
-def check_names(found: Iterable[str], *, wanted: Iterable[str], what: str) -> None:
-    """Refuse a set of names that is not exactly the one wanted, naming one and how many there are."""
-    found, wanted = set(found), set(wanted)
+def check_names(found: Iterable[str], *, expected: Iterable[str], what: str) -> None:
+    """Refuse any other set of names than the expected one; the message has one wrong name and the number of them."""
+    found, expected = set(found), set(expected)
     origin = "is the checkpoint of another model or optimizer?"
-    for names, verdict in ((wanted - found, "missing"), (found - wanted, "not wanted here")):
+    for names, verdict in ((expected - found, "missing"), (found - expected, "unexpected")):
         if names:
             count = f"1 name is {verdict}" if len(names) == 1 else f"{len(names)} names are {verdict}"
-            raise CheckpointError(f"{what}: {count} (of {len(wanted)} wanted), such as '{min(names)}'; {origin}")
+            raise CheckpointError(f"{what}: {count} (of {len(expected)} expected), such as '{min(names)}'; {origin}")
 
 
 def check_shape(tensor: Tensor, *, like: Tensor, name: str) -> None:
     if tensor.shape != like.shape:
-        got, wanted = (" x ".join(map(str, t.shape)) or "a single number" for t in (tensor, like))
-        raise CheckpointError(f"{name}: got shape {got}, wanted {wanted}; is the checkpoint of another model?")
+        got, expected = (" x ".join(map(str, t.shape)) or "a single number" for t in (tensor, like))
+        raise CheckpointError(f"{name}: got shape {got}, expected {expected}; is the checkpoint of another model?")
 
 
 def _trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters the optimizer changes, by their names in the model; a tied one by its first name."""
+    """The parameters that the optimizer updates, by their names in the model; a tied one by its first name."""
     ours = {p for group in optimizer.param_groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if p in ours}
-    assert len(trained) == len(ours), "the optimizer is of another model"
+    assert len(trained) == len(ours), "the optimizer belongs to another model"
     return trained
 
 
 def _counted_on_device(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Parameters whose count of updates lies beside them, because a kernel reads it; other counts are the host's."""
+    """Parameters whose count of updates is on their device, because a kernel reads it; other counts are on the host."""
     groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
     return {p for group in groups for p in group["params"]}
 
@@ -117,7 +117,7 @@ def _like(p: Tensor, slot: str) -> Tensor:
 
 
 def _laid_out_like(p: Tensor, stored: Tensor, device: torch.device) -> Tensor:
-    """A copy with `p`'s strides, which fused kernels take for granted, in the stored type."""
+    """A copy in the stored type with `p`'s strides, which fused kernels rely on."""
     return torch.empty_like(p, dtype=stored.dtype, device=device).copy_(stored).detach()
 
 
@@ -127,7 +127,7 @@ def _tensor_of(number: Any) -> Tensor:
 
 
 def _count(stored: Tensor, device: torch.device) -> Tensor | int | float:
-    """The count in the type it was saved from: torch's own are float32 tensors, Python's are 64-bit."""
+    """The count in its original type: torch's are float32 tensors, Python's are 64-bit."""
     if stored.dtype in (torch.int64, torch.float64):
         return stored.item()
     return stored.to(device=device, copy=True)

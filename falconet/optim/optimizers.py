@@ -1,7 +1,6 @@
-"""SGD whose gradients accumulate onto the velocity: one tensor a parameter instead of two."""
+"""Optimizers from the options: torch's and timm's, and SGD and LARS where theirs fall short."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, assert_never
 
 import torch
@@ -9,15 +8,120 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import ParamsT
 
+from falconet.config.options import Optimizer
+from falconet.numerics.kernels import update_rules
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD, Lars
+from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
+
+
+def build_optimizer(
+    model: nn.Module, options: Optimizer, *, undecayed: frozenset[str] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters; `set_lr` gives it a rate before each update.
+
+    `undecayed`: names of parameters without weight decay; None: those of one dimension.
+    """
+    groups = _groups(model, options, undecayed)
+    # One pass over memory instead of three to ten. ResNet-18 on one core, ms per update, default -> fused:
+    # sgd 9.2 -> 4.1, adamw 43 -> 6.2.
+    fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"}
+    momentum, alpha, eps = options.momentum, options.rmsprop_decay, options.optimizer_eps
+    match options.optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=fused)
+        case "sgd_combined":
+            return CombinedSGD(groups, lr=0.0, momentum=momentum)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, eps=eps, fused=fused)
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum)
+        case "rmsprop_tf":
+            from timm.optim.rmsprop_tf import RMSpropTF  # timm takes two seconds to import
+
+            return RMSpropTF(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum)
+        case "lars":
+            return Lars(groups, lr=0.0, momentum=momentum, trust=options.lars_eeta, eps=eps)
+        case _:
+            assert_never(options.optimizer)
+
+
+def build_scaled_optimizer(
+    model: nn.Module, options: Optimizer, *, rounding: Rounding | None, undecayed: frozenset[str] | None = None
+) -> HalfOptimizer:
+    """The same for weights that may be half, gradients that are scaled and updates that may be skipped."""
+    groups = _groups(model, options, undecayed)
+    momentum, alpha, eps = options.momentum, options.rmsprop_decay, options.optimizer_eps
+    match options.optimizer:
+        case "sgd" | "sgd_combined":  # a skipped update must not touch the velocity, so gradients are kept apart
+            return HalfSGD(groups, lr=0.0, momentum=momentum, rounding=rounding)
+        case "adamw":
+            return HalfAdamW(groups, lr=0.0, eps=eps, rounding=rounding)
+        case "rmsprop":
+            return HalfRMSprop(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum, rounding=rounding)
+        case "rmsprop_tf":
+            return HalfRMSpropTF(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum, rounding=rounding)
+        case "lars":
+            return HalfLars(groups, lr=0.0, momentum=momentum, trust=options.lars_eeta, eps=eps, rounding=rounding)
+        case _:
+            assert_never(options.optimizer)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the rate of the next update; a rate that is a tensor is filled, not replaced."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def decay_groups(
+    model: nn.Module, undecayed: frozenset[str] | None = None
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters with weight decay and without: by name, or by default without for those of one dimension."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}  # a tied parameter comes once
+    if undecayed is None:
+        plain = {name for name, p in trainable.items() if p.ndim <= 1}
+    else:  # pieces of sharded parameters have names such as layer1|0|conv1|weight
+        plain = {name for name in trainable if name.replace("|", ".") in undecayed}
+    return (
+        [p for name, p in trainable.items() if name not in plain],
+        [p for name, p in trainable.items() if name in plain],
+    )
+
+
+def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "nothing"]) -> frozenset[str] | None:
+    """Parameters without weight decay: every vector (None), the scales and shifts of norms, or none.
+
+    Proxy norm's scale and shift of the Gaussian are decayed towards 0, as in the original.
+    """
+    if exclude == "vectors":
+        return None
+    norms = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if exclude == "norms" and isinstance(module, norms)
+        for name, _ in module.named_parameters(recurse=False)
+        if not name.startswith("proxy_")
+    )
+
+
+def _groups(model: nn.Module, options: Optimizer, undecayed: frozenset[str] | None) -> list[dict[str, Any]]:
+    """Decayed parameters and the others; only LARS reads `adapts`. A stage may have nothing to train."""
+    decayed, plain = decay_groups(model, undecayed)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": options.weight_decay, "adapts": True},
+        {"params": plain, "weight_decay": 0.0, "adapts": False},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 class CombinedSGD(torch.optim.Optimizer):
-    """SGD with momentum (v = momentum * v + g + decay * w; w -= lr * v) that keeps v in `p.grad`.
+    """SGD with momentum (v = momentum * v + g + decay * w; w -= lr * v) that accumulates gradients onto v in `p.grad`.
 
-    Each update is one `zero_grad()`, the backward passes, one `step()`. In between `p.grad` is not the gradient:
-    do not clip, log or rescale it.
+    That takes one tensor per parameter instead of two. Each update is one `zero_grad()`, the backward passes, one
+    `step()`. In between `p.grad` is not the gradient: do not clip, log or rescale it.
     """
 
     def __init__(self, params: ParamsT, *, lr: float, momentum: float, weight_decay: float = 0.0) -> None:
@@ -25,8 +129,8 @@ class CombinedSGD(torch.optim.Optimizer):
         self._decayed = False  # whether the velocity has been multiplied since the last update
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Make room for the next gradients: what is left of the velocity, not zero."""
-        # A second multiplication would be lost momentum, and the gradients added in between cannot be taken out.
+        """Prepare for the next gradients: leave the decayed velocity there, not zero."""
+        # A second multiplication would lose momentum, and gradients added in between cannot be taken out again.
         assert not self._decayed, "zero_grad() twice without step(): velocity and gradient are one tensor"
         self._attach_velocities()
         for group in self.param_groups:
@@ -64,113 +168,50 @@ class CombinedSGD(torch.optim.Optimizer):
         self._decayed = False
 
     def _attach_velocities(self) -> None:
-        """The state owns the velocity: a restored one, or one that somebody detached, goes back to `p.grad`."""
+        """Put the state's velocities back into `p.grad`, after a restore or where they were detached."""
         for p, slots in self.state.items():
             p.grad = slots["velocity"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateRule:
-    """Which optimizer, and its constants; a constant that the named optimizer lacks has no effect."""
+class Lars(torch.optim.Optimizer):
+    """v = momentum * v + lr * trust * (g + decay * w); w -= v, with trust 1 in groups that do not adapt.
 
-    name: Literal["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
-    momentum: float = 0.9  # all but adamw, which keeps the library's 0.9 and 0.999
-    weight_decay: float = 1e-4  # added to the gradient (L2); adamw: decoupled
-    eps: float = 1e-8  # all but sgd
-    rmsprop_decay: float = 0.99  # of the average of squared gradients
-    lars_trust: float = 0.001
-    undecayed: frozenset[str] | None = None  # names of parameters without weight decay; None: those of one dimension
-
-
-def build_optimizer(model: nn.Module, rule: UpdateRule) -> torch.optim.Optimizer:
-    """The optimizer of `model`'s trainable parameters; `set_lr` gives it a rate before each update."""
-    groups = _groups(model, rule)
-    # One pass over memory instead of three to ten. ResNet-18 on one core, ms an update, default -> fused:
-    # sgd 9.2 -> 4.1, adamw 43 -> 6.2.
-    fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"}
-    match rule.name:
-        case "sgd":
-            return torch.optim.SGD(groups, lr=0.0, momentum=rule.momentum, fused=fused)
-        case "sgd_combined":
-            return CombinedSGD(groups, lr=0.0, momentum=rule.momentum)
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, eps=rule.eps, fused=fused)
-        case "rmsprop":
-            return torch.optim.RMSprop(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
-        case "rmsprop_tf":
-            from timm.optim.rmsprop_tf import RMSpropTF  # timm takes two seconds to import
-
-            return RMSpropTF(groups, lr=0.0, alpha=rule.rmsprop_decay, eps=rule.eps, momentum=rule.momentum)
-        case "lars":
-            return Lars(groups, lr=0.0, momentum=rule.momentum, trust=rule.lars_trust, eps=rule.eps)
-        case _:
-            assert_never(rule.name)
-
-
-def build_scaled_optimizer(model: nn.Module, rule: UpdateRule, *, rounding: Rounding | None) -> HalfOptimizer:
-    """The same for weights that may be half, gradients that are scaled and updates that may be skipped."""
-    groups = _groups(model, rule)
-    match rule.name:
-        case "sgd" | "sgd_combined":  # a skipped update must not touch the velocity, so it has a tensor of its own
-            return HalfSGD(groups, lr=0.0, momentum=rule.momentum, rounding=rounding)
-        case "adamw":
-            return HalfAdamW(groups, lr=0.0, eps=rule.eps, rounding=rounding)
-        case "rmsprop" | "rmsprop_tf":
-            kind, decay = HalfRMSprop if rule.name == "rmsprop" else HalfRMSpropTF, rule.rmsprop_decay
-            return kind(groups, lr=0.0, alpha=decay, eps=rule.eps, momentum=rule.momentum, rounding=rounding)
-        case "lars":
-            trust = rule.lars_trust
-            return HalfLars(groups, lr=0.0, momentum=rule.momentum, trust=trust, eps=rule.eps, rounding=rounding)
-        case _:
-            assert_never(rule.name)
-
-
-def _groups(model: nn.Module, rule: UpdateRule) -> list[dict[str, Any]]:
-    """Decayed parameters and the others; `adapts` is read by LARS alone. A stage may have none to train."""
-    decayed, plain = decay_groups(model, rule.undecayed)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": rule.weight_decay, "adapts": True},
-        {"params": plain, "weight_decay": 0.0, "adapts": False},
-    ]
-    return [group for group in groups if group["params"]] or groups[:1]
-
-
-def decay_groups(
-    model: nn.Module, undecayed: frozenset[str] | None = None
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters that are decayed, and those that are not: by name, or else those of one dimension."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}  # a tied parameter comes once
-    if undecayed is None:
-        plain = {name for name, p in trainable.items() if p.ndim <= 1}
-    else:  # pieces of divided parameters are called layer1|0|conv1|weight
-        plain = {name for name in trainable if name.replace("|", ".") in undecayed}
-    return (
-        [p for name, p in trainable.items() if name not in plain],
-        [p for name, p in trainable.items() if name in plain],
-    )
-
-
-def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "nothing"]) -> frozenset[str] | None:
-    """Whom `--weight-decay-exclude` spares: every vector, the scales and shifts of norms alone, or nothing.
-
-    Proxy norm's scale and shift of the Gaussian are none of a norm's: they are decayed towards 0, as in the original.
+    timm's Lars keeps the rate outside the velocity, so that a changing rate gives other weights than TensorFlow's, and
+    launches about ten kernels per parameter. Here norms and sums are one kernel per group, and the host never waits.
     """
-    if exclude == "vectors":
-        return None
-    norms = (_NormBase, nn.GroupNorm, nn.LayerNorm)
-    return frozenset(
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if exclude == "norms" and isinstance(module, norms)
-        for name, _ in module.named_parameters(recurse=False)
-        if not name.startswith("proxy_")
-    )
+
+    def __init__(self, params: ParamsT, *, lr: float, momentum: float, trust: float, eps: float) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": 0.0, "adapts": True}
+        super().__init__(params, defaults)
+        self.norms = norms  # replaced where a process has pieces of the parameters
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        for group in self.param_groups:
+            params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params if p.grad is not None]
+            if not params:
+                continue
+            if group["adapts"]:
+                decay, sizes = group["weight_decay"], (self.norms(params), self.norms(grads))
+                trust = update_rules.trust_ratios(*sizes, coefficient=group["trust"], decay=decay, eps=group["eps"])
+                updates = torch._foreach_add(grads, params, alpha=decay)
+                torch._foreach_mul_(updates, list((trust * group["lr"]).unbind()))
+            else:
+                updates = torch._foreach_mul(grads, group["lr"])
+            velocities = [self._velocity(p) for p in params]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, updates)
+            torch._foreach_sub_(params, velocities)
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        slots = self.state[p]
+        if "velocity" not in slots:
+            slots["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = slots["velocity"]
+        return velocity
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the rate of the next update; a rate kept on the device is filled, not replaced."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors)))

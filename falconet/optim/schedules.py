@@ -1,4 +1,4 @@
-"""The learning rate of each update, as a closed form."""
+"""Learning-rate schedules as closed forms of the update."""
 
 import math
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ class Schedule:
     epochs: float
     updates_per_epoch: int
     warmup_epochs: float = 0.0
-    changes_per_epoch: float | Fraction = 0.0  # how often the rate may change after warm-up; 0: every update
-    decay: float = 0.5  # step: factor of a drop; exponential: factor of a change
-    drops: tuple[float, ...] = ()  # step: epochs of the drops
-    factors: tuple[float, ...] = ()  # step: of each drop, where they are not all `decay`
+    changes_per_epoch: float | Fraction = 0.0  # how often the rate changes after warm-up; 0: at every update
+    decay: float = 0.5  # factor of each drop (step) or change (exponential)
+    drops: tuple[float, ...] = ()  # step: the epochs of the drops
+    factors: tuple[float, ...] = ()  # step: one for each drop, where they are not all `decay`
     power: float = 2.0  # polynomial
     end_ratio: float = 1e-5  # polynomial: last rate / peak
 
@@ -33,7 +33,7 @@ class Schedule:
         """The learning rate of update `update`, counted from 0."""
         progress = Fraction(update, self.updates_per_epoch)  # epochs
         warmup = _exact(self.warmup_epochs)
-        # Warm-up is continuous whatever the frequency of changes, so the first update of all has rate 0.
+        # Warm-up is continuous whatever the frequency of changes, so the very first update has rate 0.
         ramp = float(progress / warmup) if progress < warmup else 1.0
         return self.peak * ramp * self._factor(math.floor(progress * self._frequency))
 
@@ -63,7 +63,7 @@ class Schedule:
         return _exact(self.changes_per_epoch) or Fraction(self.updates_per_epoch)
 
     def _factor(self, changes: int) -> float:
-        """The share of the peak that is left after `changes` changes."""
+        """The fraction of the peak after this many changes."""
         match self.kind:
             case "step":
                 passed = [changes >= _exact(drop) * self._frequency for drop in self.drops]
@@ -76,18 +76,18 @@ class Schedule:
                 return 0.5 * (1.0 + math.cos(math.pi * self._share(changes, after=0.0)))
             case "exponential":
                 return math.pow(self.decay, changes)
-            case "polynomial":  # decays only when the warm-up is over, which so ends at the peak itself
+            case "polynomial":  # decays only after the warm-up, which therefore ends at the peak
                 left = math.pow(1.0 - self._share(changes, after=self.warmup_epochs), self.power)
                 return (1.0 - self.end_ratio) * left + self.end_ratio
 
     def _alike(self) -> list[tuple[float, list[float]]]:
-        """Factors of the step schedule with the epochs of their drops; neighbours with the same one together."""
+        """The step schedule's factors with the epochs of their drops, equal neighbours together."""
         factors = self.factors or (self.decay,) * len(self.drops)
         pairs = groupby(zip(factors, self.drops, strict=True), key=lambda pair: pair[0])
         return [(factor, [drop for _, drop in group]) for factor, group in pairs]
 
     def _share(self, changes: int, *, after: float) -> float:
-        """How much of the epochs beyond `after` had passed at the last change, 0 to 1."""
+        """The fraction of the epochs after `after` that had passed at the last change, 0 to 1."""
         passed = changes / self._frequency - _exact(after)
         whole = _exact(self.epochs) - _exact(after)
         if passed <= 0:
@@ -98,17 +98,17 @@ class Schedule:
         if not self.changes_per_epoch:
             return "every update"
         if self.changes_per_epoch > 1:
-            return f"{float(self.changes_per_epoch):g} times an epoch"
+            return f"{float(self.changes_per_epoch):g} times per epoch"
         return "every epoch" if self.changes_per_epoch == 1 else f"every {1 / float(self.changes_per_epoch):.3g} epochs"
 
 
 def drops_at(shares: Iterable[float], updates: int, updates_per_epoch: int) -> list[float]:
-    """Shares of a training as epochs: each half an update before the first one that the drop is for, to be exact."""
+    """Fractions of the training as epochs, each half an update before the first update with the lower rate."""
     return [(math.ceil(_exact(share) * updates) - 0.5) / updates_per_epoch for share in shares]
 
 
 def _exact(number: float | Fraction) -> Fraction:
-    """The decimal a person wrote: 0.424 is 53/125, not the double next to it. A fraction is itself."""
+    """The decimal as written: 0.424 is 53/125, not the nearest double. A fraction stays as it is."""
     return Fraction(str(number))
 
 

@@ -1,4 +1,4 @@
-"""Which layers are frozen, and that names are answered."""
+"""Weights that patterns match, weights that are frozen, and the answers to wrong names."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.models import zoo
-from falconet.models.freezing import count_trained, freeze, train_only
-from falconet.models.norms import Norm
+from falconet.models.freezing import count_trained, freeze, matching, train_only
 
 
 def frozen_weights(model):
@@ -26,14 +25,14 @@ FIRST = {
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_all_weights_before_the_layer_are_frozen_and_no_others(name):
+def test_exactly_the_weights_before_the_layer_are_frozen(name):
     before, early = FIRST[name]
     model = zoo.build(name, classes=10, seed=0)
     freeze(model, before=before)
     assert frozen_weights(model) == {each for each, _ in model.named_parameters() if each.startswith(early)}
 
 
-def test_a_block_can_be_frozen_in_part():
+def test_block_can_be_frozen_in_part():
     model = zoo.build("resnet18", classes=10, seed=0)
     layers = freeze(model, before="layer4/1/conv2")
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -54,13 +53,13 @@ class Scaled(nn.Module):
         return self.late(self.early(x) * self.factor) + self.shift
 
 
-def test_a_weight_of_no_layer_is_frozen_by_its_place():
+def test_weight_outside_of_layers_is_frozen_by_its_position():
     model = nn.Sequential(Scaled())
     freeze(model, before="0/late")
     assert frozen_weights(model) == {"0.early.weight", "0.early.bias", "0.factor"}
 
 
-def test_a_layer_that_runs_again_later_is_trained():
+def test_layer_that_runs_again_later_is_trained():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,7 +73,7 @@ def test_a_layer_that_runs_again_later_is_trained():
     assert frozen_weights(model) == set()
 
 
-def test_without_a_name_and_from_the_first_layer_on_nothing_is_frozen():
+def test_first_layer_or_no_layer_freezes_nothing():
     model = zoo.build("resnet8-cifar", classes=10, seed=0)
     assert freeze(model, before=None) == []
     assert freeze(model, before="conv1") == []
@@ -82,20 +81,20 @@ def test_without_a_name_and_from_the_first_layer_on_nothing_is_frozen():
 
 
 REFUSED = {
-    "layer9/0": "--fine-tune-first-trainable-layer: 'layer9/0' is no layer; the nearest are 'layer3/0'",
-    "blocks/5/3": "is no layer; the nearest are ",
+    "layer9/0": "'layer9/0' is not a layer; the nearest are 'layer3/0'",
+    "blocks/5/3": "is not a layer; the nearest are ",
 }
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items())
-def test_a_wrong_name_is_answered_with_the_nearest(name, message):
+def test_wrong_layer_is_answered_with_the_nearest(name, message):
     with pytest.raises(ConfigError, match=message):
         freeze(zoo.build("resnet8-cifar", classes=10, seed=0), before=name)
 
 
-def test_a_layer_after_all_weights_is_refused():
+def test_layer_after_all_weights_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    with pytest.raises(ConfigError, match="'1' leaves no weights to train; wanted an earlier layer"):
+    with pytest.raises(ConfigError, match="'1' leaves no weights to train; expected an earlier layer"):
         freeze(model, before="1")
 
 
@@ -115,7 +114,7 @@ ONLY = {
 
 
 @pytest.mark.parametrize("patterns", ONLY)
-def test_only_what_a_pattern_matches_is_trained(patterns):
+def test_only_matching_weights_are_trained(patterns):
     model = zoo.build("resnet8-cifar", classes=10, seed=0)
     train_only(model, patterns)
     trained, tracked = ONLY[patterns]
@@ -127,9 +126,9 @@ def test_only_what_a_pattern_matches_is_trained(patterns):
 
 
 @pytest.mark.parametrize("stable", [True, False])
-def test_frozen_statistics_keep_their_bits_and_the_batch_is_normalised_all_the_same(stable):
-    model = zoo.build("resnet8-cifar", classes=10, seed=0, norm=Norm(stable=stable)).train()
-    free = zoo.build("resnet8-cifar", classes=10, seed=0, norm=Norm(stable=stable)).train()
+def test_frozen_statistics_do_not_change_and_the_batch_is_still_normalised(stable):
+    model = zoo.build("resnet8-cifar", classes=10, seed=0, disable_stable_batchnorm=not stable).train()
+    free = zoo.build("resnet8-cifar", classes=10, seed=0, disable_stable_batchnorm=not stable).train()
     train_only(model, ["fc"])
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -138,8 +137,40 @@ def test_frozen_statistics_keep_their_bits_and_the_batch_is_normalised_all_the_s
     assert not torch.equal(model.eval()(images), free.eval()(images))  # whose statistics have moved
 
 
-def test_statistics_alone_are_no_training():
-    with pytest.raises(
-        ConfigError, match=r"--trainable: '\.\*running_var' matches batch norm's statistics alone; wanted"
-    ):
+def test_pattern_of_statistics_only_is_refused():
+    with pytest.raises(ConfigError, match=r"'\.\*running_var' matches only batch norm's statistics; expected weights"):
         train_only(zoo.build("resnet8-cifar", classes=10, seed=0), [".*running_var"])
+
+
+NAMES = ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight", "layer1.0.bn1.bias", "fc.weight", "fc.bias"]
+
+MEANT = {
+    ("fc",): {"fc.weight", "fc.bias"},
+    ("layer1",): {"layer1.0.conv1.weight", "layer1.0.bn1.bias"},
+    ("layer1/0/conv1",): {"layer1.0.conv1.weight"},
+    (".*bias",): {"bn1.bias", "layer1.0.bn1.bias", "fc.bias"},
+    (".*bn1/bias",): {"bn1.bias", "layer1.0.bn1.bias"},
+    ("bn1",): {"bn1.weight", "bn1.bias"},  # of the model itself alone: a pattern is for a whole name
+    ("conv1", "fc/bias"): {"conv1.weight", "fc.bias"},
+    (): set(),
+}
+
+
+@pytest.mark.parametrize(("patterns", "expected"), MEANT.items())
+def test_pattern_matches_weights_by_name_or_layer(patterns, expected):
+    assert matching(NAMES, patterns) == expected
+
+
+WRONG = {
+    "layer4": "'layer4' matches no layer and no weight; the nearest are 'layer1', 'layer1/0'",
+    ".*/conv9/.*": "matches no layer and no weight; the nearest are ",
+    "(": "'(' is not a regular expression: missing ), unterminated subpattern at position 0",
+}
+
+
+@pytest.mark.parametrize(("pattern", "message"), WRONG.items())
+def test_pattern_without_a_match_is_answered_with_the_nearest(pattern, message):
+    with pytest.raises(ConfigError) as refused:
+        matching(NAMES, ["fc", pattern])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -54,7 +54,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernels_are_as_exact_as_fp32_is(case, interpreted):
+def test_kernels_are_as_exact_as_fp32(case, interpreted):
     # At 1000 fp32's spacing is 6e-5; sums of squares around 0 would lose a variance of 1 altogether.
     tolerance = 3e-4 if case == "far from zero" else 1e-6
     for name, error in zip(NAMES, interpreted[case], strict=True):
@@ -62,7 +62,7 @@ def test_the_kernels_are_as_exact_as_fp32_is(case, interpreted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_function_is_exact_up_to_the_types_rounding(dtype):
+def test_plain_function_is_exact_up_to_rounding(dtype):
     x, dy, weight, bias, groups = case(SHAPES[1], dtype=dtype)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     y = group_norm(x, groups, weight, bias, eps=1e-5)
@@ -72,7 +72,7 @@ def test_the_plain_function_is_exact_up_to_the_types_rounding(dtype):
     check_close([y.detach(), *(t.grad for t in leaves)], wanted, 4 * torch.finfo(dtype).eps)
 
 
-def test_it_loads_a_checkpoint_of_torchs_own_and_gives_the_same():
+def test_torchs_checkpoint_loads_and_gives_the_same_output():
     torch.manual_seed(0)
     theirs, ours = nn.GroupNorm(4, 8, eps=1e-3), FastGroupNorm(4, 8, eps=1e-3)
     nn.init.normal_(theirs.weight)
@@ -83,13 +83,13 @@ def test_it_loads_a_checkpoint_of_torchs_own_and_gives_the_same():
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-def test_it_stays_in_its_inputs_type_under_autocast():
+def test_autocast_keeps_the_type_of_the_input():
     layer = FastGroupNorm(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(1, 4, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_what_follows_a_timm_norm_follows_here():
+def test_activation_follows_the_norm():
     layer = FastGroupNorm(2, 4)
     layer.act = nn.ReLU(inplace=True)
     x = torch.randn(1, 4, 2, 2)
@@ -99,7 +99,7 @@ def test_what_follows_a_timm_norm_follows_here():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [*SHAPES, (8, 64, 112, 112, 32), (8, 2048, 7, 7, 32)])
-def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, dtype):
+def test_gpu_result_is_exact_up_to_rounding(shape, dtype):
     x, dy, weight, bias, groups = (t.cuda() if isinstance(t, torch.Tensor) else t for t in case(shape, dtype=dtype))
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
     y = group_norm(*leaves[:1], groups, *leaves[1:], eps=1e-5)
@@ -111,7 +111,7 @@ def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("scales", "shifts"), [(True, False), (False, True), (False, False)])
-def test_on_the_gpu_a_norm_may_lack_scale_and_shift(scales, shifts):
+def test_gpu_norm_may_lack_scale_and_shift(scales, shifts):
     x, dy, weight, bias, groups = (
         t.cuda() if isinstance(t, torch.Tensor) else t for t in case(SHAPES[1], torch.float32)
     )
@@ -124,7 +124,7 @@ def test_on_the_gpu_a_norm_may_lack_scale_and_shift(scales, shifts):
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_strided_groups_are_group_norm_of_the_channels_sorted_by_group(memory):
+def test_strided_groups_equal_group_norm_of_reordered_channels(memory):
     torch.manual_seed(0)
     layer = StridedGroupNorm(3, 12, eps=1e-3)
     nn.init.normal_(layer.weight)
@@ -143,7 +143,7 @@ def test_strided_groups_are_group_norm_of_the_channels_sorted_by_group(memory):
 
 @pytest.mark.parametrize("norm", [FastGroupNorm, StridedGroupNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_shapes_alone_pass_as_images_do(norm, dtype):
+def test_meta_tensors_are_accepted(norm, dtype):
     """Recomputation and pipelines work out memory and shapes on the meta device."""
     images = torch.empty(2, 8, 4, 4, dtype=dtype, device="meta")
     out = norm(4, 8, device="meta")(images)

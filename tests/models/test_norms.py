@@ -1,4 +1,4 @@
-"""Changing the norm changes the normalisation and nothing else."""
+"""Replacing batch norm changes the normalisation and nothing else."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
+from falconet.config.options import Model
 from falconet.errors import ConfigError
 from falconet.models import norms, zoo
-from falconet.models.norms import Norm
 
 
 def group_norm_in_float64(x, *, groups, eps, scale, shift):
@@ -25,48 +25,48 @@ def batch_norm(channels, *, eps=1e-5):
     return layer
 
 
-@pytest.mark.parametrize(("asked", "used"), [(None, 3e-2), (0.5, 0.5)])
-def test_group_norm_is_the_definition_with_the_layers_own_scale_shift_and_eps(asked, used):
+@pytest.mark.parametrize(("asked", "used"), [("auto", 3e-2), (0.5, 0.5)])
+def test_group_norm_follows_its_definition_with_the_layers_scale_shift_and_eps(asked, used):
     layer = batch_norm(8, eps=3e-2)
-    model = norms.apply(nn.Sequential(layer), Norm(kind="group", groups=4, eps=asked))
+    model = norms.apply(nn.Sequential(layer), Model(norm_type="group", norm_num_groups=4, norm_eps=asked))
     x = torch.randn(3, 8, 5, 5)
     scale, shift = layer.weight.detach().numpy(), layer.bias.detach().numpy()
     expected = group_norm_in_float64(x.numpy(), groups=4, eps=used, scale=scale, shift=shift)
     np.testing.assert_allclose(model(x).detach().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_group_norm_keeps_the_activation_and_the_dropout_of_a_joint_layer():
+def test_group_norm_keeps_activation_and_dropout_of_a_timm_norm():
     layer = BatchNormAct2d(8, act_layer=nn.SiLU, drop_layer=lambda: nn.Dropout(1.0))
-    model = norms.apply(nn.Sequential(layer).eval(), Norm(kind="group", groups=2))
+    model = norms.apply(nn.Sequential(layer).eval(), Model(norm_type="group", norm_num_groups=2))
     x = torch.randn(3, 8, 5, 5)
     normal = group_norm_in_float64(x.numpy(), groups=2, eps=1e-5, scale=np.ones(8), shift=np.zeros(8))
     np.testing.assert_allclose(model(x).detach().numpy(), normal / (1 + np.exp(-normal)), rtol=1e-5, atol=1e-5)
     assert not model.train()(x).any()  # everything is dropped, and SiLU of zero is zero
 
 
-def test_group_norm_has_the_parameters_of_the_layer_it_replaces():
+def test_group_norm_takes_over_the_parameters_of_its_layer():
     layer = batch_norm(8).to(torch.float64)
     layer.bias.requires_grad_(False)
-    (group,) = norms.apply(nn.Sequential(layer), Norm(kind="group", groups=2))
+    (group,) = norms.apply(nn.Sequential(layer), Model(norm_type="group", norm_num_groups=2))
     assert group.weight is layer.weight
     assert group.bias is layer.bias
 
 
-def test_group_norm_without_scale_and_shift_stays_without():
-    (group,) = norms.apply(nn.Sequential(nn.BatchNorm2d(4, affine=False)), Norm(kind="group", groups=2))
+def test_group_norm_adds_no_scale_and_shift():
+    (group,) = norms.apply(nn.Sequential(nn.BatchNorm2d(4, affine=False)), Model(norm_type="group", norm_num_groups=2))
     assert list(group.parameters()) == []
     assert group(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
 
 
-def test_no_norm_is_the_activation_alone():
+def test_removed_norm_leaves_the_activation():
     model = nn.Sequential(batch_norm(8), BatchNormAct2d(8, act_layer=nn.SiLU))
     x = torch.randn(3, 8, 5, 5)
     expected = x * torch.sigmoid(x)
-    torch.testing.assert_close(norms.apply(model, Norm(kind="none"))(x), expected)
+    torch.testing.assert_close(norms.apply(model, Model(norm_type="none"))(x), expected)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
-def test_batch_norm_as_built_is_left_alone(name):
+def test_default_options_leave_batch_norm_unchanged(name):
     with torch.device("meta"):
         model = zoo.build(name, classes=2, seed=0)
     settings = {(layer.eps, layer.momentum) for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
@@ -76,34 +76,34 @@ def test_batch_norm_as_built_is_left_alone(name):
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
 def test_eps_and_momentum_reach_every_batch_norm(name):
     with torch.device("meta"):
-        model = zoo.build(name, classes=2, seed=0, norm=Norm(eps=1e-3, momentum=0.03))
+        model = zoo.build(name, classes=2, seed=0, norm_eps=1e-3, batchnorm_momentum=0.03)
     settings = {(layer.eps, layer.momentum) for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
     assert settings == {(1e-3, 0.03)}
 
 
 def test_momentum_is_the_weight_of_the_newest_batch():
-    model = norms.apply(nn.Sequential(nn.BatchNorm2d(2)), Norm(momentum=0.25))
+    model = norms.apply(nn.Sequential(nn.BatchNorm2d(2)), Model(batchnorm_momentum=0.25))
     x = torch.randn(4, 2, 3, 3)
     model(x)
     torch.testing.assert_close(model[0].running_mean, 0.25 * x.mean((0, 2, 3)))
 
 
-NORMALISED = [name for name in zoo.names() if not name.startswith("squeezenet")]  # tests/models/test_squeeze.py
+NORMALISED = [name for name in zoo.names() if not name.startswith("squeezenet")]  # tests/models/test_squeezenet.py
 
 
 @pytest.mark.parametrize("kind", ["group", "none"])
 @pytest.mark.parametrize("name", [*NORMALISED, "timm:regnety_002", "timm:densenet121", "timm:resnetv2_50"])
-def test_no_batch_norm_is_left_in_any_model(name, kind):
+def test_every_batch_norm_is_replaced_in_every_model(name, kind):
     with torch.device("meta"):
-        model = zoo.build(name, classes=2, seed=0, norm=Norm(kind=kind, groups=8))
+        model = zoo.build(name, classes=2, seed=0, norm_type=kind, norm_num_groups=8)
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     assert any(isinstance(layer, nn.GroupNorm) for layer in model.modules()) == (kind == "group")
 
 
 @pytest.mark.parametrize("kind", ["group", "none"])
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "mobilenet-v3-small", "timm:regnety_002"])
-def test_a_model_with_another_norm_runs_forward_and_backward(name, kind):
-    model = zoo.build(name, classes=2, seed=0, norm=Norm(kind=kind, groups=8))
+def test_model_with_another_norm_runs_forward_and_backward(name, kind):
+    model = zoo.build(name, classes=2, seed=0, norm_type=kind, norm_num_groups=8)
     logits = model(torch.randn(2, 3, 32, 32))
     logits.sum().backward()
     assert logits.isfinite().all()
@@ -112,14 +112,14 @@ def test_a_model_with_another_norm_runs_forward_and_backward(name, kind):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["group", "none"])
-def test_the_mode_of_the_layer_is_kept(kind, training):
+def test_replaced_norm_keeps_training_mode(kind, training):
     model = nn.Sequential(BatchNormAct2d(8)).train(training)
-    assert norms.apply(model, Norm(kind=kind, groups=2))[0].training == training
+    assert norms.apply(model, Model(norm_type=kind, norm_num_groups=2))[0].training == training
 
 
 GROUPS = {
-    "resnet8-cifar": "layer 'bn1' has 16 channels, which 32 does not divide; 16 divides every layer",
-    "efficientnet-b0": "layer 'blocks.0.0.bn2' has 16 channels, which 32 does not divide; 8 divides every layer",
+    "resnet8-cifar": "the 16 channels of layer 'bn1'; 16 divides every layer",
+    "efficientnet-b0": "the 16 channels of layer 'blocks.0.0.bn2'; 8 divides every layer",
 }
 
 
@@ -128,42 +128,48 @@ def test_groups_that_do_not_divide_the_channels_are_refused(name, message):
     with torch.device("meta"):
         model = zoo.build(name, classes=2, seed=0)
     with pytest.raises(ConfigError) as caught:
-        norms.apply(model, Norm(kind="group", groups=32))
-    assert str(caught.value) == f"--norm-num-groups 32: {message}"
+        norms.apply(model, Model(norm_type="group", norm_num_groups=32))
+    assert str(caught.value) == f"--norm-num-groups: got 32, which does not divide {message}"
     assert not any(isinstance(layer, nn.GroupNorm) for layer in model.modules())  # nothing half done
 
 
 NOTHING_TO_CHANGE = {
-    "--norm-type group": Norm(kind="group"),
-    "--norm-type none": Norm(kind="none"),
-    "--norm-eps 0.1": Norm(eps=0.1),
-    "--batchnorm-momentum 0.1": Norm(momentum=0.1),
+    "--norm-type": Model(norm_type="group"),
+    "--norm-eps": Model(norm_eps=0.1),
+    "--batchnorm-momentum": Model(batchnorm_momentum=0.1),
+    "--disable-stable-batchnorm": Model(disable_stable_batchnorm=True),
 }
 
 
-@pytest.mark.parametrize(("option", "norm"), NOTHING_TO_CHANGE.items())
-def test_an_option_that_cannot_touch_the_model_is_refused(option, norm):
+@pytest.mark.parametrize(("option", "options"), NOTHING_TO_CHANGE.items())
+def test_option_without_a_norm_to_change_is_refused(option, options):
     with pytest.raises(ConfigError) as caught:
-        norms.apply(nn.Sequential(nn.LayerNorm(4)), norm)
+        norms.apply(nn.Sequential(nn.LayerNorm(4)), options)
     assert str(caught.value) == f"{option}: this model has no 2d batch norm to change; leave the option out"
 
 
-def test_a_model_without_batch_norm_is_fine_when_nothing_is_asked():
+def test_model_without_batch_norm_accepts_default_options():
     model = nn.Sequential(nn.LayerNorm(4))
-    assert norms.apply(model, Norm()) is model
+    assert norms.apply(model, Model()) is model
+
+
+GROUP = {"norm_type": "group", "norm_num_groups": 8}
 
 
 @pytest.mark.parametrize("name", ["resnet8-cifar", "mobilenet-v3-small"])
 @pytest.mark.parametrize(
     ("changed", "plain"),
     [
-        (Norm(kind="group", groups=8, fast=True), Norm(kind="group", groups=8)),
-        (Norm(stable=False), Norm()),
+        (
+            {"norm_type": "group", "norm_num_groups": 8, "enable_fast_groupnorm": True},
+            {"norm_type": "group", "norm_num_groups": 8},
+        ),
+        ({"disable_stable_batchnorm": True}, {}),
     ],
 )
-def test_the_fast_norms_are_the_same_function_and_load_each_others_checkpoints(name, changed, plain):
-    fast = zoo.build(name, classes=5, seed=0, norm=changed).train()
-    slow = zoo.build(name, classes=5, seed=1, norm=plain).train()
+def test_fast_norms_equal_plain_ones_and_load_their_checkpoints(name, changed, plain):
+    fast = zoo.build(name, classes=5, seed=0, **changed).train()
+    slow = zoo.build(name, classes=5, seed=1, **plain).train()
     slow.load_state_dict(fast.state_dict())
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
@@ -171,3 +177,12 @@ def test_the_fast_norms_are_the_same_function_and_load_each_others_checkpoints(n
     torch.manual_seed(3)
     torch.testing.assert_close(fast(x), expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(fast.eval()(x), slow.eval()(x), rtol=1e-3, atol=1e-4)
+
+
+def test_convolutions_get_biases_in_place_of_norms():
+    model = zoo.build("resnet8-cifar", classes=10, seed=0, norm_type="none", conv_bias=True)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert all(layer.bias is not None and not layer.bias.any() for layer in convolutions)
+    bare = zoo.build("resnet8-cifar", classes=10, seed=0, norm_type="none")
+    added = zoo.count_parameters(model) - zoo.count_parameters(bare)
+    assert added == sum(layer.out_channels for layer in convolutions)

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from falconet.config.options import Model
 from falconet.errors import ConfigError
 from falconet.models import norms, splits, zoo
-from falconet.models.norms import Norm
 from falconet.models.proxynorm import (
     SAMPLES,
-    Proxy,
     ProxyNorm,
     plain_proxy_norm,
     proxy_moments,
@@ -58,7 +57,7 @@ def normal_integrals(channel, activation):
     return mean, (weights * (values - mean) ** 2).sum()
 
 
-def test_the_samples_are_the_middle_quantiles_of_the_normal_distribution():
+def test_samples_are_quantiles_of_the_normal_distribution():
     chances = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
     torch.testing.assert_close(samples(), torch.special.ndtri(chances), rtol=0, atol=1e-12)
     assert SAMPLES == 200
@@ -66,7 +65,7 @@ def test_the_samples_are_the_middle_quantiles_of_the_normal_distribution():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_the_moments_are_those_of_a_gaussians_activation(channel, activation):
+def test_moments_equal_gaussian_integrals(channel, activation):
     mean, rstd = proxy_moments(factors_of([channel]), samples(), activation=activation, eps=EPS)
     wanted, variance = normal_integrals(channel, activation)
     spread = math.sqrt(variance + EPS)  # what the mean is a part of
@@ -76,7 +75,7 @@ def test_the_moments_are_those_of_a_gaussians_activation(channel, activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("compute", [plain_proxy_norm, recomputed_proxy_norm])
-def test_the_activation_of_a_gaussian_gets_mean_0_and_deviation_1(activation, compute):
+def test_gaussian_input_gives_mean_0_and_deviation_1(activation, compute):
     """Whatever scale and shift are; that is what a batch norm would do, here without a look at the batch."""
     noise = torch.Generator().manual_seed(0)
     weight, bias = torch.rand(64, generator=noise) * 2 + 0.2, torch.randn(64, generator=noise)
@@ -106,7 +105,7 @@ def by_definition(x, factors, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("compute", [plain_proxy_norm, recomputed_proxy_norm])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_it_is_the_papers_formula_up_to_the_types_rounding(activation, compute, dtype):
+def test_output_follows_the_papers_formula(activation, compute, dtype):
     noise = torch.Generator().manual_seed(1)
     x = torch.randn(3, len(CHANNELS), 5, 4, generator=noise).to(dtype).contiguous(memory_format=torch.channels_last)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -118,7 +117,7 @@ def test_it_is_the_papers_formula_up_to_the_types_rounding(activation, compute, 
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_gradients_are_those_of_finite_differences_and_of_the_plain_formula(activation):
+def test_gradients_equal_finite_differences_and_the_plain_formula(activation):
     noise = torch.Generator().manual_seed(2)
     x = torch.randn(2, len(CHANNELS), 3, 2, generator=noise, dtype=torch.float64).requires_grad_()
     factors = factors_of(CHANNELS).requires_grad_()
@@ -135,9 +134,9 @@ def test_the_gradients_are_those_of_finite_differences_and_of_the_plain_formula(
 
 
 @pytest.mark.parametrize(("keep", "tensors"), [(True, 1), (False, 3)])
-def test_recomputation_keeps_the_input_alone(keep, tensors):
+def test_recomputation_saves_only_the_input(keep, tensors):
     """Of the input's size; without it the affine input, the centred activation and the input itself are kept."""
-    layer = ProxyNorm(16, activation="silu", proxy=Proxy(recompute=keep))
+    layer = ProxyNorm(16, activation="silu", recompute=keep)
     x = torch.randn(4, 16, 20, 20, requires_grad=True)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
@@ -147,23 +146,23 @@ def test_recomputation_keeps_the_input_alone(keep, tensors):
     assert rest < 16 * (4 + 2) + 201 if keep else rest > 16 * 200  # vectors, or what each sample became
 
 
-def test_it_stays_in_its_inputs_type_under_autocast():
-    layer = ProxyNorm(4, activation="silu", proxy=Proxy())
+def test_autocast_keeps_the_type_of_the_input():
+    layer = ProxyNorm(4, activation="silu")
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(1, 4, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_shapes_alone_pass_as_images_do(keep):
+def test_meta_tensors_are_accepted(keep):
     """Recomputation and pipelines work out memory and shapes on the meta device."""
-    layer = ProxyNorm(8, activation="silu", proxy=Proxy(recompute=keep)).to("meta", torch.float16)
+    layer = ProxyNorm(8, activation="silu", recompute=keep).to("meta", torch.float16)
     images = torch.empty(2, 8, 4, 4, dtype=torch.float16, device="meta")
     out = layer(images)
     assert (out.shape, out.dtype, out.device) == (images.shape, torch.float16, images.device)
 
 
-def test_the_compiler_takes_it_in_one_graph():
-    layer = ProxyNorm(6, activation="silu", proxy=Proxy())
+def test_compiler_makes_one_graph():
+    layer = ProxyNorm(6, activation="silu")
     x = torch.randn(2, 6, 3, 3, requires_grad=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     mine, theirs = compiled(x), layer(x)
@@ -176,19 +175,20 @@ def test_the_compiler_takes_it_in_one_graph():
         torch.testing.assert_close(one, other)
 
 
-def proxied(name="efficientnet-cifar", *, device=None, shape=None, **norm):
-    settings = Norm(**{"kind": "group", "groups": 4, "proxy": Proxy(), **norm})
+def proxied(name="efficientnet-cifar", *, device=None, **options):
+    settings = {"norm_type": "group", "norm_num_groups": 4, "proxy_norm": True, **options}
     with torch.device(device or "cpu"):
-        return zoo.build(name, classes=10, seed=0, norm=settings, shape=shape)
+        return zoo.build(name, classes=10, seed=0, **settings)
 
 
 SIZES = [*((f"efficientnet-b{size}", 1) for size in (0, 2, 4, 7)), ("efficientnet-b4", 16), ("efficientnet-cifar", 16)]
 
 
 @pytest.mark.parametrize(("name", "group_dim"), SIZES)
-def test_every_activation_after_a_norm_is_normalised_and_no_other_norm_shifts(name, group_dim):
-    shape = zoo.EfficientNetShape(group_dim=group_dim)
-    model, plain = (proxied(name, device="meta", shape=shape, proxy=proxy) for proxy in (Proxy(), None))
+def test_every_activation_after_a_norm_is_normalised_and_other_norms_lose_their_shift(name, group_dim):
+    model, plain = (
+        proxied(name, device="meta", efficientnet_group_dim=group_dim, proxy_norm=proxy) for proxy in (True, False)
+    )
     layers = dict(model.named_modules())
     behind = {path: layer for path, layer in layers.items() if isinstance(layer, ProxyNorm)}
     active = {
@@ -206,16 +206,16 @@ def test_every_activation_after_a_norm_is_normalised_and_no_other_norm_shifts(na
 
 KINDS = {
     "group": {},
-    "strided": {"strided": True},
-    "fast": {"fast": True},
-    "batch": {"kind": "batch"},
-    "one pass": {"kind": "batch", "stable": False},
-    "kept": {"proxy": Proxy(recompute=False)},
+    "strided": {"norm_grouping": "strided"},
+    "fast": {"enable_fast_groupnorm": True},
+    "batch": {"norm_type": "batch"},
+    "one pass": {"norm_type": "batch", "disable_stable_batchnorm": True},
+    "kept": {"proxy_recompute": False},
 }
 
 
 @pytest.mark.parametrize("norm", KINDS.values(), ids=KINDS)
-def test_every_weight_gets_a_gradient_behind_every_kind_of_norm(norm):
+def test_every_weight_gets_a_gradient_after_every_kind_of_norm(norm):
     model = proxied(**norm)
     images = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     model(images).square().sum().backward()
@@ -223,7 +223,7 @@ def test_every_weight_gets_a_gradient_behind_every_kind_of_norm(norm):
     assert model.bn1.act.proxy_scale.grad.any()
 
 
-def test_a_model_is_that_of_its_definition():
+def test_first_layers_of_a_model_follow_the_definition():
     """The first layers of the model, by group norm without scale and the paper's formula."""
     model = proxied()
     with torch.no_grad():
@@ -237,19 +237,19 @@ def test_a_model_is_that_of_its_definition():
     np.testing.assert_allclose(model.bn1(model.conv_stem(x)).detach().numpy(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_activations_behind_its_norms_is_refused():
-    with pytest.raises(ConfigError, match="--proxy-norm: this model has no norm with an activation of its own"):
-        norms.apply(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), Norm(proxy=Proxy()))
+def test_model_without_activations_after_its_norms_is_refused():
+    with pytest.raises(ConfigError, match="--proxy-norm: this model has no norm with an activation"):
+        norms.apply(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), Model(proxy_norm=True))
 
 
-def test_its_weights_stay_in_fp32_where_others_are_halved():
+def test_weights_stay_in_fp32_in_half_precision():
     model = REGIMES["16.16"].prepare(proxied(), torch.device("cpu"))
     types = {weight.dtype for layer in model.modules() if isinstance(layer, ProxyNorm) for weight in layer.parameters()}
     assert types == {torch.float32}
     assert model.conv_stem.weight.dtype == torch.float16
 
 
-def test_scales_and_shifts_are_not_decayed_but_the_gaussians_own_are():
+def test_weight_decay_spares_scales_and_shifts_but_not_those_of_the_gaussian():
     """In the original's optimizer too; with `vectors`, our default, neither is."""
     model = proxied()
     spared = undecayed_names(model, "norms")
@@ -291,7 +291,7 @@ def interpreted():
     return json.loads(done.stdout)
 
 
-def test_the_kernels_are_as_exact_as_fp32_is(interpreted):
+def test_kernels_are_as_exact_as_fp32(interpreted):
     assert len(interpreted) == 6
     for case, errors in interpreted.items():
         assert max(errors) < 4e-6, (case, errors)  # of output, the input's gradient, the factors' gradients
@@ -303,7 +303,7 @@ def test_the_kernels_are_as_exact_as_fp32_is(interpreted):
 @pytest.mark.parametrize(
     "shape", [(2, 6, 5, 7), (8, 96, 112, 112), (8, 1280, 7, 7), (2, 4, 1, 1), (3, 1, 4, 4)], ids=str
 )
-def test_on_the_gpu_it_is_exact_up_to_the_types_rounding(shape, activation, dtype):
+def test_gpu_result_is_exact_up_to_rounding(shape, activation, dtype):
     noise = torch.Generator().manual_seed(6)
     x, dy = (torch.randn(shape, generator=noise).to("cuda", dtype) for _ in range(2))
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))

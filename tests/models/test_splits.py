@@ -71,22 +71,22 @@ def check(name, names, size=32):
 
 
 @pytest.mark.parametrize(("name", "names"), QUICK.items())
-def test_a_model_cut_at_layers_is_the_same_model(name, names):
+def test_stages_equal_the_whole_model(name, names):
     check(name, names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REST)
-def test_the_rest_of_the_zoo_too(name):
+def test_stages_equal_the_whole_model_for_the_rest_of_the_zoo(name):
     legal = [each for each in legal_names(zoo.build(name, classes=5, seed=0)) if "/" in each and "drop" not in each]
     check(name, [legal[len(legal) // 5], legal[len(legal) // 2], legal[4 * len(legal) // 5]])
 
 
-def test_another_model_of_timm_is_cut_too():
+def test_stages_equal_the_whole_model_for_a_model_of_timm():
     check("timm:regnetx_002", ["s2/b1/conv2", "s3/b2"])
 
 
-def test_every_name_that_is_legal_but_the_first_can_be_cut_at():
+def test_model_can_be_split_at_every_layer_but_the_first():
     model = zoo.build("resnet8-cifar", classes=5, seed=0)
     first, *names = legal_names(model)
     assert first == "conv1"
@@ -97,17 +97,17 @@ def test_every_name_that_is_legal_but_the_first_can_be_cut_at():
 
 
 MISTAKES = {
-    "layer9/0": "--pipeline-splits: 'layer9/0' is no layer; the nearest are 'layer3/0', 'layer2/0', 'layer1/0'",
-    "conv1": "--pipeline-splits: 'conv1' is the first layer of all, and a split names the first of a later stage",
-    "layer2/0 layer1/0": "--pipeline-splits: 'layer1/0' runs before 'layer2/0' does, which is given before it; wanted",
-    "layer2 layer2/0": "--pipeline-splits: 'layer2/0' begins where 'layer2' does, which is given before it; wanted one",
-    "layer2/0/bn1 layer2/0/relu1 layer2/0/conv2": "--pipeline-splits: the stage from 'layer2/0/relu1' to "
+    "layer9/0": "'layer9/0' is not a layer; the nearest are 'layer3/0', 'layer2/0', 'layer1/0'",
+    "conv1": "'conv1' is the model's first layer, and a split names the first layer of a later stage",
+    "layer2/0 layer1/0": "'layer1/0' runs before 'layer2/0' does, which is given before it; expected",
+    "layer2 layer2/0": "'layer2/0' starts where 'layer2' does, which is given before it; expected one",
+    "layer2/0/bn1 layer2/0/relu1 layer2/0/conv2": "the stage from 'layer2/0/relu1' to "
     "'layer2/0/relu1' would have no weights to train",
 }
 
 
 @pytest.mark.parametrize(("names", "message"), MISTAKES.items())
-def test_a_wrong_name_is_answered_with_legal_ones(names, message):
+def test_wrong_split_is_answered_with_valid_ones(names, message):
     with pytest.raises(ConfigError) as refused:
         splits.split(zoo.build("resnet8-cifar", classes=5, seed=0), names.split())
     assert str(refused.value).startswith(message)
@@ -122,7 +122,7 @@ def scaled(count):
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
-def test_the_slowest_stage_is_as_fast_as_it_can_be(monkeypatch, stages):
+def test_balance_minimises_the_slowest_stage(monkeypatch, stages):
     monkeypatch.setattr(splits, "_costs", lambda traced, _: dict(zip(splits.computed(traced), COSTS, strict=True)))
     found = splits.balance(scaled(8), stages, example=torch.zeros(1, 3, 8, 8))
 
@@ -133,7 +133,7 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be(monkeypatch, stages):
     assert slowest([int(name) for name in found]) == min(every)
 
 
-def test_measured_stages_are_stages_of_the_model():
+def test_balanced_splits_are_valid_and_leave_the_model_unchanged():
     model = zoo.build("resnet8-cifar", classes=5, seed=0)
     names = splits.balance(model, 4, example=torch.zeros(2, 3, 16, 16))
     assert len(splits.split(model, names)) == 4
@@ -141,8 +141,8 @@ def test_measured_stages_are_stages_of_the_model():
     assert int(model.bn1.num_batches_tracked) == 0
 
 
-def test_more_stages_than_places_to_cut_are_refused():
-    with pytest.raises(ConfigError, match="got auto:4, wanted at most auto:3 for this model"):
+def test_more_stages_than_possible_splits_are_refused():
+    with pytest.raises(ConfigError, match="got auto:4, expected at most auto:3 for this model"):
         splits.balance(scaled(3), 4, example=torch.zeros(1, 3, 8, 8))
 
 
@@ -177,15 +177,15 @@ class Idle(Branching):
 
 
 REFUSED = {
-    Branching: "--pipeline-splits: Branching cannot be traced: ",
-    Moody: "--pipeline-splits: Moody decides outside of its layers what to do in training",
-    Twice: "--pipeline-splits: 'a.weight' is used by stage 0 and by stage 1; wanted a split elsewhere",
-    Idle: "--pipeline-splits: 'c.weight' takes no part in the forward pass, so no stage has it",
+    Branching: "Branching cannot be traced: ",
+    Moody: "Moody behaves differently in training outside of its layers",
+    Twice: "'a.weight' is used by stage 0 and by stage 1; expected a split elsewhere",
+    Idle: "'c.weight' is not used in the forward pass, so no stage has it",
 }
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items())
-def test_a_model_that_cannot_be_cut_is_refused_in_one_line(kind, message):
+def test_model_that_cannot_be_split_is_refused_in_one_line(kind, message):
     with pytest.raises(ConfigError) as refused:
         splits.split(kind(), ["b"])
     assert str(refused.value).startswith(message)

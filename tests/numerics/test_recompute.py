@@ -68,7 +68,7 @@ CASES = [(name, [".*(bn|add).*"]) for name in MODELS] + [
 
 
 @pytest.mark.parametrize(("name", "patterns"), CASES)
-def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
+def test_recomputation_changes_no_bit(name, patterns):
     plain = build(name)
     changed = copy.deepcopy(plain)
     matched = recompute(changed, patterns)
@@ -81,7 +81,7 @@ def test_outputs_gradients_and_statistics_are_the_same_bits(name, patterns):
 
 
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b0"])
-def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
+def test_stage_recomputes_every_segment_and_stores_as_predicted(name):
     plain = build(name)
     changed = copy.deepcopy(plain)
     footprint = measure_footprint(plain, images(name))
@@ -95,7 +95,7 @@ def test_a_stage_recomputes_all_of_itself_and_keeps_what_was_predicted(name):
     assert kept < saved_bytes(plain, images(name)) / 2
 
 
-def test_what_named_layers_leave_stored_is_predicted():
+def test_prediction_for_named_layers_matches_what_is_stored():
     model = build("resnet8-cifar")
     names = ["layer1/0/conv2", "add", "add_2"]
     footprint = measure_footprint(model, images("resnet8-cifar"), stored=names)
@@ -121,7 +121,7 @@ def counted(layers):
     return begun, ended
 
 
-def test_what_lies_between_the_matching_layers_is_computed_twice_and_they_once():
+def test_layers_between_stored_ones_run_twice():
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     _, ended = counted(list(model))
     recompute(model, ["1", "3"])
@@ -130,7 +130,7 @@ def test_what_lies_between_the_matching_layers_is_computed_twice_and_they_once()
     assert list(ended.values()) == [2, 1, 2, 1, 1, 1]
 
 
-def test_a_whole_part_is_kept_by_naming_all_of_it():
+def test_block_is_stored_when_all_of_its_layers_match():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()) for _ in range(3)))
     begun, _ = counted([layer for part in model for layer in part])
     recompute(model, ["0/.*", "1"])
@@ -161,7 +161,7 @@ class InPlace(nn.Module):
     "stored",
     [["a"], ["clone"], ["clone", "b"], ["b"], ["c"], ["b", "c", "mul_"], ["mul_", "add"], ["c", "add"], [".*"]],
 )
-def test_layers_that_work_in_place_do_not_spoil_what_is_stored(stored):
+def test_in_place_layers_do_not_change_stored_outputs(stored):
     torch.manual_seed(0)
     plain = InPlace().train()
     changed = copy.deepcopy(plain)
@@ -177,7 +177,7 @@ def outputs_and_gradients(model):
     return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def test_a_copy_runs_its_own_layers():
+def test_copied_model_runs_the_copied_layers():
     """The moving average of the weights is a copy of the model."""
     model = build("resnet8-cifar")
     recompute(model, ["layer1"])
@@ -192,7 +192,7 @@ def test_a_copy_runs_its_own_layers():
     assert model.fc.bias.grad is None
 
 
-def test_evaluation_is_left_alone():
+def test_evaluation_is_unchanged():
     plain = build("efficientnet-b0").eval()
     changed = copy.deepcopy(plain)
     recompute(changed, [".*bn.*"])
@@ -202,7 +202,7 @@ def test_evaluation_is_left_alone():
     assert not any(module.training for module in changed.modules())
 
 
-def test_less_is_kept():
+def test_recomputation_stores_less():
     plain = build("resnet18")
     kept = saved_bytes(plain, images("resnet18"))
     recompute(plain, ["layer./."])
@@ -210,7 +210,7 @@ def test_less_is_kept():
     assert saved_bytes(plain, images("resnet18")) < kept / 2
 
 
-def test_names_are_paths_with_slashes_and_functions_of_the_trace():
+def test_layers_are_named_by_path_or_traced_function():
     names = matching(build("resnet18"), [".*"])
     for name in ("conv1", "layer1", "layer1/0", "layer1/0/conv1", "layer4/0/downsample/1", "add", "add_7", "fc"):
         assert name in names
@@ -218,14 +218,14 @@ def test_names_are_paths_with_slashes_and_functions_of_the_trace():
 
 
 MISTAKES = {
-    "layer9/.*": "--recompute-checkpoints: 'layer9/.*' matches no layer; the nearest are 'layer3/0'",
-    "conv": "--recompute-checkpoints: 'conv' matches no layer; the nearest are 'conv1'",
-    "layer1(": "--recompute-checkpoints: 'layer1(' is not a regular expression: missing )",
+    "layer9/.*": "'layer9/.*' matches no layer; the nearest are 'layer3/0'",
+    "conv": "'conv' matches no layer; the nearest are 'conv1'",
+    "layer1(": "'layer1(' is not a regular expression: missing )",
 }
 
 
 @pytest.mark.parametrize(("pattern", "message"), MISTAKES.items())
-def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest_names(pattern, message):
+def test_pattern_without_a_match_is_answered_with_the_nearest(pattern, message):
     model = build("resnet8-cifar")
     with pytest.raises(ConfigError) as caught:
         recompute(model, ["layer1/0", pattern])
@@ -234,25 +234,25 @@ def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest_names(patte
     assert "forward" not in vars(model)
 
 
-def test_a_model_that_branches_on_its_input_is_refused_in_one_line():
+def test_model_that_branches_on_its_input_is_refused_in_one_line():
     class Branching(nn.Module):
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(ConfigError, match="--recompute-mode: Branching cannot be traced") as caught:
+    with pytest.raises(ConfigError, match="Branching cannot be traced") as caught:
         recompute(Branching(), [".*"])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
-def test_the_prediction_without_recomputing_is_what_autograd_keeps(name):
+def test_prediction_without_recomputation_matches_autograd(name):
     model, x = build(name), images(name)
     choice = automatic(model, example=x, budget_bytes=None)
     assert choice.without_bytes == pytest.approx(saved_bytes(model, x), rel=0.03)
     assert choice.predicted_bytes < 0.6 * choice.without_bytes
 
 
-def test_the_prediction_is_what_a_pencil_finds():
+def test_prediction_equals_a_calculation_by_hand():
     """A block keeps its input and the outputs of two sigmoids, 128 bytes each; its output is the next one's input."""
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(3))
     choice = automatic(nn.Sequential(*blocks), example=torch.empty(4, 8), budget_bytes=None)
@@ -262,7 +262,7 @@ def test_the_prediction_is_what_a_pencil_finds():
     assert choice.patterns == ("0/3", "1/3")
 
 
-def test_the_prediction_follows_the_micro_batch_and_the_type():
+def test_prediction_scales_with_micro_batch_and_type():
     model = build("resnet18")
     one = automatic(model, example=torch.empty(1, 3, 64, 64), budget_bytes=None).predicted_bytes
     eight = automatic(model, example=torch.empty(8, 3, 64, 64), budget_bytes=None).predicted_bytes
@@ -272,7 +272,7 @@ def test_the_prediction_follows_the_micro_batch_and_the_type():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.7, 0.5])
-def test_as_little_as_possible_is_recomputed_to_fit_the_budget(share):
+def test_only_as_much_as_needed_is_recomputed_to_fit_the_budget(share):
     model, x = build("resnet18"), images("resnet18")
     every = automatic(model, example=x, budget_bytes=None)
     budget = int(share * every.without_bytes)
@@ -287,15 +287,15 @@ def test_as_little_as_possible_is_recomputed_to_fit_the_budget(share):
         assert torch.equal(first, second)
 
 
-def test_a_budget_that_nothing_fits_is_refused_in_one_line():
+def test_too_small_budget_is_refused_in_one_line():
     with pytest.raises(ConfigError) as caught:
         automatic(build("resnet8-cifar"), example=torch.empty(64, 3, 32, 32), budget_bytes=2**20)
-    assert "--memory-budget: got 0.000977 GiB, wanted at least 0.0" in str(caught.value)
-    assert "activations of a batch of 64 with" in str(caught.value)
+    assert "got 0.000977 GiB, expected at least 0.0" in str(caught.value)
+    assert "activations of a micro-batch of 64 with" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_choosing_leaves_the_model_alone():
+def test_choosing_blocks_leaves_the_model_unchanged():
     model = build("resnet8-cifar")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     automatic(model, example=torch.empty(2, 3, 16, 16), budget_bytes=None)

@@ -61,7 +61,7 @@ def draws(value, dtype, count, update=0):
 @pytest.mark.parametrize("dtype", HALVES)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False), update=st.integers(0, 2**31 - 1))
 @settings(max_examples=300, deadline=None)
-def test_a_value_becomes_one_of_its_two_neighbours(dtype, value, update):
+def test_value_becomes_one_of_its_two_neighbours(dtype, value, update):
     if abs(value) >= LARGEST[dtype]:
         return
     low, high = neighbours(value, dtype)
@@ -90,7 +90,7 @@ def test_rounding_is_unbiased(dtype, value):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_rounding_is_unbiased_over_many_values_and_elements_do_not_depend_on_each_other(dtype):
+def test_rounding_is_unbiased_and_independent_across_elements(dtype):
     x = torch.from_numpy(np.random.default_rng(0).normal(size=20_000).astype(np.float32))
     keys = [Key(seed=9, update=update, tensor=0) for update in range(4)]
     errors = torch.stack([round_stochastically(x, dtype, key=key).double() - x for key in keys])
@@ -104,7 +104,7 @@ def test_rounding_is_unbiased_over_many_values_and_elements_do_not_depend_on_eac
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_number_of_the_type_stays_as_it_is(dtype):
+def test_representable_numbers_are_unchanged(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     found = round_stochastically(every.float(), dtype, key=KEY)
     assert torch.equal(found.isnan(), every.isnan())
@@ -113,7 +113,7 @@ def test_every_number_of_the_type_stays_as_it_is(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_beyond_the_largest_number_rounding_is_ieee_nearest(dtype):
+def test_rounding_beyond_the_largest_number_is_ieee_nearest(dtype):
     largest = LARGEST[dtype]
     step = largest - neighbours(math.nextafter(largest, 0.0), dtype)[0]
     x = torch.tensor([largest, largest + 0.4 * step, largest + 0.6 * step, 3.4e38, math.inf]).float()
@@ -125,12 +125,12 @@ def test_beyond_the_largest_number_rounding_is_ieee_nearest(dtype):
 
 @pytest.mark.parametrize("payload", [1, 0x2000, 0x400000, 0x7FFFFF])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_no_nan_becomes_a_number(dtype, payload):
+def test_nan_stays_nan(dtype, payload):
     patterns = torch.tensor([0x7F800000 + payload, 0x7F800000 + payload - 2**31], dtype=torch.int64).to(torch.int32)
     assert round_stochastically(patterns.view(torch.float32), dtype, key=KEY).isnan().all()
 
 
-def test_noise_is_a_function_of_its_key():
+def test_noise_depends_only_on_its_key():
     same = Key(seed=3, update=4, tensor=5)
     first = noise(1000, key=same)
     assert torch.equal(first, noise((10, 100), key=same).flatten())
@@ -165,7 +165,7 @@ def test_every_bit_of_noise_is_a_fair_coin():
         assert abs(ones - 2**15) < Z * 2**7, bit
 
 
-def test_a_weight_and_its_states_have_noise_of_their_own():
+def test_weight_and_states_have_independent_noise():
     """They share the first half of the hash; bits and their sums must not show it."""
     keys = [Key(seed=0, update=0, tensor=3, slot=slot) for slot in range(3)]
     drawn = [noise(1 << 16, key=key) for key in keys]
@@ -178,7 +178,7 @@ def test_a_weight_and_its_states_have_noise_of_their_own():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_memory_format_changes_nothing(dtype):
+def test_memory_format_does_not_change_rounding(dtype):
     x = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(0))
     last = x.contiguous(memory_format=torch.channels_last)
     found = round_stochastically(last, dtype, key=KEY)
@@ -186,14 +186,14 @@ def test_the_memory_format_changes_nothing(dtype):
     assert torch.equal(found, round_stochastically(x, dtype, key=KEY))
 
 
-def test_a_piece_is_rounded_as_a_part_of_the_whole():
+def test_piece_is_rounded_like_the_whole():
     x = torch.randn(300)
     whole = round_stochastically(x, torch.float16, key=KEY)
     piece = Key(seed=KEY.seed, update=KEY.update, tensor=KEY.tensor, first=100)
     assert torch.equal(round_stochastically(x[100:], torch.float16, key=piece), whole[100:])
 
 
-def test_the_nearest_is_torchs_and_fp32_stays_as_it_is():
+def test_nearest_rounding_is_torchs_and_fp32_is_unchanged():
     x = torch.randn(100)
     for dtype in HALVES:
         assert torch.equal(Nearest()(x, dtype, part=Part(3), slot=0), x.to(dtype))
@@ -201,7 +201,7 @@ def test_the_nearest_is_torchs_and_fp32_stays_as_it_is():
         assert torch.equal(store(x, torch.float32, part=Part(3), slot=0), x)
 
 
-def test_a_thousand_small_steps_are_lost_to_the_nearest_but_not_on_average():
+def test_small_steps_are_lost_to_nearest_but_not_to_stochastic_rounding():
     """1 - 1000 x 1e-4 in fp16, whose spacing below 1 is 4.9e-4."""
     stochastic = nearest = torch.ones(1000, dtype=torch.float16)
     for update in range(1000):
@@ -214,7 +214,7 @@ def test_a_thousand_small_steps_are_lost_to_the_nearest_but_not_on_average():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_gpu_rounds_as_the_cpu_does(dtype):
+def test_gpu_rounds_like_the_cpu(dtype):
     exponents = torch.arange(2**20, dtype=torch.int64) * 4093 - 2**31
     x = exponents.to(torch.int32).view(torch.float32)  # every sign and exponent, NaN too
     here, there = (round_stochastically(x.to(device), dtype, key=KEY).cpu() for device in ("cpu", "cuda"))

@@ -32,7 +32,7 @@ def closed_form(history, decay):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.9999])
-def test_the_average_is_the_mean_weighted_by_age_of_weights_and_statistics(decay, network):
+def test_average_is_the_mean_weighted_by_age(decay, network):
     model = network()
     ema = Ema(model, decay)
     history = []
@@ -45,7 +45,7 @@ def test_the_average_is_the_mean_weighted_by_age_of_weights_and_statistics(decay
             np.testing.assert_allclose(average.numpy(), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_the_first_update_makes_the_average_equal_to_the_weights(network):
+def test_average_equals_the_weights_after_the_first_update(network):
     model = network()
     ema = Ema(model, 0.999)
     for _ in walk(model, 1):
@@ -54,7 +54,7 @@ def test_the_first_update_makes_the_average_equal_to_the_weights(network):
         assert torch.equal(average, model.state_dict()[name]), name
 
 
-def test_whole_number_buffers_are_copied(network):
+def test_integer_buffers_are_copied(network):
     model = network()
     ema = Ema(model, 0.9)
     for _ in walk(model, 12):
@@ -79,7 +79,7 @@ def test_half_weights_are_averaged_in_fp32_and_evaluated_in_half(dtype, network)
     assert torch.equal(ema.model.conv.weight, average.to(dtype))
 
 
-def test_the_average_is_a_model_of_its_own_for_evaluation(network):
+def test_average_is_a_separate_model_in_evaluation_mode(network):
     model = network()
     before = copy.deepcopy(model.state_dict())
     ema = Ema(model, 0.9)
@@ -93,7 +93,7 @@ def test_the_average_is_a_model_of_its_own_for_evaluation(network):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_restored_average_continues_bit_for_bit(dtype, network):
+def test_restored_average_continues_bit_for_bit(dtype, network):
     model = network().to(dtype)
     straight = Ema(model, 0.9)
     restored = None
@@ -112,7 +112,7 @@ def test_a_restored_average_continues_bit_for_bit(dtype, network):
         assert torch.equal(t, restored.model.state_dict()[name]), name
 
 
-def test_tied_weights_and_buffers_that_the_model_does_not_save_are_no_trouble():
+def test_tied_weights_and_unsaved_buffers_are_handled():
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["b"].weight = model["a"].weight
     model.register_buffer("mean", torch.tensor([0.5]), persistent=False)
@@ -123,17 +123,17 @@ def test_tied_weights_and_buffers_that_the_model_does_not_save_are_no_trouble():
     assert ema.model.mean.item() == 0.5
 
 
-def test_a_state_of_another_model_is_refused(network):
+def test_state_of_another_model_is_refused(network):
     ema = Ema(network(), 0.9)
     state = ema.state_tensors()
     missing = {name: t for name, t in state.items() if name != "average/norm.bias"}
     with pytest.raises(CheckpointError, match=r"moving average: 1 name is missing .* 'average/norm.bias'"):
         ema.load_state_tensors(missing)
-    with pytest.raises(CheckpointError, match=r"'average/head.bias': got shape 7, wanted 5"):
+    with pytest.raises(CheckpointError, match=r"'average/head.bias': got shape 7, expected 5"):
         ema.load_state_tensors({**state, "average/head.bias": torch.ones(7)})
 
 
-def test_the_half_life_is_counted_in_epochs():
+def test_half_life_is_counted_in_epochs():
     decay = decay_for(2.5, 40)
     assert decay**100 == pytest.approx(0.5)
     assert decay_for(1.0, 1) == 0.5

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from falconet.config.options import Optimizer
 from falconet.numerics.rounding import Rounding
 from falconet.optim.offload import PLACES, HostedState
 from falconet.optim.optimizer_state import load_state_tensors, state_tensors
-from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer, set_lr
+from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer, set_lr
 
 RULES = ("sgd", "adamw", "rmsprop", "rmsprop_tf", "lars")
 SMALL = 0.002  # megabytes: a dozen buckets
@@ -44,7 +45,7 @@ def train(model, optimizer, step, updates):
 
 
 def make(rule, dtype, model):
-    rule = UpdateRule(name=rule, weight_decay=0.01, eps=1e-3)
+    rule = Optimizer(optimizer=rule, weight_decay=0.01, optimizer_eps=1e-3)
     return (
         build_optimizer(model, rule)
         if dtype == torch.float32
@@ -57,7 +58,7 @@ CASES = [(rule, torch.float32) for rule in RULES] + [(rule, torch.float16) for r
 
 @pytest.mark.parametrize("bucket", [SMALL, 100.0])
 @pytest.mark.parametrize(("rule", "dtype"), CASES)
-def test_the_host_changes_no_bit_of_weights_or_state(rule, dtype, bucket):
+def test_offloading_changes_no_bit_of_weights_or_state(rule, dtype, bucket):
     here, there = network(dtype), network(dtype)
     plain, hosted = make(rule, dtype, here), make(rule, dtype, there)
     host = HostedState(hosted, bucket_megabytes=bucket, device=CPU)
@@ -72,7 +73,7 @@ def test_the_host_changes_no_bit_of_weights_or_state(rule, dtype, bucket):
         assert tensor.stride() == other[name].stride(), name
 
 
-def test_between_updates_the_state_is_at_home_and_never_more_than_three_buckets_are_away():
+def test_state_is_on_the_host_between_updates_and_at_most_three_buckets_on_the_device():
     model = network()
     optimizer = make("adamw", torch.float32, model)
     host = HostedState(optimizer, bucket_megabytes=SMALL, device=CPU)
@@ -88,7 +89,7 @@ def test_between_updates_the_state_is_at_home_and_never_more_than_three_buckets_
             assert name == "step" or state.untyped_storage().data_ptr() in memory
 
 
-def test_an_update_sees_the_state_of_its_own_bucket_on_the_device():
+def test_update_uses_the_state_of_its_bucket_on_the_device():
     """Otherwise the copies would be for nothing: the update would work on the host's tensors."""
     model = network()
     optimizer = make("adamw", torch.float32, model)
@@ -109,7 +110,7 @@ def test_an_update_sees_the_state_of_its_own_bucket_on_the_device():
     assert all(seen)
 
 
-def test_a_restored_state_goes_on_with_the_same_bits():
+def test_restored_state_continues_bit_for_bit():
     models, optimizers, hosts = [], [], []
     for _ in range(2):
         models.append(network(torch.float16))
@@ -127,9 +128,9 @@ def test_a_restored_state_goes_on_with_the_same_bits():
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_an_optimizer_without_state_has_nothing_to_host():
+def test_optimizer_without_state_takes_no_host_memory():
     model = network()
-    optimizer = build_optimizer(model, UpdateRule(name="sgd", momentum=0.0))
+    optimizer = build_optimizer(model, Optimizer(optimizer="sgd", momentum=0.0))
     host = HostedState(optimizer, bucket_megabytes=SMALL, device=CPU)
     train(model, optimizer, host.step, range(3))
     assert sum(t.numel() for t in host.tensors()) == 0

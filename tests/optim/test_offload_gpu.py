@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from falconet.config.options import Optimizer
 from falconet.numerics.rounding import Rounding
 from falconet.optim.offload import PLACES, HostedState
 from falconet.optim.optimizer_state import load_state_tensors, state_tensors
-from falconet.optim.optimizers import UpdateRule, build_optimizer, build_scaled_optimizer, set_lr
+from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer, set_lr
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def network(dtype=torch.float32):
 
 
 def make(rule, dtype, model):
-    rule = UpdateRule(name=rule, weight_decay=0.01, eps=1e-3)
+    rule = Optimizer(optimizer=rule, weight_decay=0.01, optimizer_eps=1e-3)
     if dtype == torch.float32:
         return build_optimizer(model, rule)
     optimizer = build_scaled_optimizer(model, rule, rounding=Rounding(3))
@@ -59,7 +60,7 @@ def hosted(optimizer, bucket=SMALL):
 
 
 @pytest.mark.parametrize(("rule", "dtype"), CASES)
-def test_the_host_changes_no_bit_of_weights_or_state(rule, dtype):
+def test_offloading_changes_no_bit_of_weights_or_state(rule, dtype):
     here, there = network(dtype), network(dtype)
     plain, other = make(rule, dtype, here), make(rule, dtype, there)
     host = hosted(other)
@@ -73,7 +74,7 @@ def test_the_host_changes_no_bit_of_weights_or_state(rule, dtype):
         assert name.startswith("step") or (found.device.type == "cpu" and found.is_pinned()), name
 
 
-def test_a_restored_state_never_passes_through_the_device_as_a_whole():
+def test_restored_state_is_never_on_the_device_as_a_whole():
     models = [network(), network()]
     optimizers = [make("adamw", torch.float32, model) for model in models]
     hosts = [hosted(optimizer) for optimizer in optimizers]
@@ -110,12 +111,12 @@ def test_updates_never_wait_for_the_device(rule, dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_device_holds_three_buckets_instead_of_the_state():
+def test_device_holds_three_buckets_instead_of_the_state():
     values, bucket = 64 << 20, 4.0  # 64 M weights in 64 layers of 4 MB each
     held = {}
     for offloads in (False, True):
         model = nn.ModuleList(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(values >> 20))
-        optimizer = build_optimizer(model, UpdateRule(name="adamw"))
+        optimizer = build_optimizer(model, Optimizer(optimizer="adamw"))
         host = hosted(optimizer, bucket) if offloads else None
         before = torch.cuda.memory_allocated()
         for _ in range(2):

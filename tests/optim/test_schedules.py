@@ -51,7 +51,7 @@ TORCH = {
 
 @pytest.mark.parametrize("frequency", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", TORCH)
-def test_a_schedule_is_torchs_scheduler_stepped_at_its_frequency(kind, frequency):
+def test_schedule_equals_torchs_scheduler_at_its_frequency(kind, frequency):
     options, make = TORCH[kind]
     per_epoch = frequency or UPDATES
     rates = stepped(lambda optimizer: make(optimizer, per_epoch), EPOCHS * per_epoch)
@@ -61,7 +61,7 @@ def test_a_schedule_is_torchs_scheduler_stepped_at_its_frequency(kind, frequency
 
 
 @pytest.mark.parametrize("kind", ["step", "cosine", "exponential"])
-def test_warm_up_multiplies_by_the_epochs_passed_over_its_length(kind):
+def test_warm_up_is_linear(kind):
     options = {**TORCH[kind][0], "changes_per_epoch": 1}
     cold, warm = schedule(kind, **options), schedule(kind, warmup_epochs=2.5, **options)
     for update in range(EPOCHS * UPDATES):
@@ -69,7 +69,7 @@ def test_warm_up_multiplies_by_the_epochs_passed_over_its_length(kind):
         assert warm.lr(update) == pytest.approx(cold.lr(update) * factor, rel=1e-12)
 
 
-def test_polynomial_is_tensorflows_after_a_ramp_to_the_peak():
+def test_polynomial_equals_tensorflows_after_a_ramp_to_the_peak():
     """(L0 - Lend)(1 - t)^power + Lend, as tf.train.polynomial_decay computes it."""
     got = [schedule("polynomial", warmup_epochs=2, end_ratio=1e-3).lr(u) for u in range(EPOCHS * UPDATES + 1)]
     updates = np.arange(EPOCHS * UPDATES + 1, dtype=np.float64)
@@ -78,7 +78,7 @@ def test_polynomial_is_tensorflows_after_a_ramp_to_the_peak():
     np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_a_run_shorter_than_its_warm_up_only_rises():
+def test_run_shorter_than_its_warm_up_only_rises():
     got = [schedule("polynomial", epochs=2, warmup_epochs=5).lr(u) for u in range(2 * UPDATES)]
     np.testing.assert_allclose(got, 0.4 * np.arange(20) / 50, rtol=1e-12)
 
@@ -97,24 +97,24 @@ def test_exponential_drops_at_tensorflows_epochs():
         assert rates.lr(epoch * UPDATES) == pytest.approx(0.4 * 0.94 ** (epoch * 30 // 100))
 
 
-def test_a_change_at_an_exact_multiple_is_not_one_update_late():
+def test_change_at_an_exact_multiple_is_not_one_update_late():
     rates = schedule("exponential", updates_per_epoch=49, changes_per_epoch=7.0, decay=0.5)
     assert [rates.lr(u) for u in range(0, 49, 7)] == [0.4 * 0.5**k for k in range(7)]
 
 
-def test_a_drop_between_two_changes_waits_for_the_next_one():
+def test_drop_between_two_changes_waits_for_the_next_one():
     rates = schedule("step", drops=(2.25,), changes_per_epoch=2, decay=0.1)  # milestone 4.5, so change 5
     assert next(u for u in range(EPOCHS * UPDATES) if rates.lr(u) < 0.4) == 25
 
 
-def test_drops_with_factors_of_their_own_multiply_by_those_that_are_passed():
+def test_factors_of_passed_drops_multiply():
     """PopART's 1, 0.5, 0.1 of the first rate, from 0.5 and 0.75 of training on."""
     rates = schedule("step", epochs=8, drops=(4, 6), factors=(0.5, 0.2))
     got = [rates.lr(update) for update in range(8 * UPDATES)]
     np.testing.assert_allclose(got, 0.4 * np.repeat([1.0, 0.5, 0.1], [40, 20, 20]), rtol=1e-12)
 
 
-def test_a_factor_belongs_to_its_drop_in_whatever_order_they_stand():
+def test_factor_belongs_to_its_drop_in_any_order():
     rates = schedule("step", drops=(4, 2), factors=(0.5, 0.1))
     assert [rates.lr(10 * epoch) for epoch in (1, 3, 5)] == pytest.approx([0.4, 0.04, 0.02])
 
@@ -125,7 +125,7 @@ def test_equal_factors_are_one_factor():
     assert one.describe() == many.describe()
 
 
-def test_a_schedule_past_its_end_stays_at_its_end():
+def test_schedule_stays_at_its_end():
     assert schedule("cosine").lr(10 * EPOCHS * UPDATES) == 0.0
     assert schedule("polynomial", end_ratio=0.25).lr(10 * EPOCHS * UPDATES) == 0.1
 
@@ -148,13 +148,13 @@ quick = settings(max_examples=100, deadline=None, database=None)
 
 @quick
 @given(any_schedule, st.integers(0, 5000))
-def test_a_rate_is_never_negative_nor_above_the_peak(rates, update):
+def test_rate_is_never_negative_or_above_the_peak(rates, update):
     assert 0.0 <= rates.lr(update) <= rates.peak * (1 + 1e-12)
 
 
 @quick
 @given(any_schedule)
-def test_a_rate_never_rises_after_warm_up(rates):
+def test_rate_never_rises_after_warm_up(rates):
     first = math.ceil(rates.warmup_epochs * rates.updates_per_epoch) + 1
     for now, later in pairwise(rates.lr(u) for u in range(first, first + 40)):
         assert later <= now * (1 + 1e-12)
@@ -162,7 +162,7 @@ def test_a_rate_never_rises_after_warm_up(rates):
 
 @quick
 @given(any_schedule, st.integers(0, 5000))
-def test_warm_up_never_rises_by_more_than_one_equal_part_of_the_peak(rates, update):
+def test_warm_up_rises_in_equal_steps_at_most(rates, update):
     warmup_updates = rates.warmup_epochs * rates.updates_per_epoch
     if update + 1 < warmup_updates:
         assert rates.lr(update + 1) - rates.lr(update) <= rates.peak / warmup_updates * (1 + 1e-9)
@@ -170,13 +170,13 @@ def test_warm_up_never_rises_by_more_than_one_equal_part_of_the_peak(rates, upda
 
 @quick
 @given(any_schedule)
-def test_the_first_update_has_rate_0_only_with_warm_up(rates):
+def test_first_update_has_rate_0_only_with_warm_up(rates):
     assert rates.warmup_epochs == 0 or rates.lr(0) == 0.0
 
 
 LINES = {
     "cosine from 0.4 to 0 over 30 epochs, warm-up 1 epoch": {"kind": "cosine", "epochs": 30, "warmup_epochs": 1},
-    "cosine from 0.4 to 0 over 1 epoch, changing 4 times an epoch": {
+    "cosine from 0.4 to 0 over 1 epoch, changing 4 times per epoch": {
         "kind": "cosine",
         "epochs": 1,
         "changes_per_epoch": 4,
@@ -203,7 +203,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("line", "options"), LINES.items())
-def test_a_schedule_describes_itself_in_one_line(line, options):
+def test_schedule_is_described_in_one_line(line, options):
     assert schedule(**options).describe() == line
 
 
@@ -216,7 +216,7 @@ def test_schedules_import_neither_torch_nor_numpy():
 @given(
     st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9)), max_size=3), st.integers(1, 500), st.integers(1, 90)
 )
-def test_drops_at_shares_of_a_training_come_with_the_first_update_beyond(shares, updates, updates_per_epoch):
+def test_drop_at_a_share_comes_with_the_first_update_beyond_it(shares, updates, updates_per_epoch):
     drops = tuple(drops_at(shares, updates, updates_per_epoch))
     schedule = Schedule(kind="step", peak=1.0, epochs=1, updates_per_epoch=updates_per_epoch, decay=0.5, drops=drops)
     for update in range(updates):

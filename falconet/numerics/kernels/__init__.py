@@ -1,4 +1,4 @@
-"""Fused kernels, each beside the plain torch function it must equal. Triton is imported on CUDA alone, when needed."""
+"""Fused update kernels beside the plain torch functions that they equal; Triton is imported on CUDA, when needed."""
 
-# A product and a sum rounded once. Triton's own default up to 3.9, which warns that 3.10 will have another.
+# A product and a sum are rounded once. The default up to Triton 3.9, which warns that 3.10 will change it.
 FUSED = {"enable_fp_fusion": True}

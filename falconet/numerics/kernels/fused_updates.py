@@ -1,15 +1,17 @@
-"""The update rules of `rules.py` in Triton: one launch for many tensors, each read once and written once."""
-# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+"""The update rules and LARS's trust ratios in Triton: one launch for many tensors, each read and written once."""
+# Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803, N806, SIM108, SIM300
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from falconet.numerics.kernels import FUSED
 from falconet.numerics.kernels.tensor_table import COLUMNS, Control, Group, Tables
 from falconet.numerics.rounding import MIX, SLOT_STRIDE, SMALLEST, TENSOR_STRIDE, UPDATE_STRIDE, seed_bits
 
@@ -18,8 +20,9 @@ _UPDATE_STRIDE, _TENSOR_STRIDE = tl.constexpr(UPDATE_STRIDE), tl.constexpr(TENSO
 _SMALLEST = tl.constexpr(SMALLEST)
 _FIRST_SLOT, _SECOND_SLOT = tl.constexpr(SLOT_STRIDE), tl.constexpr(2 * SLOT_STRIDE % 2**32)
 _COLUMNS = tl.constexpr(COLUMNS)
+_PARTS_AT_ONCE = 1024  # sums of chunks that are added at a time
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-ELEMENTS_A_WARP = 256  # 8 a thread: one 16-byte load, and few enough registers for many warps
+ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load, and few enough registers for many warps
 
 
 @triton.jit
@@ -80,7 +83,7 @@ def _store(pointer, value, offsets, elements, mixed, ROUNDED: tl.constexpr, MASK
 
 @triton.jit
 def _logical(offsets, row):
-    """From the place in memory to the logical number of the element."""
+    """From the position in memory to the logical index of the element."""
     numbers = offsets.to(tl.uint32)
     pixels = tl.load(row + 7).to(tl.uint32)
     if pixels > 1:  # channels last
@@ -94,13 +97,13 @@ def _logical(offsets, row):
 
 @triton.jit
 def _divided(numbers, row):
-    """`table._division`."""
+    """`tensor_table._division`."""
     return tl.umulhi(numbers, tl.load(row).to(tl.uint32)) >> tl.load(row + 1).to(tl.uint32)
 
 
 @triton.jit
 def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.constexpr, TYPE: tl.constexpr):
-    """The functions of `rules.py`, operation for operation; `own` numbers are a tensor's, `k` numbers the rule's."""
+    """The functions of `update_rules.py`, step by step; `own` numbers are a tensor's, `k` numbers the rule's."""
     if RULE == "descent":
         w = w - (g + w * decay) * lr
     elif RULE == "momentum_descent":  # k1: momentum
@@ -145,7 +148,7 @@ def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.const
 def _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
            RULE: tl.constexpr, STATES: tl.constexpr, TYPE: tl.constexpr, GRAD: tl.constexpr,
            ROUNDED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    # Addresses are loaded as numbers: without the hint each element would be a load of its own.
+    # Addresses are loaded as numbers: without the hint each element would be loaded separately.
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(TYPE)), 16)
     grad = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRAD)), 16)
     first = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(TYPE)), 16)
@@ -153,12 +156,12 @@ def _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
     elements = tl.load(row + 4).to(tl.int32)
     offsets = start + tl.arange(0, CHUNK)
     stream = _mix(tl.load(row + 5).to(tl.uint32) * _TENSOR_STRIDE + base)
-    places = tl.load(row + 12).to(tl.int32) + offsets  # in the whole, of which this may be a piece
+    places = tl.load(row + 12).to(tl.int32) + offsets  # in the whole tensor, of which this may be a piece
     mixed = _mix(_logical(places, row) ^ stream) + stream
 
     w = _load(weight, offsets, elements, MASKED)
     g = _load(grad, offsets, elements, MASKED) * inverse
-    s, t = w, w  # of no consequence where the rule has fewer states
+    s, t = w, w  # ignored where the rule has fewer states
     if STATES >= 1:
         s = _load(first, offsets, elements, MASKED)
     if STATES == 2:
@@ -184,7 +187,7 @@ def _kernel(rows, chunks, own, lr_pointer, scale, found, update, seed, decay, k1
         lr = tl.load(lr_pointer)
         inverse = tl.div_rn(1.0, tl.load(scale))
         base = _mix(tl.load(update).to(tl.uint32) * _UPDATE_STRIDE + seed.to(tl.uint32))
-        # Whole chunks, which are nearly all, go without a mask: a mask would keep loads from being 16 bytes wide.
+        # Whole chunks, nearly all of them, go without a mask, which would keep loads from being 16 bytes wide.
         if start + CHUNK <= tl.load(row + 4).to(tl.int32):
             _chunk(row, start, lr, inverse, base, own1, own2, decay, k1, k2, k3, k4, k5,
                    RULE, STATES, TYPE, GRAD, ROUNDED, False, CHUNK)  # fmt: skip
@@ -198,7 +201,7 @@ def launch(
 ) -> None:
     """Update all tensors of the group, in place.
 
-    own: 2 fp32 numbers a tensor; constants: weight decay, then `k1` and so on of the rule.
+    own: 2 fp32 numbers per tensor; constants: weight decay, then `k1` and so on of the rule.
     """
     decay, *rest = map(float, constants)
     assert len(rest) <= 5
@@ -222,6 +225,90 @@ def launch(
         GRAD=TYPES[grad.dtype],
         ROUNDED=control.rounding is not None,
         CHUNK=tables.chunk,
-        num_warps=tables.chunk // ELEMENTS_A_WARP,
-        enable_fp_fusion=False,  # each operation rounded by itself, as torch does
+        num_warps=tables.chunk // ELEMENTS_PER_WARP,
+        enable_fp_fusion=False,  # each operation rounded separately, as in torch
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Constants of coefficient * |w| / (|g| + decay * |w| + eps)."""
+
+    coefficient: float
+    decay: float
+    eps: float
+
+
+@triton.jit
+def _add(a, b):  # as tl.sum, which is compiled when Triton is imported, so that the interpreter cannot run it
+    return a + b
+
+
+@triton.jit
+def _squares(rows, chunks, parts, TYPE: tl.constexpr, GRAD: tl.constexpr, CHUNK: tl.constexpr):
+    """The sums of squares of one chunk of the weight and of its gradient."""
+    program = tl.program_id(0)
+    row = rows + tl.load(chunks + 2 * program) * _COLUMNS
+    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(TYPE)), 16)
+    grad = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRAD)), 16)
+    elements = tl.load(row + 4).to(tl.int32)
+    start = tl.load(chunks + 2 * program + 1) * CHUNK
+    offsets = start + tl.arange(0, CHUNK)
+    if start + CHUNK <= elements:  # without a mask loads are 16 bytes wide
+        w = tl.load(weight + offsets).to(tl.float32)
+        g = tl.load(grad + offsets).to(tl.float32)
+    else:
+        w = tl.load(weight + offsets, mask=offsets < elements, other=0.0).to(tl.float32)
+        g = tl.load(grad + offsets, mask=offsets < elements, other=0.0).to(tl.float32)
+    tl.store(parts + 2 * program, tl.reduce(w * w, 0, _add))
+    tl.store(parts + 2 * program + 1, tl.reduce(g * g, 0, _add))
+
+
+@triton.jit
+def _ratios(parts, firsts, scale, own, coefficient, decay, eps, AT_ONCE: tl.constexpr):
+    """The trust ratio of one tensor, from the sums of its chunks, added in a fixed order."""
+    tensor = tl.program_id(0)
+    begin, end = tl.load(firsts + tensor), tl.load(firsts + tensor + 1)
+    lanes = tl.arange(0, AT_ONCE)
+    w = tl.full((AT_ONCE,), 0.0, tl.float32)
+    g = tl.full((AT_ONCE,), 0.0, tl.float32)
+    for part in range(begin, end, AT_ONCE):
+        inside = part + lanes < end
+        w += tl.load(parts + 2 * (part + lanes), mask=inside, other=0.0)
+        g += tl.load(parts + 2 * (part + lanes) + 1, mask=inside, other=0.0)
+    weights = tl.sqrt_rn(tl.reduce(w, 0, _add))
+    grads = tl.div_rn(tl.sqrt_rn(tl.reduce(g, 0, _add)), tl.load(scale))
+    ratio = tl.div_rn(coefficient * weights, grads + decay * weights + eps)
+    ratio = tl.where((weights > 0) & (grads > 0), ratio, 1.0)
+    tl.store(own + 2 * tensor, ratio)
+    tl.store(own + 2 * tensor + 1, ratio)
+
+
+def trust_ratios(group: Group, trust: Trust, *, scale: Tensor, tables: Tables) -> Tensor:  # tensors x 2, equal columns
+    """`update_rules.trust_ratios` of each weight and its gradient, without the host reading anything."""
+    weight, grad = group.weights[0], group.grads[0]
+    rows, chunks = tables.rows(group), tables.chunks(group)
+    parts = torch.empty((len(chunks), 2), device=weight.device)
+    own = torch.empty((len(group.weights), 2), device=weight.device)
+    _squares[(len(chunks),)](
+        rows,
+        chunks,
+        parts,
+        TYPE=TYPES[weight.dtype],
+        GRAD=TYPES[grad.dtype],
+        CHUNK=tables.chunk,
+        num_warps=tables.chunk // ELEMENTS_PER_WARP,
+        **FUSED,
+    )
+    _ratios[(len(group.weights),)](
+        parts,
+        tables.firsts(group),
+        scale,
+        own,
+        trust.coefficient,
+        trust.decay,
+        trust.eps,
+        AT_ONCE=_PARTS_AT_ONCE,
+        enable_fp_fusion=False,
+    )
+    return own

@@ -1,4 +1,4 @@
-"""Many tensors for one kernel launch: their addresses, and the chunks they are cut into."""
+"""Tables of many tensors for one kernel launch: their addresses, and the chunks that they are cut into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,38 +10,38 @@ from torch import Tensor
 
 from falconet.numerics.rounding import Part, Rounding
 
-CHUNK = 1024  # elements a program updates
-# Of a row: weight, gradient, two states, elements, number, channels, pixels; multiplier and shift that divide by
+CHUNK = 1024  # elements per program
+# A row: weight, gradient, two states, elements, number, channels, pixels; multiplier and shift that divide by
 # channels x pixels, and by channels; first element.
 COLUMNS = 13
 MOST_STATES = 2
-ALIGNMENT = 16  # bytes; torch's own allocations have 64 or more
-KEPT = 64  # sets of addresses; gradients return to the same few places update after update
+ALIGNMENT = 16  # bytes; torch's allocations have 64 or more
+KEPT = 64  # sets of addresses; gradients use the same few places update after update
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one type that one launch updates; their states and gradients are laid out as the weights are."""
+    """Tensors of one type that one launch updates; states and gradients have the memory layout of the weights."""
 
     weights: Sequence[Tensor]
     grads: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # of each weight
-    parts: Sequence[Part]  # the rounding's numbers of the weights
+    states: Sequence[Sequence[Tensor]]  # per weight
+    parts: Sequence[Part]  # per weight, for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What all tensors of an update share; tensors are 0-d and on the device, so a captured graph sees changes."""
+    """What all tensors of an update share; 0-d tensors on the device, so that a captured graph sees changes."""
 
     lr: Tensor  # fp32
     scale: Tensor  # fp32: gradients are divided by it
-    found: Tensor  # bool: nothing is changed
+    found: Tensor  # bool: change nothing
     update: Tensor  # int32
     rounding: Rounding | None
 
 
 class Upload(NamedTuple):
-    """Both ends of an asynchronous copy; the host's must live until the copy is done."""
+    """Both ends of an asynchronous copy; the host's must exist until the copy is done."""
 
     here: Tensor
     there: Tensor
@@ -49,14 +49,14 @@ class Upload(NamedTuple):
 
 @dataclass
 class Tables:
-    """Tables on the device, made when a new set of addresses is met."""
+    """Tables on the device, one for each set of addresses."""
 
     chunk: int = CHUNK
     _chunks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _firsts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _rows: dict[tuple[int, ...], Upload] = field(default_factory=dict)
-    _captured: list[Upload] = field(default_factory=list)  # each replay of the graph copies them again
-    _spare: dict[int, Tensor] = field(default_factory=dict)  # by size, because a capture cannot make pinned memory
+    _captured: list[Upload] = field(default_factory=list)  # every replay of the graph copies them again
+    _spare: dict[int, Tensor] = field(default_factory=dict)  # by size; a capture cannot allocate pinned memory
 
     def chunks(self, group: Group) -> Tensor:
         """(row, chunk of that row) for each program, int32."""
@@ -67,7 +67,7 @@ class Tables:
         return self._chunks[sizes]
 
     def firsts(self, group: Group) -> Tensor:
-        """The number of each weight's first program, and how many there are, int32."""
+        """The number of each weight's first program, and the number of all programs, int32."""
         sizes = tuple(w.numel() for w in group.weights)
         if sizes not in self._firsts:
             counts = accumulate((-(-size // self.chunk) for size in sizes), initial=0)
@@ -75,7 +75,7 @@ class Tables:
         return self._firsts[sizes]
 
     def rows(self, group: Group) -> Tensor:
-        """One row a weight, int64; the host waits for nothing."""
+        """One row per weight, int64; the host does not wait."""
         flat = tuple(value for row in _rows(group) for value in row)
         if flat not in self._rows:
             if len(self._rows) == KEPT:
@@ -86,7 +86,7 @@ class Tables:
     def _make(self, flat: tuple[int, ...], device: torch.device) -> Upload:
         host = torch.tensor(flat, dtype=torch.int64).view(-1, COLUMNS)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            assert len(flat) in self._spare, "an update before the capture makes the table's memory"
+            assert len(flat) in self._spare, "run one update before the capture, which allocates the table's memory"
             pinned = self._spare.pop(len(flat)).copy_(host)
             self._captured.append(Upload(pinned, pinned.to(device, non_blocking=True)))
             return self._captured[-1]
@@ -96,14 +96,14 @@ class Tables:
 
 
 def same_layout(grad: Tensor, *, like: Tensor) -> Tensor:
-    """`grad` in the memory order of `like`; a copy only where a backward pass broke autograd's layout contract."""
+    """`grad` in the memory layout of `like`; a copy only where a backward pass broke autograd's layout contract."""
     if grad.stride() == like.stride():
         return grad
     return torch.empty_like(like, dtype=grad.dtype).copy_(grad)
 
 
 def is_dense(weight: Tensor) -> bool:
-    """Whether the kernels can number the elements: row-major or channels-last."""
+    """Whether the memory is row-major or channels-last, so that the kernels can number the elements."""
     return weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -112,8 +112,8 @@ def _rows(group: Group) -> list[list[int]]:
     for w, g, states, part in zip(group.weights, group.grads, group.states, group.parts, strict=True):
         assert w.numel() < 2**31
         pointers = [t.data_ptr() for t in states] + [0] * (MOST_STATES - len(states))
-        # Row-major order needs no renumbering: said as one pixel.
-        whole = (part.channels, part.pixels)  # of what a flat piece was cut from
+        # Row-major order needs no renumbering: one pixel. A flat piece has the shape of its whole tensor.
+        whole = (part.channels, part.pixels)
         channels, pixels = whole if w.is_contiguous() else (w.shape[1], w.shape[2] * w.shape[3])
         pointers = [w.data_ptr(), g.data_ptr(), *pointers]
         assert all(pointer % ALIGNMENT == 0 for pointer in pointers), "the kernels load 16 bytes at a time"
@@ -125,7 +125,7 @@ def _rows(group: Group) -> list[list[int]]:
 def _division(by: int) -> tuple[int, int]:
     """Multiplier and shift: n // by is the upper half of the 64-bit n * multiplier, shifted, for any n below 2^31.
 
-    A GPU has no division; its emulation, twice an element, would cost as much as all of the noise.
+    GPUs emulate division; twice per element that would cost as much as all of the noise.
     """
     shift = (by - 1).bit_length()
     return -(-(1 << (31 + shift)) // by), shift - 1

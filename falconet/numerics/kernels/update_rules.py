@@ -1,7 +1,7 @@
 """The update rules as plain arithmetic on fp32 tensors: weight, unscaled gradient and state in, new values out.
 
-Every operation is rounded by itself (no fused multiply-add) and in this order, so that the Triton kernels in
-`fused.py` can give the same bits.
+Every operation is rounded separately (no fused multiply-add) and in this order, so that the Triton kernels in
+`fused_updates.py` can give the same bits.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Adam(NamedTuple):
     eps: float
     correction1: Number
     correction2: Number
-    smallest: float = 0.0  # positive number of the type that state is kept in, where gradients come near it
+    smallest: float = 0.0  # positive number of the stored type, where gradients come near it
 
 
 class MeanSquare(NamedTuple):
@@ -50,6 +50,12 @@ def lars(w: Tensor, g: Tensor, v: Tensor, *, rate: Number, momentum: float, deca
     return w - v, v
 
 
+def trust_ratios(weights: Tensor, gradients: Tensor, *, coefficient: float, decay: float, eps: float) -> Tensor:
+    """LARS's ratios from one norm per parameter: coefficient * |w| / (|g| + decay * |w| + eps), or 1 if either is 0."""
+    ratios = coefficient * weights / (gradients + decay * weights + eps)
+    return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)
+
+
 def rmsprop(
     w: Tensor, g: Tensor, s: Tensor, *, lr: Number, alpha: float, decay: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -70,7 +76,7 @@ def momentum_rmsprop(
 
 
 def root_rmsprop(w: Tensor, g: Tensor, r: Tensor, *, lr: Number, decay: float, mean: MeanSquare) -> tuple[Tensor, ...]:
-    """Torch's RMSprop without momentum: eps outside the root, which is kept instead of the square, as in `adamw`."""
+    """Torch's RMSprop without momentum: eps outside the root, which is stored instead of the square, as in `adamw`."""
     g = g + w * decay
     r = _root(r * r * mean.alpha + g * g * (1.0 - mean.alpha))
     return w - g / (r + mean.eps) * lr, torch.where(r > 0, r.clamp_min(mean.smallest), r)
@@ -87,9 +93,9 @@ def momentum_root_rmsprop(
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: float, adam: Adam) -> tuple[Tensor, ...]:
-    """AdamW whose second moment is kept as its root `r`: a half has the range of gradients, not of their squares.
+    """AdamW whose second moment is stored as its root `r`: half precision has the range of gradients, not of squares.
 
-    A root that is not 0 is not kept as 0 either: rounded down to it, by chance, the next step would be `m / eps`.
+    A root that is not 0 is never stored as 0: if it were rounded down to 0, the next step would be `m / eps`.
     """
     m = m * adam.beta1 + g * (1.0 - adam.beta1)
     r = _root(r * r * adam.beta2 + g * g * (1.0 - adam.beta2))
@@ -98,5 +104,5 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: floa
 
 
 def _root(x: Tensor) -> Tensor:
-    """Correctly rounded: on CPUs torch's fp32 root is off in the last bit for one number in five."""
+    """Correctly rounded: on CPUs torch's fp32 root is wrong in the last bit for one number in five."""
     return torch.sqrt(x.double()).to(x.dtype)

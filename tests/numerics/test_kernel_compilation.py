@@ -1,0 +1,113 @@
+"""Every Triton kernel becomes machine code of an H100 or H200, on a machine without one.
+
+The interpreter, which runs the same kernels elsewhere, takes types and shapes that the compiler refuses.
+"""
+
+import importlib
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from falconet.models.proxynorm import SAMPLES
+from falconet.numerics.rounding import Rounding
+from half_rules import MAKERS, optimizer_of
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+ARCHITECTURE = 90  # 80 takes them as well, tried by hand
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The names of the kernels that were launched, and so compiled instead; nothing runs."""
+    found = set()
+
+    def compile_instead(kernel, *args, grid, warmup, **named):
+        parameters = {parameter.name: parameter for parameter in kernel.params}
+        bound = inspect.signature(kernel.fn).bind(
+            *args, **{key: named.pop(key) for key in [*named] if key in parameters}
+        )
+        constants = {key: value for key, value in bound.arguments.items() if parameters[key].is_constexpr}
+        types = {key: "constexpr" if key in constants else type_of(value) for key, value in bound.arguments.items()}
+        source = ASTSource(kernel, signature=types, constexprs=constants)
+        code = triton.compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=named)
+        assert len(code.asm["cubin"]) > 0
+        found.add(kernel.fn.__name__)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compile_instead)
+    return found
+
+
+def type_of(value):
+    if isinstance(value, torch.Tensor):
+        return f"*{NAMES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def kernels_of(name):
+    module = importlib.import_module(name)
+    called = {
+        word
+        for kernel in vars(module).values()
+        if isinstance(kernel, JITFunction)
+        for word in kernel.fn.__code__.co_names
+    }
+    return module, {key for key, kernel in vars(module).items() if isinstance(kernel, JITFunction)} - called
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_group_norm_compiles(dtype, compiled):
+    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    x = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = bias = torch.ones(32)
+    _, mean, rstd = module.forward(x, 4, weight, bias, 1e-5)
+    module.backward(x, x, 4, weight, mean, rstd)
+    assert compiled == kernels
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_proxy_norm_compiles(dtype, silu, compiled):
+    module, kernels = kernels_of("falconet.models.proxynorm_kernels")
+    x, factors = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 32)
+    samples = torch.zeros(SAMPLES)
+    _, moments = module.forward(x, factors, samples, silu, 1e-5)
+    module.backward(x, x, factors, samples, moments, silu)
+    assert compiled == kernels
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+def test_resizing_compiles(antialias, compiled):
+    module, kernels = kernels_of("falconet.data.gpu_resize")
+    out = torch.zeros((1, 12, 12, 3), dtype=torch.uint8)
+    images = [torch.zeros((3, 20, 20), dtype=torch.uint8)]
+    module.resize_boxes(images, np.array([[0.0, 0, 20, 20]]), np.array([True]), out, antialias=antialias)
+    assert compiled == kernels
+
+
+@pytest.mark.parametrize("rounding", [None, Rounding(5)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_update_rules_compile(name, rounding, compiled):
+    model = torch.nn.ParameterList([torch.zeros(20, 30, dtype=torch.float16)])
+    optimizer = optimizer_of(name, model, rounding)
+    optimizer._fuses = True
+    optimizer.scale, optimizer.found = torch.tensor(1.0), torch.tensor(False)
+    model[0].grad = torch.zeros_like(model[0])
+    optimizer.at(0)
+    optimizer.step()
+    assert compiled == {"_kernel", *({"_squares", "_ratios"} if name == "lars" else ())}
