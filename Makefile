@@ -9,16 +9,29 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_WAIT_POLICY ?= PASSIVE
 # Processes that share the tests; each holds torch, about 1 GB.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install train test lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install train check fast test test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 
 train: .venv/installed
 	$(BIN)/falconet train
 
+# Lint and the fast tests side by side, in about a minute: what to run after every change.
+check: .venv/installed-for-tests
+	@$(MAKE) --no-print-directory -j2 lint fast
+
+fast:
+	$(PYTEST) -m 'not run and not dist and not gpu and not slow'
+
+# Everything but the minutes: what CI runs.
 test: .venv/installed-for-tests lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(PYTEST)
+
+# The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
+test-slow: .venv/installed-for-tests
+	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .
@@ -46,7 +59,7 @@ build-turbojpeg: .venv/installed
 install-turbojpeg: get-turbojpeg build-turbojpeg
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -20,19 +20,19 @@ import torchvision
 from PIL import Image
 
 from falconet.data import native
-from falconet.data.buffers import Allowance, Landing, PixelLanding, Ring
+from falconet.data.buffers import Buffers, PixelRows, RowReader
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.gpu import DeviceLanding, bytes_of, decode_jpegs
-from falconet.data.loader import BatchShape, Feed, Intake, Loader
+from falconet.data.gpu import DeviceBuffers, DeviceRows, decode_jpegs
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader, Reader, reader_for
-from falconet.data.source import FileSource
+from falconet.data.readers import PillowReader, reader_for
+from falconet.data.storage import FileSource
 from photos import repeated
 
 SIZE, BATCH = 224, 256
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-CROPS = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
+CROPS = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=0, objects=None)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -41,8 +41,8 @@ def bad() -> BadImages:
 
 
 def nvjpeg_alone(source: FileSource, portion: int) -> float:
-    read = bytes_of(source)
-    encoded = [torch.frombuffer(read(index), dtype=torch.uint8) for index in range(min(1024, len(source)))]
+    indices = range(min(1024, len(source)))
+    encoded = [torch.frombuffer(bytearray(source.encoded(index)), dtype=torch.uint8) for index in indices]
     for _ in range(2):  # the first warms up
         begin = time.perf_counter()
         refused = 0
@@ -55,11 +55,10 @@ def nvjpeg_alone(source: FileSource, portion: int) -> float:
     return rate
 
 
-def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -> float:
-    """Images a second on the device, after the first four updates."""
-    intake = Intake(reader=reader, labels=source.labels, workers=workers, landing=landing)
-    loader = Loader(intake, shape=BatchShape(micro_batch=BATCH), seed=0)
-    updates = iter(Feed(loader.streamed(0), device=DEVICE, ring=landing.ring))
+def loaded(source: FileSource, reader: RowReader, buffers: Buffers, workers: int) -> float:
+    """Images per second on the device, after the first four updates."""
+    shape, resources = BatchShape(micro_batch=BATCH), Resources(workers=workers, device=DEVICE, buffers=buffers)
+    updates = Loader(reader, labels=source.labels, shape=shape, seed=0, resources=resources).updates(0)
     for _ in range(4):
         next(updates)
     torch.cuda.synchronize()
@@ -71,14 +70,14 @@ def loaded(source: FileSource, reader: Reader, landing: Landing, workers: int) -
 
 
 def agreement(source: FileSource, images: int) -> None:
-    pillow = FileReader(source, crops=CROPS, bad=bad())
-    landing = DeviceLanding(DEVICE, encoded=bytes_of(source), crops=CROPS)
+    pillow = PillowReader(source, crops=CROPS, bad=bad())
+    device = DeviceRows(DEVICE, source=source, crops=CROPS, host=pillow)
     indices = np.arange(images)
     wanted = np.empty((images, SIZE, SIZE, 3), np.uint8)
     pillow.read(indices, epoch=0, out=wanted)
-    out = landing.room(images, size=SIZE).images
+    out = DeviceBuffers(DEVICE).batch(images, size=SIZE).images.permute(0, 2, 3, 1)
     for begin in range(0, images, 64):
-        landing.fill(out[begin : begin + 64], pillow, indices[begin : begin + 64], epoch=0)
+        device.read(indices[begin : begin + 64], epoch=0, out=out[begin : begin + 64])
     away = (out.cpu().numpy().astype(np.float64) - wanted) ** 2
     decibels = 10 * np.log10(255**2 / np.maximum(away.mean(axis=(1, 2, 3)), 1e-6))
     kinds: dict[str, list[float]] = {"all": []}
@@ -114,17 +113,15 @@ def main() -> None:
     agreement(source, min(distinct, 512))
     for portion in args.portions:
         print(f"nvJPEG alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s")
-    host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad())
+    host = reader_for(source, crops=CROPS, bad=bad())
     for workers in args.workers:
         rates: dict[str, list[float]] = {}
         for _ in range(args.rounds):
             for portion in args.portions[1:4]:
-                device = DeviceLanding(
-                    DEVICE, encoded=bytes_of(source), crops=CROPS, allowance=Allowance(portion=portion)
-                )
-                rates.setdefault(f"device, {portion:3} at once", []).append(loaded(source, host, device, workers))
-            pixels = PixelLanding(Allowance(ring=Ring(pin=True)))
-            rates.setdefault("native", []).append(loaded(source, host, pixels, workers))
+                device = DeviceRows(DEVICE, source=source, crops=CROPS, host=host, rows=portion)
+                rate = loaded(source, device, DeviceBuffers(DEVICE), workers)
+                rates.setdefault(f"device, {portion:3} at once", []).append(rate)
+            rates.setdefault("native", []).append(loaded(source, PixelRows(host), Buffers(pin=True), workers))
         for name, values in rates.items():
             print(
                 f"loader, {workers:2} threads, {name:20} {statistics.median(values):8.0f} photos/s"

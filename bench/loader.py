@@ -37,13 +37,13 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from falconet.data import native
+from falconet.data.buffers import PixelRows
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
-from falconet.data.native.decoder import NativeReader
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader, Reader
-from falconet.data.source import FileSource
+from falconet.data.readers import NativeReader, PillowReader, Reader
+from falconet.data.storage import FileSource
 from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=RESIZE, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -121,12 +121,13 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
         return len(order)
 
     def batches(epoch: int, count: int) -> Iterator[int]:
-        intake = Intake(reader=reader, labels=labels, workers=count)
+        rows, resources = PixelRows(reader), Resources(workers=count)
         if photos.training:
-            for update in Loader(intake, shape=shape, seed=0).updates(epoch):
+            loader = Loader(rows, labels=labels, shape=shape, seed=0, resources=resources)
+            for update in loader.updates(epoch):
                 yield sum(len(batch.labels) for batch in update)
         else:
-            for batch in EvaluationLoader(intake, shape=shape).batches():
+            for batch in EvaluationLoader(rows, labels=labels, shape=shape, resources=resources).batches():
                 yield int((batch.labels >= 0).sum())
 
     loaders = {count: (lambda epoch, count=count: sum(batches(epoch, count))) for count in workers}
@@ -136,8 +137,8 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
 def readers(photos: Photos) -> tuple[Reader, Reader | None]:
     """The Pillow reader and, where it is built, the native one."""
     source, augment = photos.source(), "crop-flip" if photos.training else "none"
-    crops = Crops.of(PREPROCESSING, augment=augment, seed=0, objects=None)
-    pillow = FileReader(source, crops=crops, bad=BadImages(len(source), note=print))
+    crops = Crops(preprocessing=PREPROCESSING, augment=augment, seed=0, objects=None)
+    pillow = PillowReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()
     if library is None:
         return pillow, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from falconet.data.source import FileSource
+from falconet.data.storage import FileSource
 from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from falconet.data.source import FileSource
+from falconet.data.storage import FileSource
 
 ENDINGS = {".jpg", ".jpeg"}
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from falconet.data.crops import Augment
-from falconet.data.decode import BadImages
+from falconet.data.crops import Augment, Crops
+from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import Reader, reader_for
 from falconet.data.sources import photos
-from falconet.data.sources.photos import without_objects
+from falconet.data.sources.bounding_boxes import without_objects
 
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 CLASSES, ROUNDS, MOST = 1000, 8, 2000
@@ -62,7 +62,7 @@ def measure_listing(count: int) -> None:
 def reader_of(root: Path) -> tuple[Reader, int]:
     source = without_objects(photos.load_photos(root)).train
     bad = BadImages(0, note=print)
-    return reader_for(source, preprocessing=PREPROCESSING, augment=AUGMENT, seed=1, bad=bad), len(source)
+    return reader_for(source, crops=Crops(preprocessing=PREPROCESSING, augment=AUGMENT, seed=1), bad=bad), len(source)
 
 
 def read_all(reader: Reader, order: np.ndarray) -> tuple[float, float, str]:

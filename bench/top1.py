@@ -20,11 +20,10 @@ from torchvision.datasets import ImageFolder
 from falconet.checkpoint.foreign import read_weights
 from falconet.data import native
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.native.decoder import NativeReader
+from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.readers import FileReader, Reader
-from falconet.data.source import FileSource
+from falconet.data.readers import NativeReader, PillowReader, Reader
+from falconet.data.storage import FileSource
 
 BATCH = 50
 # As these weights were trained: 127 and 128 of 255.
@@ -57,8 +56,8 @@ def folder_source(root: Path) -> FileSource:
 
 
 def both_readers(source: FileSource) -> dict[str, Reader]:
-    crops = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
-    pillow = FileReader(source, crops=crops, bad=BadImages(len(source), note=print))
+    crops = Crops(preprocessing=PREPROCESSING, augment="none", seed=0, objects=None)
+    pillow = PillowReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()
     if library is None:
         sys.exit(f"native decoder: {native.why_not()}")

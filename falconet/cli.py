@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from falconet import __version__, exits
@@ -26,7 +27,6 @@ from falconet.config.help import print_help, wrapped
 from falconet.config.load import input_path, load_options, parse, read_line
 from falconet.config.options import unknown
 from falconet.config.settings import Setting
-from falconet.data import roots
 from falconet.errors import (
     NO_ROOM,
     ConfigError,
@@ -70,7 +70,7 @@ def _check_words(options: object) -> None:
     if isinstance(options, PackOptions):
         if options.pack.source is None or options.pack.target is None:
             raise ConfigError("needs two folders: the one with train/ and val/, and the one for the shards")
-        roots.require_folder(options.pack.source)
+        _require_photos(options.pack.source)
     elif isinstance(options, VerifyOptions):
         if options.verify.source is None:
             raise ConfigError("needs the folder with the shards")
@@ -85,10 +85,15 @@ def _check_words(options: object) -> None:
         raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
 
 
+def _require_photos(folder: Path) -> None:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder, expected one with train/ and val/")
+
+
 def _check_data(options: Any) -> None:
     """Photos that are trained on must be there; a plan may do without ImageNet."""
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
-        roots.require_folder(options.data.data_dir)
+        _require_photos(options.data.data_dir)
 
 
 def _check_validated(options: Any) -> None:

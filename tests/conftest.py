@@ -1,4 +1,4 @@
-"""Shared by all tests: the command line called in this process, small things to train on, and who runs which."""
+"""Fixtures shared by all tests: the command line in this process, small data, and the watch over hanging tests."""
 
 import os
 import re
@@ -15,21 +15,21 @@ from PIL import Image
 import watched
 from falconet.cli import main
 
-# What a terminal, a launcher or a person may have set, and what Falconet would heed.
-HEEDED = re.compile(
+# Variables that a terminal, a launcher or a user may have set and that change what Falconet does.
+INHERITED = re.compile(
     r"COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR\w*|TTY_\w+|DATA_DIR|FALCONET_\w+|WANDB_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|PMI_\w+|MPI_\w+|HYDRA_\w+|TF_CONFIG"
 )
-for name in filter(HEEDED.fullmatch, list(os.environ)):
+for name in filter(INHERITED.fullmatch, list(os.environ)):
     del os.environ[name]
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test fetches weights; read when that library is imported, which is later
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads weights; must be set before huggingface_hub is imported
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's `&` hands on an ignored Ctrl-C, to every process that a test starts too.
+    # A shell's `&` starts programs with Ctrl-C ignored, and every process that a test starts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The same examples everywhere, however long each takes; `--hypothesis-profile default` looks for others.
+# The same examples on every machine, without a deadline; `--hypothesis-profile default` searches for new ones.
 settings.register_profile("here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 
@@ -41,7 +41,10 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that start processes come first: they take longest, and with workers a file stays together."""
+    """Mark tests that run whole commands; sort files that start processes first, because they take longest."""
+    for item in items:
+        if {"falconet", "trained"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("run")
     slow = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -62,21 +65,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_stays() -> Iterator[None]:
-    """A test that starts processes may take longer, and leaves none behind when it fails."""
+def no_processes_left() -> Iterator[None]:
+    """Give a test that starts processes more time, and end them if it fails."""
     with watched.processes_ended(begun=lambda: watched.WATCH.limit(watched.WITH_PROCESSES)):
         yield
 
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of that size, whatever this one is: it decides how many processes run."""
+    """Pretend to have two cores: their number decides how many processes run."""
     monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
 
 
 @pytest.fixture
 def falconet(capfd, tmp_path, monkeypatch) -> Callable[[str], Answer]:
-    """Runs a command line in an empty folder."""
+    """Run a command line in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DATA_DIR", raising=False)
 

@@ -1,4 +1,4 @@
-"""The same photos in every layout that can be read, written by other people's code where there is some."""
+"""The same photos in every layout that can be read, written by third-party code where it exists."""
 
 import io
 import json
@@ -18,7 +18,7 @@ CLASSES = ("n01440764", "n01443537", "n02102040")
 
 
 def photo(seed: int, *, width: int = 80, height: int = 60) -> Image.Image:
-    """Soft blobs and some noise, so that JPEG has something to do."""
+    """Soft blobs and some noise, as in photos."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     soft = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -94,7 +94,7 @@ Example = example_class()
 
 
 def example(image: bytes, label: int, *, synset: str = "", boxes: tuple[tuple[float, ...], ...] = ()) -> bytes:
-    """One record as TensorFlow's ImageNet scripts write it; the label counts from 1."""
+    """One record as TensorFlow's ImageNet scripts write it; labels start at 1."""
     made = Example()
     feature = made.features.feature
     feature["image/encoded"].bytes_list.value.append(image)
@@ -147,7 +147,7 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def pack(root: Path, target: Path, *, shard_size: int = 5, workers: int = 2, **recipe) -> Path:
-    """The class folders of `root` as packed shards in `target`, as the command makes them."""
+    """The class folders of `root` as packed shards in `target`, as `falconet data pack` writes them."""
     target.mkdir(exist_ok=True)
     splits = folder.load(root)
     packer = Packer(target, recipe=Recipe(**recipe), workers=workers)

@@ -13,8 +13,7 @@ from falconet.config.commands import RestoreOptions, TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load_options
 from falconet.config.settings import from_line
-from falconet.data import input
-from falconet.data.loader import Batch, Feed
+from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
@@ -54,9 +53,7 @@ def trained(world, line, *, updates=3, checkpoint=None, save=None):
     lines = run.plan_lines()
     state = run.begin()
     step, loader = run.step(state), run.placement.loader()
-    return _result(
-        run, state, step, Feed(loader.streamed(0, skip=state.progress.update), device=world.device), updates
-    ) | {
+    return _result(run, state, step, loader.updates(0, skip=state.progress.update), updates) | {
         "lines": lines,
         "saved": save and _saved(run, state, Path(save)),
     }
@@ -72,10 +69,12 @@ def together(line, *, replicas, updates=3):
     loaders = []
     for replica in range(replicas):
         shape = replace(run.shape, micro_batch=size, replicas=replicas, replica=replica)
-        loaders.append(input.training_loader(run.images, run.options, shape=shape, world=world, note=print))
+        loaders.append(
+            replace(run.setup.input, world=world).training_loader(run.images, crops=run.setup.crops, shape=shape)
+        )
     merged = (
         [_beside(batches) for batches in zip(*micro_batches, strict=True)]
-        for micro_batches in zip(*(loader.streamed(0) for loader in loaders), strict=True)
+        for micro_batches in zip(*(loader.updates(0) for loader in loaders), strict=True)
     )
     return _result(run, state, step, merged, updates)
 

@@ -20,8 +20,9 @@ from falconet.checkpoint import format
 from falconet.checkpoint.state import TrainState
 from falconet.commands import selftest
 from falconet.config.options import Optimizer
-from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake
+from falconet.data.buffers import Batch, PixelRows
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import DataError
 from falconet.models import zoo
@@ -310,12 +311,16 @@ class Rows:
 def measure(world, count, batch):
     labels = np.arange(count) % CLASSES
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    loader = EvaluationLoader(Intake(reader=Rows(), labels=labels), shape=shape)
+    loader = EvaluationLoader(PixelRows(Rows()), labels=labels, shape=shape)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
     seen = [label for each in loader.batches() for label in each.labels.tolist()]
     found = evaluate(model, loader.batches(), normalise=Normalise(PREPROCESSING), regime=REGIMES["32.32"], world=world)
     return found, [label for label in seen if label >= 0]
+
+
+def interfaces(world):
+    return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
 
 
 def collectives(world):

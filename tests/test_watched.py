@@ -1,4 +1,4 @@
-"""The watch over the tests: who hangs is told, and nobody else."""
+"""The time limit of tests interrupts a hanging test, and no other."""
 
 import time
 
@@ -8,19 +8,19 @@ import watched
 
 
 def hang():
-    watched.WATCH.limit(0.05)  # here, where a failure is awaited: on a busy machine it comes before the next line
+    watched.WATCH.limit(0.05)  # set here: on a busy machine the interruption may come before the next line
     time.sleep(60)
 
 
-def test_one_that_hangs_is_told(capfd):
+def test_a_hanging_test_fails_with_its_stack(capfd):
     with pytest.raises(pytest.fail.Exception, match="the test hangs"):
         hang()
     watched.WATCH.limit(watched.ALONE)
     assert "most recent call first" in capfd.readouterr().err
 
 
-def test_one_that_sets_the_clock_does_not_hang(monkeypatch):
+def test_a_test_that_replaces_the_clock_is_not_interrupted(monkeypatch):
     with monkeypatch.context() as moved:
         moved.setattr(time, "monotonic", lambda: 0.0)
         watched.WATCH.limit(watched.ALONE)
-    time.sleep(0.05)  # the other thread looks only now
+    time.sleep(0.05)  # the watching thread wakes up now

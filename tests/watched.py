@@ -1,4 +1,4 @@
-"""No test holds the others up: one that hangs fails with its stack, and what a failed one started is ended."""
+"""A time limit for every test: a hanging test fails with its stack, and the processes it started are ended."""
 
 import contextlib
 import faulthandler
@@ -9,21 +9,21 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic  # the clock itself: a test may put another one into `time`
+from time import monotonic  # imported by name, because a test may replace time.monotonic
 
 import pytest
 
-# Seconds: only what hangs takes so long. On a quiet machine no test takes a thirtieth, but for a minute of fuzzing.
+# Seconds that only a hanging test takes: on a quiet machine the longest takes a thirtieth.
 ALONE, WITH_PROCESSES = 300.0, 500.0
-AGAIN = 60.0  # seconds after which a test that waits once more, to clean up, is told again
+AGAIN = 60.0  # seconds until a test that hangs again while cleaning up is interrupted again
 
 
 class Watch:
-    """Interrupts the main thread with SIGUSR2 when its time is over; SIGALRM and its timer belong to the program."""
+    """Interrupt the main thread with SIGUSR2 when its time is up; SIGALRM belongs to the program under test."""
 
     def __init__(self) -> None:
         self._end, self._changed = math.inf, threading.Condition()
-        signal.signal(signal.SIGUSR2, self._tell)
+        signal.signal(signal.SIGUSR2, self._interrupt)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def limit(self, seconds: float) -> None:
@@ -40,9 +40,9 @@ class Watch:
                     left = AGAIN
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
-    def _tell(self, number: int, frame: object) -> None:
-        if self._end <= monotonic():  # and not a moment too late
-            faulthandler.dump_traceback(file=2)  # of every thread, into what pytest captures
+    def _interrupt(self, number: int, frame: object) -> None:
+        if self._end <= monotonic():  # else the test has just ended
+            faulthandler.dump_traceback(file=2)  # every thread's, captured by pytest
             pytest.fail("the test hangs")
 
 
@@ -50,7 +50,7 @@ WATCH = Watch()
 
 
 def in_time(item: pytest.Item) -> Iterator[None]:
-    """One phase of a test. What hangs within C is left to pytest's own faulthandler_timeout, which ends the process."""
+    """Limit one phase of a test. A hang inside C is left to faulthandler_timeout, which ends the process."""
     WATCH.limit(WITH_PROCESSES if item.get_closest_marker("dist") else ALONE)
     try:
         return (yield)
@@ -60,16 +60,16 @@ def in_time(item: pytest.Item) -> Iterator[None]:
 
 @contextlib.contextmanager
 def processes_ended(begun: Callable[[], object]) -> Iterator[None]:
-    """Whoever was started within by `subprocess` ends with it, and whoever they started; `begun` is called for each."""
+    """End every process started inside by `subprocess`, with its descendants; `begun` is called for each."""
     started: list[subprocess.Popen] = []
     plain = subprocess.Popen.__init__
 
-    def noted(process: subprocess.Popen, *arguments: object, **named: object) -> None:
+    def recorded(process: subprocess.Popen, *arguments: object, **named: object) -> None:
         begun()
         plain(process, *arguments, **named)
         started.append(process)
 
-    subprocess.Popen.__init__ = noted
+    subprocess.Popen.__init__ = recorded
     try:
         yield
     finally:
@@ -86,19 +86,19 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not yet written to it
+            with contextlib.suppress(OSError):  # unwritten data
                 pipe.close()
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs before themselves."""
+    """All descendants of a process, deepest first."""
     return [number for child in children(pid) for number in (*descendants(child), child)]
 
 
 def children(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             if int(words[1]) == pid:
                 found.append(int(stat.parent.name))
@@ -106,7 +106,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; not everywhere is there somebody who reaps those that outlived their parent."""
+    """Whether a process has ended; orphans may stay zombies where no init process reaps them."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from falconet.data.loader import Batch, Feed
+from falconet.data.buffers import Batch, on_device
 from falconet.parallel.world import World
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def measure_with_copy(predict: Predict, batches: Sequence[Batch], *, count: int,
     if device.type != "cuda":
         return _everywhere(world, latency, latency)
     world.barrier("inference")
-    ahead = Feed(([batch] for batch in islice(cycle(batches), count)), device=device)
+    ahead = on_device(([batch] for batch in islice(cycle(batches), count)), device=device)
     answers = (predict(update[0].images).to("cpu", non_blocking=True) for update in ahead)
     return _everywhere(world, latency, _spacing(answers))
 

@@ -13,9 +13,9 @@ from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptio
 from falconet.config.load import idle_lines, input_path, load_options, of_command
 from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
-from falconet.data import input
-from falconet.data.dataset import global_batch, open_images, refuse_download
-from falconet.data.loader import BatchShape, Feed
+from falconet.data.dataset import open_dataset
+from falconet.data.input import Input
+from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
@@ -90,20 +90,24 @@ def _measure_batchnorm(
     shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     loaded = load_options(TrainOptions, own, format.read_manifest(folder).config)
-    refuse_download(loaded)
+    saved_model.refuse_download(loaded)
     training = loaded.options
     shape = BatchShape(micro_batch=training.data.micro_batch_size)
-    data = open_images(
+    data = open_dataset(
         training.data,
         model=training.model.model,
-        global_batch=global_batch(training),
+        global_batch=saved_model.global_batch(training),
         seed=training.run.seed,
         use_objects=boxes_used(training),
         percentage=training.training.dataset_percentage,
     )
-    loader = input.training_loader(data, training, shape=shape, world=world, note=note)
+    regime = REGIMES[training.machine.precision]
+    crops = data.training_crops(training.augmentation, seed=training.run.seed)
+    loader = Input(data=training.data, regime=regime, world=world, note=note).training_loader(
+        data, crops=crops, shape=shape
+    )
     batches = min(-(-images // shape.micro_batch), loader.updates_per_epoch)
-    updates = islice(Feed(loader.streamed(0), device=world.device, ring=loader.ring), batches)
+    updates = islice(loader.updates(0), batches)
     model = opened.model.to(world.device)
     normalise = data.normalise(world.device)
     reestimate(

@@ -16,9 +16,10 @@ from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import idle_lines, load_options, of_command, typed
 from falconet.config.settings import Setting
-from falconet.data import input
-from falconet.data.dataset import Images, open_images
-from falconet.data.loader import Batch, BatchShape, SyntheticLoader
+from falconet.data.buffers import Batch
+from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.input import Input
+from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
@@ -42,7 +43,7 @@ class Subject:
 
     options: InferOptions
     model: nn.Module
-    images: Images
+    images: Dataset
 
 
 def run(line: Sequence[Setting]) -> int:
@@ -111,7 +112,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         with named_option("precision"):
@@ -192,7 +193,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
         return next(loader.updates(0))
     regime = REGIMES[options.machine.precision]
     note = console.spoken(world)
-    found = input.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    found = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

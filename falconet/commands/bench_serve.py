@@ -20,8 +20,8 @@ from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load_options, of_command
 from falconet.config.settings import LINE, Setting, spelled
-from falconet.data import input
-from falconet.data.dataset import Images, open_images, refuse_download
+from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError
 from falconet.infer.predictor import Pixels, Predictor, open_classifier
@@ -29,6 +29,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.console import Screen, counted
+from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns
 MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
@@ -65,7 +66,7 @@ def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
         return options
     manifest = format.read_manifest(format.newest_whole(path, screen.line))
     loaded = load_options(BenchServeOptions, line, manifest.config)
-    refuse_download(loaded)
+    saved_model.refuse_download(loaded)
     return loaded.options
 
 
@@ -121,13 +122,13 @@ def _window(options: BenchServeOptions) -> int:
     return options.load.window if options.load.request_type == "ASYNC" else 1
 
 
-def _images(options: BenchServeOptions) -> Images:
+def _images(options: BenchServeOptions) -> Dataset:
     data = options.data
     if data.data == "synthetic":
         raise ConfigError(
             "--data synthetic: lives on the device only, and requests come from the host; wanted generated"
         )
-    return open_images(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+    return open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
 
 
 def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: Path) -> Job:
@@ -153,7 +154,8 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
     size = options.data.micro_batch_size
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
-    loader = input.evaluation_loader(images, options.data, shape=shape, regime=regime, world=ALONE, note=Screen().line)
+    reading = Input(data=options.data, regime=regime, world=ALONE, note=Screen().line)
+    loader = reading.evaluation_loader(images, shape=shape)
     found = torch.cat([batch.images.clone() for batch in islice(loader.batches(), held)])
     rows = np.arange(held * size) % len(found)
     return found.numpy()[rows].reshape(held, size, *found.shape[1:])

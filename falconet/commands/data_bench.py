@@ -11,17 +11,15 @@ import torch
 
 import falconet
 from falconet.config.commands import DataBenchOptions
-from falconet.config.fields import value_or
 from falconet.config.load import idle_lines, load_options
 from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
 from falconet.data import input, measure
-from falconet.data.dataset import Images, open_images
-from falconet.data.decode import BadImages
-from falconet.data.input import Reading
+from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.input import Input
 from falconet.data.measure import Pipeline, Stage
-from falconet.data.readers import reader_for
-from falconet.data.source import FileSource, Source
+from falconet.data.sources import folder
+from falconet.data.storage import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
@@ -42,7 +40,7 @@ def run(line: Sequence[Setting]) -> int:
     for note in idle_lines(options, line):
         say(note)
     world = resources.open_machine(options.machine)
-    images = open_images(
+    images = open_dataset(
         options.data,
         model=options.model.model,
         global_batch=options.data.micro_batch_size,
@@ -53,7 +51,8 @@ def run(line: Sequence[Setting]) -> int:
         return _compare_md5(images, options, say)
     pipeline = _pipeline(images, options, world, say)
     say(f"data {options.data.data}: {images.describe()}; the {options.bench.split} images")
-    say(f"{pipeline.workers} loader threads, device {world.device}, {_decoding(options, pipeline.source, world)}")
+    threads, decoding = pipeline.resources.workers, _decoding(options, pipeline.source, world)
+    say(f"{threads} loader threads, device {world.device}, {decoding}")
     stages = measure.stage_rates(pipeline, seconds=options.bench.seconds)
     _show(stages, say)
     rates = []
@@ -68,34 +67,16 @@ def run(line: Sequence[Setting]) -> int:
     return 0
 
 
-def _pipeline(images: Images, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
+def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say) -> Pipeline:
     training = options.bench.split == "train"
-    source = images.splits.train if training else images.splits.validation
-    reading = Reading(
-        source=source,
-        preprocessing=images.preprocessing,
-        augment=images.augment(options.augmentation.augment) if training else "none",
-        seed=0,
-        rule=input.crop_rule(options.augmentation),
-    )
-    allowed = value_or(options.data.bad_images_allowed, len(source) // 1000)
-    reader = reader_for(
-        source,
-        preprocessing=images.preprocessing,
-        augment=reading.augment,
-        seed=0,
-        bad=BadImages(allowed, note=say),
-        rule=reading.rule,
-    )
+    source = images.train if training else images.validation
+    crops = images.training_crops(options.augmentation, seed=0) if training else images.validation_crops()
+    reading = Input(data=options.data, regime=REGIMES[options.machine.precision], world=world, note=say)
     return Pipeline(
         source=source,
-        reader=input.with_cache(reader, options.data, reading),
-        landing=input.build_landing(
-            options.data, reading, regime=REGIMES[options.machine.precision], device=world.device
-        ),
-        device=world.device,
+        reader=reading.row_reader(source, crops, reading.bad_images(options.bench.split, allowed=len(source) // 1000)),
+        resources=reading.resources(source),
         micro_batch=options.data.micro_batch_size,
-        workers=input.workers(options.data),
         training=training,
     )
 
@@ -139,14 +120,14 @@ def _write(
         raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
-def _compare_md5(images: Images, options: DataBenchOptions, say: Say) -> int:
+def _compare_md5(images: Dataset, options: DataBenchOptions, say: Say) -> int:
     """The digests of class folders; exit code 2 if they are not those of the original's ImageNet."""
     whole = True
-    for split, source in (("train", images.splits.train), ("validation", images.splits.validation)):
+    for split, source in (("train", images.train), ("validation", images.validation)):
         if not isinstance(source, FileSource):
             raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
-        found = measure.folder_md5(source.root, workers=input.workers(options.data))
-        same = measure.is_imagenet(found, split)
+        found = folder.folder_md5(source.root, workers=input.workers(options.data))
+        same = folder.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")
         whole = whole and same
     return DONE if whole else MISTAKE

@@ -8,8 +8,8 @@ from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data import native, packing
-from falconet.data.source import FileSource
 from falconet.data.sources import folder
+from falconet.data.storage import FileSource
 from falconet.errors import DataError, Interrupted
 from falconet.parallel import resources
 from falconet.report.console import Counting, Screen, are, counted

@@ -18,16 +18,15 @@ from falconet.config.load import load_options, typed
 from falconet.config.options import Data
 from falconet.config.settings import LINE, Setting
 from falconet.data import input, measure, native
-from falconet.data.buffers import Landing, PixelLanding
+from falconet.data.buffers import PixelRows, RowReader
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.input import Reading
+from falconet.data.image_files import BadImages
+from falconet.data.loader import Resources
 from falconet.data.measure import Pipeline
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader, Reader, reader_for
-from falconet.data.source import FileSource
+from falconet.data.readers import PillowReader, reader_for
+from falconet.data.storage import FileSource
 from falconet.errors import ConfigError, DeviceError
-from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment, resources
 from falconet.parallel.environment import Place
 from falconet.parallel.world import device_kind, open_world
@@ -71,33 +70,29 @@ def made_photos(root: Path) -> FileSource:
 
 
 def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
+    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip")
     bad = BadImages(0, note=lambda _: None)
-    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=0, objects=None)
-    pillow = FileReader(source, crops=crops, bad=bad)
-    host = reader_for(source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0, bad=bad)
-    ways: dict[str, tuple[Reader, Landing]] = {}
+    host = reader_for(source, crops=crops, bad=bad)
+    on_host = Resources(workers=input.workers(Data()))
+    ways: dict[str, Pipeline] = {}
     library = native.library()
     if library is not None:
-        ways[f"native decoder ({library.processor})"] = (host, PixelLanding())
-    ways["Pillow"] = (pillow, PixelLanding())
+        ways[f"native decoder ({library.processor})"] = _pipeline(source, PixelRows(host), on_host)
+    pillow = PixelRows(PillowReader(source, crops=crops, bad=bad))
+    ways["Pillow"] = _pipeline(source, pillow, on_host)
     if device.type == "cuda":
-        reading = Reading(source=source, preprocessing=PREPROCESSING, augment="crop-flip", seed=0)
-        landing = input.build_landing(Data(decode_device="cuda"), reading, regime=REGIMES["32.32"], device=device)
-        ways["nvJPEG on the device"] = (host, landing)
-    return {name: measure.fill_rate(_pipeline(source, *way), seconds=seconds) for name, way in ways.items()}
+        from falconet.data.gpu import DeviceBuffers, DeviceRows
+
+        rows = DeviceRows(device, source=source, crops=crops, host=host)
+        workers = input.workers(Data(decode_device="cuda"))
+        ways["nvJPEG on the device"] = _pipeline(
+            source, rows, Resources(workers=workers, buffers=DeviceBuffers(device))
+        )
+    return {name: measure.fill_rate(pipeline, seconds=seconds) for name, pipeline in ways.items()}
 
 
-def _pipeline(source: FileSource, reader: Reader, landing: Landing) -> Pipeline:
-    on_device = not isinstance(landing, PixelLanding)
-    return Pipeline(
-        source=source,
-        reader=reader,
-        landing=landing,
-        device=torch.device("cpu"),
-        micro_batch=PHOTOS,
-        workers=input.workers(Data(decode_device="cuda" if on_device else "cpu")),
-        training=True,
-    )
+def _pipeline(source: FileSource, reader: RowReader, resources: Resources) -> Pipeline:
+    return Pipeline(source=source, reader=reader, resources=resources, micro_batch=PHOTOS, training=True)
 
 
 MEASURED = 1.0  # seconds for each decoder

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.config.options import Optimizer
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.models import splits
 from falconet.numerics.precision import REGIMES

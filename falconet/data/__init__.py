@@ -1,1 +1,1 @@
-"""Images, from where they lie to a batch on the device."""
+"""Images: from where they are stored to batches on the device."""

@@ -1,10 +1,10 @@
-"""Host memory for micro-batches: new each time, or pinned and used again."""
+"""Micro-batches in memory: the form in which they are read, their buffers, and the copy to the device."""
 
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,222 +12,202 @@ import torch
 from torch import Tensor
 
 from falconet.data.keyed import IntArray
+from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, standardise_pixels
 from falconet.data.readers import ArrayReader, Reader
-from falconet.data.source import BoolArray, PixelArray
+from falconet.data.storage import BoolArray, PixelArray
+
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes per value: numpy has no bfloat16
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of the images of one micro-batch."""
+class Batch(NamedTuple):
+    """One micro-batch."""
 
-    images: int
-    size: int  # side, pixels
-    dtype: torch.dtype = torch.uint8
-
-    @property
-    def bytes_an_image(self) -> int:
-        return self.size * self.size * 3 * self.dtype.itemsize
+    images: Tensor  # N x 3 x S x S, channels-last; uint8, or already normalised
+    labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
+    mix: Mix | None
 
 
-@dataclass(frozen=True, eq=False)
-class Room:
-    """Where one micro-batch lies."""
-
-    images: Tensor  # N x S x S x 3
-    labels: Tensor  # N, int64
-    mixup: Tensor  # N, float32
-    box: Tensor  # 4, int64
-
-
-class Event(Protocol):
-    """Something a device will have done; torch.cuda.Event is one."""
-
-    def synchronize(self) -> None: ...
-
-
-def fresh_room(shape: Shape) -> Room:
-    """New memory, its owner's for as long as it likes."""
-    return _carved(torch.empty(_bytes(shape), dtype=torch.uint8), shape)
-
-
-class Ring:
-    """Memory that goes round: a slot is lent again when the copy out of it is done.
-
-    It has as many slots as were ever lent at once, which the loader's prefetch bounds. A slot that nobody gives back
-    (an epoch that ends early) is freed like any other tensor.
-    """
-
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
-        self._free: deque[tuple[Tensor, Event]] = deque()  # the oldest copy first
-        self.allocated = 0  # slots, ever
-
-    def __call__(self, shape: Shape) -> Room:
-        size = _bytes(shape)
-        while self._free:
-            slot, copied = self._free.popleft()
-            copied.synchronize()  # of some batches ago: done long since, unless the device is behind
-            if len(slot) == size:  # evaluation and training may differ
-                return _carved(slot, shape)
-        self.allocated += 1
-        return _carved(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin), shape)
-
-    def give_back(self, images: Tensor, *, copied: Event) -> None:
-        """Lend the slot of these images again once `copied` has happened."""
-        slot = torch.empty(0, dtype=torch.uint8).set_(images.untyped_storage())
-        self._free.append((slot, copied))
-
-
-def _bytes(shape: Shape) -> int:
-    return sum(size for _, _, size in _parts(shape))
-
-
-def _parts(shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
-    """Shape, format and bytes of each tensor of a room; the widest formats first, so that each is aligned."""
-    count, side = shape.images, shape.size
-    tensors = [
-        ((count,), torch.int64),
-        ((4,), torch.int64),
-        ((count,), torch.float32),
-        ((count, side, side, 3), shape.dtype),
-    ]
-    return [(size, dtype, math.prod(size) * dtype.itemsize) for size, dtype in tensors]
-
-
-def _carved(slot: Tensor, shape: Shape) -> Room:
-    begin, tensors = 0, []
-    for size, dtype, count in _parts(shape):
-        tensors.append(slot[begin : begin + count].view(dtype).view(size))
-        begin += count
-    labels, box, mixup, images = tensors
-    return Room(images, labels, mixup, box)
-
-
-MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
-BITS = {2: torch.int16, 4: torch.int32}  # by bytes of a value: numpy has no bfloat16
-
-
-class Landing(Protocol):
-    """Makes room for a micro-batch and has its rows filled. Several threads call `fill` at once, on different rows."""
+class RowReader(Protocol):
+    """Reads images into rows of a batch, in the form in which the device gets them; several threads at once."""
 
     @property
-    def ring(self) -> Ring | None: ...  # whose memory the room is
+    def size(self) -> int: ...  # side of the images, pixels
 
-    def rows(self, reader: Reader) -> int: ...  # worth one call of `fill`
+    @property
+    def rows(self) -> int: ...  # images worth one call
 
-    def ahead(self, images: int, *, size: int) -> int: ...  # of these images, how many may be read before their use
+    @property
+    def dtype(self) -> torch.dtype: ...
 
-    def room(self, images: int, *, size: int) -> Room: ...
-
-    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
-        """Have the images (N x S x S x 3) written; which of them could be read. The others are black."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allowance:
-    """What the loader may take."""
-
-    ring: Ring | None = None  # without one, each micro-batch gets new memory
-    portion: int | None = None  # images that a thread reads at once; else what the reader likes
-    most: int = MOST_AHEAD  # bytes
-
-    def rows(self, reader: Reader) -> int:
-        return self.portion or reader.rows
-
-    def ahead(self, shape: Shape) -> int:
-        return max(1, min(shape.images, self.most // shape.bytes_an_image))
-
-    def room(self, shape: Shape) -> Room:
-        return self.ring(shape) if self.ring is not None else fresh_room(shape)
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
+        """Write the images into `out` (N x S x S x 3); return which could be read. The others are black."""
 
 
-class PixelLanding:
-    """Pixels as they are, written by the reader itself."""
+class PixelRows:
+    """Unchanged pixels."""
 
-    def __init__(self, allowance: Allowance | None = None) -> None:
-        self._allowance = allowance or Allowance()
-        self.ring, self.rows = self._allowance.ring, self._allowance.rows
+    dtype = torch.uint8
 
-    def ahead(self, images: int, *, size: int) -> int:
-        return self._allowance.ahead(Shape(images, size))
+    def __init__(self, reader: Reader, *, rows: int | None = None) -> None:
+        self._reader, self.size, self.rows = reader, reader.size, rows or reader.rows
 
-    def room(self, images: int, *, size: int) -> Room:
-        return self._allowance.room(Shape(images, size))
-
-    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
-        return reader.read(indices, epoch=epoch, out=images.numpy())
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
+        return self._reader.read(indices, epoch=epoch, out=out.numpy())
 
 
-class ValueLanding:
-    """Values in the compute format, made on the loader's threads: 2 or 4 bytes a value to copy, not 1.
+class ValueRows:
+    """Values in the compute format, made on the loader's threads: 2 or 4 bytes per value to copy, not 1.
 
-    They are those that `prepare` gives for the 256 levels of each channel, looked up in a table: what the device would
-    have made of the pixels, bit for bit.
+    Each value is looked up in a table of what `prepare` gives for the 256 levels of each channel, so that it equals
+    what the device would have computed, bit for bit.
     """
 
-    def __init__(self, prepare: Normalise, allowance: Allowance | None = None) -> None:
-        self._allowance = allowance or Allowance()
-        self.ring, self.rows = self._allowance.ring, self._allowance.rows
-        self._dtype = prepare.dtype
-        self._bits = BITS[self._dtype.itemsize]
+    def __init__(self, reader: Reader, prepare: Normalise, *, rows: int | None = None) -> None:
+        self._reader, self.size, self.rows = reader, reader.size, rows or reader.rows
+        self.dtype = prepare.dtype
+        self._bits = BITS[self.dtype.itemsize]
         levels = torch.arange(256, dtype=torch.uint8).view(1, 1, 256, 1).expand(1, 3, 256, 1)
         self._levels = prepare(levels)[0, :, :, 0].reshape(768).view(self._bits).numpy()  # red's 256, green's, blue's
-        self._own = threading.local()
+        self._thread = threading.local()
 
-    def ahead(self, images: int, *, size: int) -> int:
-        return self._allowance.ahead(Shape(images, size, self._dtype))
-
-    def room(self, images: int, *, size: int) -> Room:
-        return self._allowance.room(Shape(images, size, self._dtype))
-
-    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
-        pixels = self._pixels(tuple(images.shape))
-        read = reader.read(indices, epoch=epoch, out=pixels)
-        out: npt.NDArray[np.generic] = images.view(self._bits).numpy()
-        _, height, width, channels = images.shape
-        # An image at a time: the places of one, 8 bytes each, stay in the cache. About 0.2 ms at 224 x 224.
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
+        pixels = self._scratch(tuple(out.shape))
+        read = self._reader.read(indices, epoch=epoch, out=pixels)
+        found: npt.NDArray[np.generic] = out.view(self._bits).numpy()
+        _, height, width, channels = out.shape
+        # One image at a time: its table positions, 8 bytes each, stay in the cache. About 0.2 ms at 224 x 224.
         first = np.tile(np.arange(channels, dtype=np.intp) * 256, width)
-        for image, values in zip(pixels, out, strict=True):
-            places = image.reshape(height, width * channels) + first
-            self._levels.take(places, out=values.reshape(height, width * channels), mode="clip")
+        for image, values in zip(pixels, found, strict=True):
+            positions = image.reshape(height, width * channels) + first
+            self._levels.take(positions, out=values.reshape(height, width * channels), mode="clip")
         return read
 
-    def _pixels(self, shape: tuple[int, ...]) -> PixelArray:
-        """This thread's own scratch; it goes when the thread does."""
-        kept: PixelArray | None = getattr(self._own, "pixels", None)
+    def _scratch(self, shape: tuple[int, ...]) -> PixelArray:
+        """Pixels of this thread, freed with it."""
+        kept: PixelArray | None = getattr(self._thread, "pixels", None)
         if kept is None or kept.shape[0] < shape[0] or kept.shape[1:] != shape[1:]:
-            kept = self._own.pixels = np.empty(shape, np.uint8)
+            kept = self._thread.pixels = np.empty(shape, np.uint8)
         return kept[: shape[0]]
 
 
-class StandardLanding:
-    """Images standardised by themselves, on the loader's threads, in the compute format.
+class StandardRows:
+    """Each image standardised on the loader's threads, in the compute format.
 
-    Images that lie in memory are standardised before they are shifted, as the TensorFlow original did: what moves in
-    from outside is 0, the mean of every image. Others are when they are read.
+    Images in memory are standardised before they are shifted, as in the TensorFlow original: the zeros that move in
+    are then the mean of every image. Photos are standardised after they are read.
     """
 
-    def __init__(self, dtype: torch.dtype, allowance: Allowance | None = None) -> None:
-        self._allowance = allowance or Allowance()
-        self.ring, self.rows = self._allowance.ring, self._allowance.rows
-        self._dtype, self._bits = dtype, BITS[dtype.itemsize]
+    def __init__(self, reader: Reader, dtype: torch.dtype, *, rows: int | None = None) -> None:
+        self._reader, self.size, self.rows = reader, reader.size, rows or reader.rows
+        self.dtype, self._bits = dtype, BITS[dtype.itemsize]
 
-    def ahead(self, images: int, *, size: int) -> int:
-        return self._allowance.ahead(Shape(images, size, self._dtype))
-
-    def room(self, images: int, *, size: int) -> Room:
-        return self._allowance.room(Shape(images, size, self._dtype))
-
-    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
-        values = np.empty(tuple(images.shape), np.float32)
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
+        reader, shape = self._reader, tuple(out.shape)
+        values = np.empty(shape, np.float32)
         if isinstance(reader, ArrayReader) and reader.only_moves:
             reader.move(standardise_pixels(reader.stored(indices)), indices, epoch=epoch, out=values)
             read = np.ones(len(indices), np.bool_)
         else:
-            pixels = np.empty(tuple(images.shape), np.uint8)
+            pixels = np.empty(shape, np.uint8)
             read = reader.read(indices, epoch=epoch, out=pixels)
             values = standardise_pixels(pixels)
-        # By numpy, because torch forbids to write into memory that evaluation made in its inference mode.
-        images.view(self._bits).numpy()[:] = torch.from_numpy(values).to(self._dtype).view(self._bits).numpy()
+        # By numpy: torch refuses to write into memory that evaluation allocated in inference mode.
+        out.view(self._bits).numpy()[:] = torch.from_numpy(values).to(self.dtype).view(self._bits).numpy()
         return read
+
+
+class Event(Protocol):
+    """Something that a device will have done, such as a torch.cuda.Event."""
+
+    def synchronize(self) -> None: ...
+
+
+class Buffers:
+    """Host memory for micro-batches, used again once a batch was copied to the device.
+
+    There are as many buffers as were ever in use at once, which the loader's read-ahead bounds. A buffer that is not
+    given back (a batch that stays on the host, an epoch that ends early) is freed like any other tensor.
+    """
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._free: deque[tuple[Tensor, Event]] = deque()  # the oldest copy first
+        self.allocated = 0  # buffers, in total
+
+    def batch(self, images: int, *, size: int, dtype: torch.dtype = torch.uint8) -> Batch:
+        """Memory for one micro-batch, uninitialised."""
+        tensors = [  # the widest types first, so that each is aligned
+            ((images,), torch.int64),
+            ((4,), torch.int64),
+            ((images,), torch.float32),
+            ((images, size, size, 3), dtype),
+        ]
+        sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors]
+        parts = torch.split(self._buffer(sum(sizes)), sizes)
+        labels, box, mixup, pixels = (
+            part.view(kind).view(shape) for part, (shape, kind) in zip(parts, tensors, strict=True)
+        )
+        return Batch(pixels.permute(0, 3, 1, 2), labels, Mix(mixup, box))
+
+    def give_back(self, batch: Batch, *, copied: Event) -> None:
+        """Use the buffer of this batch again once `copied` has happened."""
+        buffer = torch.empty(0, dtype=torch.uint8).set_(batch.images.untyped_storage())
+        self._free.append((buffer, copied))
+
+    def _buffer(self, size: int) -> Tensor:
+        while self._free:
+            buffer, copied = self._free.popleft()
+            copied.synchronize()  # recorded some batches ago: done long since, unless the device is behind
+            if len(buffer) == size:  # evaluation and training may differ
+                return buffer
+        self.allocated += 1
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+
+def on_device(
+    updates: Iterable[Iterable[Batch]], *, device: torch.device, buffers: Buffers | None = None
+) -> Iterator[list[Batch]]:
+    """Each update's micro-batches on the device, in order, copied one update ahead.
+
+    `buffers` gets the host memory back once it was copied.
+    """
+    if device.type != "cuda":
+        yield from ([_moved(batch, device) for batch in update] for update in updates)
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: tuple[list[Batch], torch.cuda.Event] | None = None
+    for update in updates:
+        copied = [_copied(batch, side, buffers) for batch in update]
+        done = side.record_event()
+        if waiting is not None:
+            yield _handed_over(*waiting, device)
+        waiting = (copied, done)
+    if waiting is not None:
+        yield _handed_over(*waiting, device)
+
+
+def _copied(batch: Batch, side: torch.cuda.Stream, buffers: Buffers | None) -> Batch:
+    with torch.cuda.stream(side):
+        # From pinned memory, so that the host does not wait. Memory without buffers may go out of scope at once: torch
+        # keeps a freed pinned block until the copies recorded on it are done.
+        moved = _moved(batch, side.device)
+        if buffers is not None and moved.images is not batch.images:
+            buffers.give_back(batch, copied=side.record_event())
+    return moved
+
+
+def _handed_over(update: list[Batch], copied: torch.cuda.Event, device: torch.device) -> list[Batch]:
+    """Order the consumer's stream after the copy, and the reuse of its memory after the consumer."""
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(copied)
+    for batch in update:
+        for tensor in (batch.images, batch.labels, *(batch.mix or ())):
+            tensor.record_stream(stream)
+    return update
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    images, labels = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+    mix = batch.mix and Mix(*(tensor.to(device, non_blocking=True) for tensor in batch.mix))
+    return Batch(images, labels, mix)

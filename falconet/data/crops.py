@@ -1,4 +1,4 @@
-"""Random crops as TensorFlow's sample_distorted_bounding_box draws them: an even ratio, then an even whole height."""
+"""Which part of an image is read: evaluation's centre crop, random crops as torchvision or TensorFlow draws them."""
 
 import math
 from dataclasses import dataclass
@@ -7,111 +7,37 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from falconet.config.options import Augmentation
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.source import BoolArray, BoxArray, Objects
-from falconet.errors import ConfigError
+from falconet.data.storage import BoolArray, BoxArray, Objects
 
-TENSORFLOW_RATIO = (0.75, 1.33)  # width over height, as TensorFlow's programs for ImageNet have it
-COVERED = 0.1  # of an object's area, or of the photo's where it has none
-
-
-@dataclass(frozen=True, eq=False)
-class Attempts:
-    """Boxes that were drawn for each of N images, and which of them are within the bounds."""
-
-    boxes: IntArray  # N x A x 4: x0, y0, x1, y1
-    fit: BoolArray  # N x A
-
-
-def attempt(widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float) -> Attempts:  # draws: N x A x 4
-    """Boxes of at least that share of their image.
-
-    The last place down and right is never drawn unless it is the only one: so it is there.
-    """
-    width, height = widths[:, None], heights[:, None]
-    ratio = TENSORFLOW_RATIO[0] + draws[..., 0] * (TENSORFLOW_RATIO[1] - TENSORFLOW_RATIO[0])
-    area = (widths * heights)[:, None].astype(np.float64)
-    lowest, highest = _whole(np.sqrt(least * area / ratio)), _whole(np.sqrt(area / ratio))
-    narrow = ((width + 0.5 - 1e-7) / ratio).astype(np.int64)  # the greatest height whose width rounds to the image's
-    highest = np.where(_whole(highest * ratio) > width, narrow, highest)
-    highest = np.minimum(highest, height)
-    lowest = np.minimum(lowest, highest)
-    rows = lowest + (draws[..., 1] * (highest - lowest + 1)).astype(np.int64)
-    rows = np.where(rows * _whole(rows * ratio) < least * area, rows + 1, rows)  # what rounding took away
-    rows = np.where(rows * _whole(rows * ratio) > area, rows - 1, rows)
-    columns = _whole(rows * ratio)
-    y = (draws[..., 2] * (height - rows)).astype(np.int64)
-    x = (draws[..., 3] * (width - columns)).astype(np.int64)
-    fit = (rows > 0) & (columns > 0) & (rows <= height) & (columns <= width) & (rows * columns >= least * area)
-    return Attempts(np.stack((x, y, x + columns, y + rows), axis=-1), fit)
-
-
-def covers_image(boxes: IntArray, widths: IntArray, heights: IntArray) -> BoolArray:  # N x A x 4 -> N x A
-    """Whether a box has its share of a photo that has no objects, and so is one itself."""
-    x0, y0, x1, y1 = np.moveaxis(boxes, -1, 0)
-    enough: BoolArray = (x1 - x0) * (y1 - y0) / (widths * heights)[:, None] >= COVERED
-    return enough
-
-
-def covers_object(boxes: IntArray, objects: BoxArray, *, width: int, height: int) -> BoolArray:  # A x 4; M x 4 -> A
-    """Whether a box has its share of an object of one photo; objects are cut to whole pixels, and may vanish so."""
-    sizes = np.array([width, height, width, height], np.float32)
-    pixels = (objects * sizes).astype(np.int64)
-    there = pixels[(pixels[:, 2:] - pixels[:, :2]).prod(axis=1) > 0]
-    if len(there) == 0:
-        return np.zeros(len(boxes), np.bool_)
-    low = np.maximum(boxes[:, None, :2], there[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], there[None, :, 2:])
-    common = np.clip(high - low, 0, None).prod(axis=-1)
-    found: BoolArray = (common / (there[:, 2:] - there[:, :2]).prod(axis=1) >= COVERED).any(axis=1)
-    return found
-
-
-def _whole(values: npt.NDArray[np.float64]) -> IntArray:
-    return np.rint(values).astype(np.int64)
-
-
-CropDraw = Literal["area", "height"]
-Overlap = Literal["object", "crop"]
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
 
-RATIO = (3 / 4, 4 / 3)  # its width over its height
+RATIO = (3 / 4, 4 / 3)  # width over height
 ATTEMPTS = 10
-CROP_DRAWS = 2 * ATTEMPTS + 2  # area and ratio of each attempt, then the place down and right
+CROP_DRAWS = 2 * ATTEMPTS + 2  # area and ratio of each attempt, then the offsets down and right
 OBJECT_ATTEMPTS = 100  # to find a crop that overlaps an object
-OBJECT_COVERED = 0.1  # of the object's area, at the least
-OBJECT_DRAWS = 4  # of one attempt: area, ratio, place down, place right
-
-
-@dataclass(frozen=True, kw_only=True)
-class CropRule:
-    """How random crops are drawn."""
-
-    draw: CropDraw = "area"  # evenly: area and logarithm of the ratio, or ratio and height as in TensorFlow
-    least: float = 0.08  # smallest share of an image that a crop covers; the largest is all of it
-    least_of_object: float = 0.08  # of crops that must overlap an object
-    overlap: Overlap = "object"  # a tenth of an object is in the crop, or a tenth of the crop is in an object
-
-
-CROP_RULE = CropRule()
+OBJECT_COVERED = 0.1  # least share of the object's area
+AUGMENTATION = Augmentation()
+OBJECT_DRAWS = 4  # per attempt: area, ratio, offset down, offset right
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the original image
 
 
 def evaluation_box(width: int, height: int, *, resize: int, crop: int) -> Box:
-    """The part of the image that resizing its short side to `resize` and a centre crop of `crop` keep.
+    """The part of the image that survives resizing its short side to `resize` and a centre crop of `crop`.
 
-    Resizing this box to crop x crop gives torchvision's Resize and CenterCrop, including their rounding: the long side
-    of the resized image is cut to whole pixels, the crop begins at a whole pixel.
+    Resizing this box to crop x crop equals torchvision's Resize and CenterCrop, including their rounding: the long side
+    of the resized image is truncated to whole pixels, and the crop starts at a whole pixel.
     """
     short, long = min(width, height), max(width, height)
     long_resized = int(resize * long / short)
     resized_width, resized_height = (resize, long_resized) if width <= height else (long_resized, resize)
     left, top = round((resized_width - crop) / 2), round((resized_height - crop) / 2)
     x, y = width / resized_width, height / resized_height  # original pixels per resized one
-    # Clipped, because Pillow refuses a box that a rounding error carries over the border.
+    # Clipped: Pillow refuses a box that a rounding error carries over the border.
     return (left * x, top * y, min((left + crop) * x, width), min((top + crop) * y, height))
 
 
@@ -120,9 +46,9 @@ def crop_draws(indices: IntArray, *, seed: int, epoch: int) -> FloatArray:  # N 
 
 
 def random_resized_crop(  # N x 4: x0, y0, x1, y1
-    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = CROP_RULE.least
+    widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = AUGMENTATION.crop_area
 ) -> IntArray:
-    """The first of ten random boxes that fits into each image, else the largest centred one of a permitted ratio."""
+    """The first of ten random boxes that fits into the image, else the largest centred one of a permitted ratio."""
     images = np.arange(len(widths))
     area = (widths * heights)[:, None] * (least + draws[:, 0 : 2 * ATTEMPTS : 2] * (1 - least))
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
@@ -149,11 +75,11 @@ def random_resized_crop(  # N x 4: x0, y0, x1, y1
 
 
 def object_crop(
-    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = CROP_RULE.least_of_object
+    width: int, height: int, *, objects: BoxArray, draws: FloatArray, least: float = AUGMENTATION.crop_area
 ) -> Box | None:
-    """The first of the drawn boxes that fits into the image and covers enough of an object, if one does.
+    """The first drawn box that fits into the image and covers enough of an object; None if there is none.
 
-    The rule of TensorFlow's sample_distorted_bounding_box, with the ratios of the plain random crop.
+    TensorFlow's sample_distorted_bounding_box with the ratios of the plain random crop.
     """
     area, ratio, down, right = draws.T  # A each
     share = least + area * (1 - least)
@@ -181,92 +107,139 @@ def covered(boxes: IntArray, objects: npt.NDArray[np.floating]) -> FloatArray:  
 
 
 def shifts(indices: IntArray, *, side: int, seed: int, epoch: int) -> IntArray:  # N x 2: down, right
-    """How far each image moves, up to an eighth of its side each way: padding with zeros and cropping back."""
+    """How far each image moves, at most an eighth of its side each way: zero padding and a crop of the same size."""
     reach = max(1, side // 8)
     drawn = uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=2)
     return (drawn * (2 * reach + 1)).astype(np.int64) - reach
 
 
 def flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> BoolArray:  # N
-    """Which images are mirrored left to right: half of them, or none where the kind does not flip."""
+    """Which images are mirrored left to right: half of them, or none if the augmentation does not flip."""
     if augment not in FLIPPING:
         return np.zeros(len(indices), dtype=np.bool_)
     return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.FLIP, draws=1)[:, 0] < 0.5
 
 
+# TensorFlow's sample_distorted_bounding_box: a uniform ratio, then a uniform whole height.
+TENSORFLOW_RATIO = (0.75, 1.33)  # width over height, as in TensorFlow's ImageNet programs
+COVERED = 0.1  # least share of an object's area, or of a photo without objects
+
+
+@dataclass(frozen=True, eq=False)
+class Attempts:
+    """Boxes drawn for each of N images, and which of them are within bounds."""
+
+    boxes: IntArray  # N x A x 4: x0, y0, x1, y1
+    fit: BoolArray  # N x A
+
+
+def attempt(widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float) -> Attempts:  # draws: N x A x 4
+    """Boxes that cover at least `least` of their image.
+
+    As in TensorFlow, the last offset down and right is never drawn unless it is the only one.
+    """
+    width, height = widths[:, None], heights[:, None]
+    ratio = TENSORFLOW_RATIO[0] + draws[..., 0] * (TENSORFLOW_RATIO[1] - TENSORFLOW_RATIO[0])
+    area = (widths * heights)[:, None].astype(np.float64)
+    lowest, highest = _whole(np.sqrt(least * area / ratio)), _whole(np.sqrt(area / ratio))
+    narrow = ((width + 0.5 - 1e-7) / ratio).astype(np.int64)  # the largest height whose width rounds to the image's
+    highest = np.where(_whole(highest * ratio) > width, narrow, highest)
+    highest = np.minimum(highest, height)
+    lowest = np.minimum(lowest, highest)
+    rows = lowest + (draws[..., 1] * (highest - lowest + 1)).astype(np.int64)
+    rows = np.where(rows * _whole(rows * ratio) < least * area, rows + 1, rows)  # undo rounding
+    rows = np.where(rows * _whole(rows * ratio) > area, rows - 1, rows)
+    columns = _whole(rows * ratio)
+    y = (draws[..., 2] * (height - rows)).astype(np.int64)
+    x = (draws[..., 3] * (width - columns)).astype(np.int64)
+    fit = (rows > 0) & (columns > 0) & (rows <= height) & (columns <= width) & (rows * columns >= least * area)
+    return Attempts(np.stack((x, y, x + columns, y + rows), axis=-1), fit)
+
+
+def covers_image(boxes: IntArray, widths: IntArray, heights: IntArray) -> BoolArray:  # N x A x 4 -> N x A
+    """Whether each box covers enough of a photo without objects, which counts as one object itself."""
+    x0, y0, x1, y1 = np.moveaxis(boxes, -1, 0)
+    enough: BoolArray = (x1 - x0) * (y1 - y0) / (widths * heights)[:, None] >= COVERED
+    return enough
+
+
+def covers_object(boxes: IntArray, objects: BoxArray, *, width: int, height: int) -> BoolArray:  # A x 4; M x 4 -> A
+    """Whether each box covers enough of an object of one photo; objects truncated to whole pixels may vanish."""
+    sizes = np.array([width, height, width, height], np.float32)
+    pixels = (objects * sizes).astype(np.int64)
+    there = pixels[(pixels[:, 2:] - pixels[:, :2]).prod(axis=1) > 0]
+    if len(there) == 0:
+        return np.zeros(len(boxes), np.bool_)
+    low = np.maximum(boxes[:, None, :2], there[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], there[None, :, 2:])
+    common = np.clip(high - low, 0, None).prod(axis=-1)
+    found: BoolArray = (common / (there[:, 2:] - there[:, :2]).prod(axis=1) >= COVERED).any(axis=1)
+    return found
+
+
+def _whole(values: npt.NDArray[np.float64]) -> IntArray:
+    return np.rint(values).astype(np.int64)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Crops:
-    """Which box of each photo is read, and whether it is mirrored: the same whoever decodes it."""
+    """Which box of each image is read, and whether it is mirrored; the same for every decoder."""
 
-    augment: Augment  # "none" or "crop-flip"
-    resize: int  # short side before evaluation's centre crop, pixels
-    size: int  # side of what is read, pixels
-    seed: int
-    objects: Objects | None = None  # what random crops must overlap
-    rule: CropRule = CROP_RULE
-    antialias: bool = True  # when a box is resized
+    preprocessing: Preprocessing  # the size to read, and evaluation's centre crop
+    augment: Augment = "none"
+    augmentation: Augmentation = AUGMENTATION  # how random crops are drawn
+    seed: int = 0
+    objects: Objects | None = None  # random crops must overlap one
 
-    @classmethod
-    def of(
-        cls,
-        preprocessing: Preprocessing,
-        *,
-        augment: Augment,
-        seed: int,
-        objects: Objects | None,
-        rule: CropRule = CROP_RULE,
-    ) -> "Crops":
-        if augment not in ("none", "crop-flip"):
-            raise ConfigError(f"augment: got '{augment}', wanted 'crop-flip' or 'none' for image files of many sizes")
-        return cls(
-            augment=augment,
-            resize=preprocessing.resize,
-            size=preprocessing.image_size,
-            seed=seed,
-            objects=objects,
-            rule=rule,
-            antialias=preprocessing.antialias,
-        )
+    @property
+    def size(self) -> int:
+        """Side of what is read, pixels."""
+        return self.preprocessing.image_size
+
+    @property
+    def _least_of_object(self) -> float:
+        asked = self.augmentation.object_crop_area
+        return self.augmentation.crop_area if asked == "auto" else asked
 
     def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
         return flips(self.augment, indices, seed=self.seed, epoch=epoch)
 
     def boxes(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> FloatArray:  # N; N x (width, height); N x 4
         if self.augment == "none":
-            fixed = [evaluation_box(*size, resize=self.resize, crop=self.size) for size in sizes.tolist()]
+            fixed = [evaluation_box(*size, resize=self.preprocessing.resize, crop=self.size) for size in sizes.tolist()]
             return np.array(fixed, np.float64).reshape(-1, 4)
         sizes = sizes.astype(np.int64)
-        if self.rule.draw == "height":
+        if self.augmentation.crop_draw == "height":
             return self._distorted(indices, sizes, epoch=epoch).astype(np.float64)
         draws = crop_draws(indices, seed=self.seed, epoch=epoch)
         widths, heights = sizes.T
-        boxes = random_resized_crop(widths, heights, draws, least=self.rule.least).astype(np.float64)
-        object_box = self._object_box if self.rule.overlap == "object" else self._filled_box
+        boxes = random_resized_crop(widths, heights, draws, least=self.augmentation.crop_area).astype(np.float64)
+        object_box = self._object_box if self.augmentation.object_overlap == "object" else self._filled_box
         for row in self._annotated(indices):
             boxes[row] = object_box(int(indices[row]), sizes[row].tolist(), epoch)
         return boxes
 
     def _annotated(self, indices: IntArray) -> list[int]:
-        """Rows of the images that have objects to overlap."""
+        """Rows of the images that have objects."""
         objects = self.objects
         if objects is None:
             return []
         return [row for row, index in enumerate(indices.tolist()) if len(objects[index]) > 0]
 
     def _object_box(self, index: int, size: list[int], epoch: int) -> Box:
-        """By ten attempts, which nearly always suffice, then by the rest of them; the whole image if all fail."""
+        """Ten attempts, which nearly always suffice, then the others; the whole image if all fail."""
         assert self.objects is not None
         width, height = size
         for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
             draws = self._attempts(np.array([index]), epoch, first=first, last=last)[0]
-            own, least = self.objects[index], self.rule.least_of_object
+            own, least = self.objects[index], self._least_of_object
             box = object_crop(width, height, objects=own, draws=draws, least=least)
             if box is not None:
                 return box
         return (0.0, 0.0, float(width), float(height))
 
     def _filled_box(self, index: int, size: list[int], epoch: int) -> Box:
-        """The first of ten plain crops of which an object fills enough, else the last of them."""
+        """The first of ten plain crops of which an object fills enough, else the last."""
         assert self.objects is not None
         width, height = np.full((2, ATTEMPTS), np.array(size)[:, None])
         draws = uniform(
@@ -276,7 +249,7 @@ class Crops:
             purpose=Purpose.OBJECT_CROP,
             draws=CROP_DRAWS * ATTEMPTS,
         ).reshape(ATTEMPTS, CROP_DRAWS)
-        boxes = random_resized_crop(width, height, draws, least=self.rule.least_of_object)
+        boxes = random_resized_crop(width, height, draws, least=self._least_of_object)
         pixels = self.objects[index] * np.array([*size, *size])
         areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
         shares = covered(boxes, pixels) * (pixels[:, 2:] - pixels[:, :2]).prod(axis=1) / areas[:, None]
@@ -285,16 +258,16 @@ class Crops:
         return box
 
     def _distorted(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> IntArray:  # N; N x 2; N x 4
-        """TensorFlow's crops: of up to 100 boxes the first that covers enough of an object, else the whole image.
+        """TensorFlow's crops: the first of up to 100 boxes that covers enough of an object, else the whole image.
 
-        Where it has objects it must be one of them, else the image itself. Ten attempts nearly always suffice.
+        An image without annotated objects counts as one object. Ten attempts nearly always suffice.
         """
         found = np.concatenate((np.zeros_like(sizes), sizes), axis=1)
         left = np.arange(len(indices))
         for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
             widths, heights = sizes[left].T
             draws = self._attempts(indices[left], epoch, first=first, last=last)
-            drawn = attempt(widths, heights, draws, least=self.rule.least)
+            drawn = attempt(widths, heights, draws, least=self.augmentation.crop_area)
             enough = covers_image(drawn.boxes, widths, heights)
             for row in self._annotated(indices[left]):
                 assert self.objects is not None

@@ -1,4 +1,4 @@
-"""How much memory there is to have: the machine's, or a container's or a batch job's where that has less."""
+"""Free memory: of the machine, or of a container or batch job if it has less."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Version:
-    """Where the system keeps a group's limits, and what it calls them."""
+    """Where the system keeps the limits of a control group, and their names."""
 
     controller: str  # in MEMBERSHIP
     mount: str
     limit: str
     used: str
-    files: tuple[str, str]  # in memory.stat: counted as used, but the system takes it again when it is needed
+    files: tuple[str, str]  # in memory.stat: counted as used, but reclaimed when needed
 
 
-# Of the counters of files: not `file` or `cache`, which count files that have no disk as well: those stay.
+# Not `file` or `cache`, which include files in memory: those cannot be reclaimed.
 VERSIONS = (
     Version("", ".", "memory.max", "memory.current", ("active_file", "inactive_file")),
-    Version(  # the first; its counters without `total_` leave out the groups below
+    Version(  # version 1; its counters without `total_` leave out child groups
         "memory",
         "memory",
         "memory.limit_in_bytes",
@@ -34,13 +34,13 @@ VERSIONS = (
 
 
 def available() -> int:
-    """Bytes that this process could still take."""
+    """Bytes that this process could still allocate."""
     left = [_left(group, version) for version in VERSIONS for group in _groups(version)]
     return min([_meminfo(), *(own for own in left if own is not None)])
 
 
 def _groups(version: Version) -> Iterator[Path]:
-    """The mount itself, which is a container's own group, and this process's below it with all between: each counts."""
+    """The mount, which is a container's group, and all groups from there down to this process: each has a limit."""
     root = CGROUP / version.mount
     yield root
     for line in _lines(MEMBERSHIP):
@@ -51,7 +51,7 @@ def _groups(version: Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: Version) -> int | None:
-    """Bytes; a limit of the first version that means none is larger than any machine."""
+    """Bytes left; version 1 expresses "no limit" as more than any machine has."""
     limit, used = _number(group / version.limit), _number(group / version.used)
     if limit is None or used is None:
         return None
@@ -61,7 +61,7 @@ def _left(group: Path, version: Version) -> int | None:
 
 def _meminfo() -> int:
     found = next((line.split()[1] for line in _lines(MEMINFO) if line.startswith("MemAvailable:")), None)
-    return 4 << 30 if found is None else int(found) << 10  # not Linux: what any machine that trains has
+    return 4 << 30 if found is None else int(found) << 10  # not Linux: any machine that trains has this much
 
 
 def _lines(path: Path) -> list[str]:
@@ -74,5 +74,5 @@ def _lines(path: Path) -> list[str]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such limit, or the word max
+    except (OSError, ValueError):  # no such limit, or the word `max`
         return None

@@ -1,7 +1,7 @@
-"""Which JPEG files the device decodes to the same picture as Pillow: told from their headers alone."""
+"""JPEG files decoded on the device, where it gives the same picture as Pillow; other images on the host."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,17 +9,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from falconet.data.buffers import Allowance, Room, Shape, fresh_room
+from falconet.data.buffers import Batch, Buffers
 from falconet.data.crops import Crops
-from falconet.data.decode import UnreadableImageError
+from falconet.data.image_files import UnreadableImageError
 from falconet.data.keyed import IntArray
 from falconet.data.readers import Reader
-from falconet.data.source import BoolArray, PhotoSource
+from falconet.data.storage import BoolArray, PhotoSource
 
 START, END = b"\xff\xd8", b"\xff\xd9"
 BASELINE, SCAN, ADOBE, JFIF = 0xC0, 0xDA, 0xEE, 0xE0
 OTHER_FRAMES = frozenset({*range(0xC1, 0xD0)} - {0xC4, 0xC8, 0xCC})  # extended, progressive, lossless, arithmetic
-# Horizontal and vertical factors of the luminance over the colours: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
+# Horizontal and vertical sampling factors of the luminance: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
 SAMPLINGS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
 
 
@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 
 def plain_size(data: bytes | bytearray) -> Size | None:
-    """Width and height of a whole baseline JPEG, 8 bits, grey or YCbCr; None for what is left to the CPU's reader."""
+    """Width and height of a whole 8-bit baseline JPEG, grey or YCbCr; None for what the host has to decode."""
     if not data.startswith(START):
         return None
     at, size, adobe, jfif = 2, None, None, False
@@ -43,7 +43,7 @@ def plain_size(data: bytes | bytearray) -> Size | None:
         if length < 2 or at + 2 + length > len(data) or marker in OTHER_FRAMES:
             return None
         if marker == SCAN:
-            # What ends too early may still give pixels on the device: wrong ones.
+            # The device may give pixels for a truncated file as well: wrong ones.
             whole = data.rfind(END, at) != -1
             colours = adobe == 0 or (adobe is None and not jfif and named_rgb)
             return size if whole and not colours else None
@@ -75,61 +75,68 @@ def _frame(frame: bytes | bytearray) -> tuple[Size, bool] | None:
     return Size(width, height), (frame[6], frame[9], frame[12]) == tuple(b"RGB")
 
 
-Encoded = Callable[[int], bytearray | None]  # the bytes of an image by its number; None: cannot be read
-PORTION = 128  # images of one call: nvJPEG wants many at once (bench/decode_device.py)
+PORTION = 128  # images per call: nvJPEG is efficient with many at once (bench/decode_device.py)
 
 
-class DeviceLanding:
-    """JPEG files through torchvision's nvJPEG; all else through the host's reader with the same crop and flip.
+class DeviceBuffers(Buffers):
+    """Memory for micro-batches whose images are decoded on the device; labels and mixes stay on the host."""
 
-    Its threads are the loader's. Each has a stream of its own and waits for it at the end of a part: then the pixels
-    are there, and what was decoded may go. (Torchvision writes on a stream that torch's allocator knows nothing of, so
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # owns the batches' memory
+
+    def batch(self, images: int, *, size: int, dtype: torch.dtype = torch.uint8) -> Batch:
+        small = super().batch(images, size=0)
+        # Consumers recorded what they did with this memory before, so the home stream can write padding to it.
+        with torch.cuda.stream(self._home):
+            pixels = torch.empty((images, size, size, 3), dtype=dtype, device=self._device)
+        return small._replace(images=pixels.permute(0, 3, 1, 2))
+
+
+class DeviceRows:
+    """JPEG files through torchvision's nvJPEG; everything else through the host's reader, with the same crop and flip.
+
+    The loader's threads call it. Each has its own stream and waits for it at the end of a part: then the pixels are
+    complete and what was decoded may be freed. (Torchvision writes on a stream that torch's allocator does not know, so
     a decoded image must not be freed before the last kernel that reads it is done.)
     """
 
-    ring = None  # nothing is copied
+    dtype = torch.uint8
 
     def __init__(
-        self, device: torch.device, *, encoded: Encoded, crops: Crops, allowance: Allowance | None = None
+        self, device: torch.device, *, source: PhotoSource, crops: Crops, host: Reader, rows: int | None = None
     ) -> None:
-        """Of the allowance, `most` is of the device's memory."""
-        self._device, self._allowance = device, allowance or Allowance()
-        self._encoded, self._crops = encoded, crops
-        self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the batches' memory belongs to it
-        self._own = threading.local()
+        self.size, self.rows = crops.size, rows or PORTION
+        self._device, self._source, self._crops, self._host = device, source, crops, host
+        self._thread = threading.local()
 
-    def rows(self, reader: Reader) -> int:  # noqa: ARG002, the host's reader only gets what is left over
-        return self._allowance.portion or PORTION
-
-    def ahead(self, images: int, *, size: int) -> int:
-        return self._allowance.ahead(Shape(images, size))
-
-    def room(self, images: int, *, size: int) -> Room:
-        small = fresh_room(Shape(images, 0))
-        with torch.cuda.stream(self._home):
-            pixels = torch.empty((images, size, size, 3), dtype=torch.uint8, device=self._device)
-        # What the home stream did with this memory before was recorded by its users; padding is written there.
-        return Room(pixels, small.labels, small.mixup, small.box)
-
-    def fill(self, images: Tensor, reader: Reader, indices: IntArray, *, epoch: int) -> BoolArray:
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         read = np.ones(len(indices), dtype=np.bool_)
         stream = self._stream()
         with torch.cuda.stream(stream):
             decoded, left = self._decode(indices)
             if decoded:
                 rows = np.array(list(decoded))
-                self._place(list(decoded.values()), indices[rows], images, rows, epoch)
+                self._place(list(decoded.values()), indices[rows], out, rows, epoch)
             if left:
-                pixels = np.empty((len(left), *images.shape[1:]), np.uint8)
-                read[left] = reader.read(indices[left], epoch=epoch, out=pixels)
-                images[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a stream is waited for spinning
+                pixels = np.empty((len(left), *out.shape[1:]), np.uint8)
+                read[left] = self._host.read(indices[left], epoch=epoch, out=pixels)
+                out[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; waiting for a stream spins
         done.record(stream)
         done.synchronize()
         return read
 
+    def _encoded(self, index: int) -> bytearray | None:
+        """The file's bytes; None if it cannot be read, which the host's reader will report."""
+        try:
+            return bytearray(self._source.encoded(index))  # torch expects writable memory
+        except (OSError, UnreadableImageError):
+            return None
+
     def _decode(self, indices: IntArray) -> tuple[dict[int, Tensor], list[int]]:
-        """The decoded images by their row, and the rows that are left to the host."""
+        """The decoded images by row, and the rows left to the host."""
         encoded: dict[int, Tensor] = {}
         sizes: dict[int, tuple[int, int]] = {}
         for row, index in enumerate(indices.tolist()):
@@ -147,26 +154,26 @@ class DeviceLanding:
         return decoded, [row for row in range(len(indices)) if row not in decoded]
 
     def _place(self, decoded: list[Tensor], indices: IntArray, images: Tensor, rows: IntArray, epoch: int) -> None:
-        from falconet.data.gpu_resize import resize_boxes  # Triton: there where CUDA is
+        from falconet.data.gpu_resize import resize_boxes  # Triton, which comes with CUDA
 
         sizes = np.array([(image.shape[2], image.shape[1]) for image in decoded], np.int64)
         boxes, flips = self._crops.boxes(indices, sizes, epoch=epoch), self._crops.flips(indices, epoch=epoch)
         whole = len(rows) == len(images)
         out = images if whole else torch.empty((len(rows), *images.shape[1:]), dtype=torch.uint8, device=self._device)
-        resize_boxes(decoded, boxes, flips, out, antialias=self._crops.antialias)
+        resize_boxes(decoded, boxes, flips, out, antialias=self._crops.preprocessing.antialias)
         if not whole:
             images[torch.from_numpy(rows).to(self._device)] = out
 
     def _stream(self) -> torch.cuda.Stream:
-        """This thread's own."""
-        if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream: torch.cuda.Stream = self._own.stream
+        """One per thread."""
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._thread.stream
         return stream
 
 
 def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
-    """Each as 3 x H x W on the device; None for one that nvJPEG refuses."""
+    """Each image as 3 x H x W on the device; None for one that nvJPEG refuses."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     if not encoded:
@@ -175,21 +182,9 @@ def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor
         decoded: list[Tensor | None] = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # of one of them; which one, it does not say
+    except RuntimeError:  # one of them failed; it does not say which
         if len(encoded) == 1:
             return [None]
         middle = len(encoded) // 2
         return decode_jpegs(encoded[:middle], device) + decode_jpegs(encoded[middle:], device)
     return decoded
-
-
-def bytes_of(source: PhotoSource) -> Encoded:
-    """Reads the encoded images of a source; what is wrong with one that cannot be read, the host's reader will say."""
-
-    def encoded(index: int) -> bytearray | None:
-        try:
-            return bytearray(source.encoded(index))  # torch wants memory that it could write to
-        except (OSError, UnreadableImageError):
-            return None
-
-    return encoded

@@ -1,5 +1,5 @@
-"""Boxes of many images to one batch on the device, bilinear with antialiasing: Pillow's filter in one Triton launch."""
-# Triton's language is not Python: its functions have no types that mypy could read, and its constants are parameters.
+"""Resizes boxes of many images into one batch on the device: Pillow's bilinear filter in one Triton launch."""
+# Triton's language is not Python: its functions have no types for mypy, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
 
@@ -11,21 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.data.keyed import FloatArray
-from falconet.data.source import BoolArray
+from falconet.data.storage import BoolArray
 from falconet.numerics.kernels import FUSED
 
-PIXELS = 256  # of the result that one program makes
+PIXELS = 256  # of the result per program
 
 
 @triton.jit
 def _first_tap(center, support):
-    """Pillow's rounding: the first pixel whose middle may lie inside the filter."""
+    """Pillow's rounding: the first pixel whose centre may be inside the filter."""
     return tl.maximum((center - support + 0.5).to(tl.int32), 0)
 
 
 @triton.jit
 def _weight(tap, center, inverse, begin, end):
-    """The triangle at a pixel's middle; nothing beyond what may count."""
+    """The triangle filter at a pixel's centre; 0 outside begin to end."""
     away = tl.abs((tap.to(tl.float32) - center + 0.5) * inverse)
     return tl.where((tap >= begin) & (tap < end), tl.maximum(1.0 - away, 0.0), 0.0)
 
@@ -46,7 +46,7 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
     row, column = pixel // SIZE, pixel % SIZE
     column = tl.where(flipped != 0, SIZE - 1 - column, column)
     step_x, step_y = (x1 - x0) / SIZE, (y1 - y0) / SIZE
-    # By arithmetic instead of branches: with antialiasing as Pillow, without it as falconet/data/sampled.py.
+    # Arithmetic instead of branches: with antialiasing as Pillow, without it as readers.resized_aliased.
     mirrored = (flipped != 0).to(tl.float32)
     support_x, support_y = tl.maximum(step_x * ANTIALIAS, 1.0), tl.maximum(step_y * ANTIALIAS, 1.0)
     beyond_x, beyond_y = (0.5 + mirrored * (step_x - 1.0)) * (1 - ANTIALIAS), 0.5 * (1 - ANTIALIAS)
@@ -58,7 +58,7 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
     first_x, first_y = _first_tap(center_x, support_x), _first_tap(center_y, support_y)
     taps_x, taps_y = (2.0 * support_x).to(tl.int32) + 2, (2.0 * support_y).to(tl.int32) + 2
 
-    total = center_x * 0.0  # not tl.zeros, which Triton's interpreter cannot call once its compiler was imported
+    total = center_x * 0.0  # tl.zeros fails in Triton's interpreter once the compiler was imported
     red, green, blue = total, total, total
     plane = width.to(tl.int64) * height
     for down in range(taps_y):
@@ -73,7 +73,7 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
             green += weight * tl.load(place + plane, mask=counts, other=0).to(tl.float32)
             blue += weight * tl.load(place + 2 * plane, mask=counts, other=0).to(tl.float32)
             total += weight
-    total = tl.where(total > 0.0, total, 1.0)  # beyond the last pixel there is nothing
+    total = tl.where(total > 0.0, total, 1.0)  # no pixel counts beyond the last one
     target = out + (number.to(tl.int64) * SIZE * SIZE + pixel) * 3
     tl.store(target, (red / total + 0.5).to(tl.uint8), mask=exists)
     tl.store(target + 1, (green / total + 0.5).to(tl.uint8), mask=exists)
@@ -83,10 +83,10 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
 def resize_boxes(
     images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor, *, antialias: bool = True
 ) -> None:
-    """Each image (3 x H x W, uint8, contiguous) through its box (x0, y0, x1, y1) into its row of `out`, N x S x S x 3.
+    """Resize the box (x0, y0, x1, y1) of each image (3 x H x W, uint8, contiguous) into its row of `out` (S x S x 3).
 
-    With antialiasing as Pillow's resize with a box: the filter reaches beyond the box where the image goes on. One
-    rounding, at the end; Pillow rounds after each direction, so that single levels differ.
+    With antialiasing like Pillow's resize of a box: the filter reaches beyond the box into the image. It rounds once,
+    at the end; Pillow rounds after each direction, so that single levels differ.
     """
     assert all(image.is_contiguous() for image in images)
     assert out.is_contiguous()

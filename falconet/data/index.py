@@ -1,4 +1,4 @@
-"""A line beside the output, about the data: on standard error, as progress is."""
+"""An index of a data folder, so that it is searched once; untrusted, so that all of it is checked before use."""
 
 import contextlib
 import errno
@@ -20,101 +20,34 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from falconet import writing
-from falconet.data.decode import open_regular
 from falconet.data.free_memory import available
-from falconet.data.source import proper
+from falconet.data.image_files import open_regular
+from falconet.data.storage import proper
 from falconet.errors import DataError, LinkError
 from falconet.parallel.environment import is_first
 from falconet.report.console import Lines
 
-
-def say(text: str) -> None:
-    Lines(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False, emoji=False)
-
-
 Array = npt.NDArray[Any]
-
-LEADING_OUT = re.compile(rb"(?:^|/)\.\.(?:/|$)")
-
-
-def check_types(arrays: Mapping[str, Array], wanted: Mapping[str, type]) -> None:
-    """All columns that are wanted, each with one dimension."""
-    for name, dtype in wanted.items():
-        if name not in arrays:
-            raise ValueError(f"no column {name}")
-        if arrays[name].dtype != dtype or arrays[name].ndim != 1:
-            raise ValueError(f"column {name} of another type")
-
-
-def check_lengths(*columns: Array) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError("columns of different lengths")
-
-
-def check_offsets(offsets: Array, *, end: int) -> None:
-    """From 0 to `end`, never back."""
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end or np.any(offsets[1:] < offsets[:-1]):
-        raise ValueError("offsets that are none")
-
-
-def check_below(numbers: Array, limit: int | Array, *, what: str) -> None:
-    """Each from 0 on and below the limit, which may be its own."""
-    if np.any(numbers < 0) or np.any(numbers >= limit):
-        raise ValueError(f"{what} out of range")
-
-
-def check_ranges(begins: Array, sizes: Array, ends: Array | int) -> None:
-    """Each stretch lies before its end."""
-    begins, sizes = begins.astype(np.int64), sizes.astype(np.int64)
-    if np.any(begins < 0) or np.any(sizes < 0) or np.any(sizes > ends) or np.any(begins > ends - sizes):
-        raise ValueError("places that are not in their file")
-
-
-def check_boxes(boxes: Array, firsts: Array) -> None:
-    """Of objects: as they were when they were found, clipped and with an area."""
-    if boxes.dtype != np.float32 or boxes.shape[1:] != (4,) or not np.array_equal(proper(boxes), boxes):
-        raise ValueError("boxes that are none")
-    check_offsets(firsts, end=len(boxes))
-
-
-def check_paths(block: Array, offsets: Array) -> None:
-    """Names in one block, none of which leads out of the folder they belong to."""
-    check_offsets(offsets, end=len(block))
-    begins, data = offsets[:-1], block.tobytes()
-    if np.any(offsets[1:] == begins) or np.any(block[begins] == ord("/")) or b"\0" in data:
-        raise ValueError("file names that are none")
-    if b".." not in data:  # of a million names, mostly
-        return
-    for begin, end in zip(begins.tolist(), offsets[1:].tolist(), strict=True):
-        if LEADING_OUT.search(data[begin:end]):
-            raise ValueError("file names that lead out of the folder")
-
-
-def check_class_names(names: object, *, most: int) -> Sequence[str]:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > most:
-        raise ValueError("class names that are none")
-    return names
-
 
 FOLDER = ".falconet-index"
 FORMAT = "falconet index 2"
-# A change this soon before the search may have the time stamp of one after it: such an index is not believed.
-RACY = 2_000_000_000  # nanoseconds; the coarsest clock of a file system
-SHARE = 4  # an index larger than a quarter of the free memory is none of ours
-# What reading odd bytes raises.
+# A change this soon before the search may have the same time stamp as one after it: such an index is not used.
+RACY = 2_000_000_000  # nanoseconds; the coarsest file system clock
+SHARE = 4  # an index larger than a quarter of the free memory is not ours
+# What reading damaged bytes raises.
 DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Found(NamedTuple):
-    """What a search of a folder gave."""
+    """The result of searching a folder."""
 
     arrays: Mapping[str, Array]
-    facts: Mapping[str, Any]  # what JSON can hold
-    watched: Sequence[Path]  # files, and folders whose entries count: a change of one makes this worthless
+    facts: Mapping[str, Any]  # as JSON
+    watched: Sequence[Path]  # files, and folders whose entries matter: the index is stale once one changes
 
 
 class _Place(NamedTuple):
-    """Where an index lies: what is below the folder is never reached through a link when it is written."""
+    """Where an index is stored; writing it follows no link below the folder."""
 
     folder: Path
     name: str
@@ -124,7 +57,7 @@ class _Place(NamedTuple):
         return self.folder / self.name
 
 
-Check = Callable[[Found], None]  # raises ValueError, its text the reason
+Check = Callable[[Found], None]  # raises ValueError with the reason
 
 
 def indexed(
@@ -135,12 +68,12 @@ def indexed(
     check: Check,
     watched: Sequence[Path] | None = None,
 ) -> Found:
-    """What `search` finds under `root`: from an index of an earlier search where nothing has changed since.
+    """What `search` finds under `root`, from the index of an earlier search if nothing has changed since.
 
-    The index lies in the data folder, or in the user's cache folder where that cannot be written; where neither can,
-    every run searches anew. Whoever can write there can write an index: nothing in it is used that `check` has not
-    found possible, and one that is not is said and made again. `watched` are the files there are now, where they can be
-    listed cheaply; without it, those of the index are looked at.
+    The index is in the data folder, or in the user's cache folder if the former cannot be written; if neither can,
+    every run searches again. Anyone who can write there can write an index, so `check` has to accept its contents;
+    otherwise it is reported and made again. `watched` are the files there are now, if they can be listed cheaply; by
+    default those of the index are looked at.
     """
     file = f"{kind}.safetensors"
     places = [_Place(root, f"{FOLDER}/{file}"), *(_Place(folder, file) for folder in _users_folders(root))]
@@ -148,7 +81,7 @@ def indexed(
     known = reading.newest(places, refused=say if is_first(os.environ) else _quietly)
     if known is not None:
         return known
-    with _alone(root):  # several processes of one run come here at once: one searches, the others wait for its index
+    with _alone(root):  # of several processes, one searches and the others wait for its index
         known = reading.newest(places, refused=_quietly)
         if known is not None:
             return known
@@ -162,7 +95,7 @@ def indexed(
 
 
 def _quietly(_: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 def _searched(root: Path, search: Callable[[], Found]) -> Found:
@@ -173,14 +106,14 @@ def _searched(root: Path, search: Callable[[], Found]) -> Found:
 
 
 def _users_folders(root: Path) -> list[Path]:
-    """One, or none for a user without a home."""
+    """One folder, or none for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111, Path's raises
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     return [cache / "falconet" / "index" / name] if cache.is_absolute() else []
 
 
 def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
-    """Name, size and time of change; the size of a folder says nothing."""
+    """Name, size and modification time; the size of a folder is meaningless."""
     stamps: list[list[Any]] = []
     for path in paths:
         try:
@@ -195,7 +128,7 @@ def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How an index is read that may be anybody's."""
+    """How an untrusted index is read."""
 
     root: Path
     check: Check
@@ -205,7 +138,7 @@ class _Reading:
         for place in (each.path for each in places):
             try:
                 found = self._read(place)
-            except OSError:  # not there
+            except OSError:  # does not exist
                 continue
             except DAMAGE as error:
                 reason = " ".join(str(error).split())[:80] or type(error).__name__
@@ -216,7 +149,7 @@ class _Reading:
         return None
 
     def _read(self, place: Path) -> Found | None:
-        """The index; None if it is of another version, or something has changed since."""
+        """The index; None if it has another version, or something has changed since."""
         with open_regular(place) as file:
             total = os.fstat(file.fileno()).st_size
             if total > available() // SHARE:
@@ -232,27 +165,27 @@ class _Reading:
             raise ValueError("files named twice")
         paths = [self.root / name for name in names] if self.watched is None else self.watched
         recent = any(time_ns > began - RACY for _, _, time_ns in stamps)
-        if not stamps or recent or not _are(paths, self.root, stamps):  # none: one of them vanished during the search
+        if not stamps or recent or not _are(paths, self.root, stamps):  # no stamps: a file vanished during the search
             return None
         arrays = load(data)
         if _checksum(arrays, header["facts"]) != int(header["checksum"]):
-            raise ValueError("its checksum is another")
+            raise ValueError("checksum mismatch")
         found = Found(arrays, json.loads(header["facts"]), paths)
         self.check(found)
         return found
 
 
 def _name(stamp: list[Any]) -> str:
-    """Of a file or folder below the root, or the root itself; nothing else is looked at."""
+    """The name of a file or folder below the root, or of the root; anything else is refused."""
     coded, _, _ = stamp
     name = os.fsdecode(bytes.fromhex(coded))
     if Path(name).is_absolute() or os.path.normpath(name) != name or name.split("/", 1)[0] == "..":
-        raise ValueError("a file name that leads out of the folder")
+        raise ValueError("a file name outside the folder")
     return name
 
 
 def _are(paths: Sequence[Path], root: Path, stamps: Sequence[list[Any]]) -> bool:
-    """Whether the stamps are still those; stops at the first that is not."""
+    """Whether the stamps are unchanged; stops at the first that is not."""
     return len(paths) == len(stamps) and all(
         _stamps([path], root) == [stamp] for path, stamp in zip(paths, stamps, strict=True)
     )
@@ -278,18 +211,18 @@ def _checksum(arrays: Mapping[str, Array], facts: str) -> int:
 
 
 def _written(place: _Place, data: bytes) -> bool:
-    """Written aside and renamed, so that no one ever reads half of it."""
+    """Write under a temporary name and rename, so that it is never read half-written."""
     try:
         place.folder.mkdir(parents=True, exist_ok=True)
         writing.replace(place.folder, place.name, data)
-    except (OSError, LinkError):  # a folder of another user, a link, or a full disk: the next place, or none
+    except (OSError, LinkError):  # another user's folder, a link, or a full disk: try the next place
         return False
     return True
 
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One process at a time, as far as the file system can say; a dead one holds nobody up."""
+    """One process at a time, if the file system has locks; a process that dies releases its lock."""
     folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -300,3 +233,70 @@ def _alone(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def say(text: str) -> None:
+    """A line about the data on stderr, like progress."""
+    Lines(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False, emoji=False)
+
+
+LEADING_OUT = re.compile(rb"(?:^|/)\.\.(?:/|$)")
+
+
+def check_types(arrays: Mapping[str, Array], expected: Mapping[str, type]) -> None:
+    """Require these columns, each with its type and one dimension."""
+    for name, dtype in expected.items():
+        if name not in arrays:
+            raise ValueError(f"no column {name}")
+        if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+            raise ValueError(f"column {name} has another type")
+
+
+def check_lengths(*columns: Array) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError("columns of different lengths")
+
+
+def check_offsets(offsets: Array, *, end: int) -> None:
+    """Require offsets from 0 to `end` that never decrease."""
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end or np.any(offsets[1:] < offsets[:-1]):
+        raise ValueError("invalid offsets")
+
+
+def check_below(numbers: Array, limit: int | Array, *, what: str) -> None:
+    """Require numbers from 0 to below the limit, which may differ for each."""
+    if np.any(numbers < 0) or np.any(numbers >= limit):
+        raise ValueError(f"{what} out of range")
+
+
+def check_ranges(begins: Array, sizes: Array, ends: Array | int) -> None:
+    """Require ranges that end within their file."""
+    begins, sizes = begins.astype(np.int64), sizes.astype(np.int64)
+    if np.any(begins < 0) or np.any(sizes < 0) or np.any(sizes > ends) or np.any(begins > ends - sizes):
+        raise ValueError("ranges outside their file")
+
+
+def check_boxes(boxes: Array, firsts: Array) -> None:
+    """Require boxes of objects that are clipped to the image and have an area."""
+    if boxes.dtype != np.float32 or boxes.shape[1:] != (4,) or not np.array_equal(proper(boxes), boxes):
+        raise ValueError("invalid boxes")
+    check_offsets(firsts, end=len(boxes))
+
+
+def check_paths(block: Array, offsets: Array) -> None:
+    """Require names that stay within their folder."""
+    check_offsets(offsets, end=len(block))
+    begins, data = offsets[:-1], block.tobytes()
+    if np.any(offsets[1:] == begins) or np.any(block[begins] == ord("/")) or b"\0" in data:
+        raise ValueError("invalid file names")
+    if b".." not in data:  # the usual case of a million names
+        return
+    for begin, end in zip(begins.tolist(), offsets[1:].tolist(), strict=True):
+        if LEADING_OUT.search(data[begin:end]):
+            raise ValueError("file names outside the folder")
+
+
+def check_class_names(names: object, *, most: int) -> Sequence[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > most:
+        raise ValueError("invalid class names")
+    return names

@@ -1,13 +1,13 @@
-"""Randomness without streams: every draw is a function of what it is for.
+"""Randomness without streams: every draw is a function of its purpose.
 
-A 64-bit word names a draw's owner, and the chain below hashes the owner's parts into it one by one:
+A 64-bit word identifies the owner of a draw; its parts are hashed into it one by one:
 
     key = 0;  for part in (seed, epoch, purpose):  key = finalise((key ^ part) + GOLDEN)
     own = finalise((key ^ index) + GOLDEN)
     draw number d of that index = finalise(own + (d + 1) * GOLDEN)
 
 `finalise` is the output function of splitmix64 (Steele, Lea, Flood 2014), all arithmetic modulo 2**64, so the last
-line is splitmix64 started at `own`. There is no state: nothing to save, nothing that depends on who draws first.
+line is splitmix64 started at `own`. There is no state: nothing to save, and the order of draws does not matter.
 """
 
 from enum import IntEnum
@@ -24,7 +24,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw decides; the numbers are part of every run's meaning, so they never change."""
+    """What a draw decides; runs depend on the numbers, so they never change."""
 
     ORDER = 1
     CROP = 2
@@ -63,12 +63,12 @@ def words(
 def uniform(
     *, seed: int, epoch: int, indices: IntArray, purpose: Purpose, draws: int, first: int = 0
 ) -> FloatArray:  # len(indices) x draws
-    """The same draws as numbers in [0, 1): the top 53 bits, so that each is exact in float64."""
+    """The same draws as numbers in [0, 1): the top 53 bits, exact in float64."""
     drawn = words(seed=seed, epoch=epoch, indices=indices, purpose=purpose, draws=draws, first=first)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(n: int, *, seed: int, epoch: int, purpose: Purpose = Purpose.ORDER) -> IntArray:
-    """The numbers 0 to n - 1 in the order of their keyed words; a million take about 0.1 s."""
+    """The numbers 0 to n - 1 in the order of their words; a million take about 0.1 s."""
     drawn = words(seed=seed, epoch=epoch, indices=np.arange(n, dtype=np.int64), purpose=purpose, draws=1)
     return np.argsort(drawn[:, 0], kind="stable").astype(np.int64)

@@ -1,4 +1,4 @@
-"""Work done ahead on threads and handed over in order."""
+"""Batches in order: images read ahead by threads, whose number changes no batch, and delivered on the device."""
 
 import weakref
 from collections import deque
@@ -6,126 +6,32 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from falconet.config.options import Augmentation
 from falconet.data import keyed, mixing
-from falconet.data.buffers import Landing, PixelLanding, Ring
+from falconet.data.buffers import Batch, Buffers, RowReader, on_device
 from falconet.data.keyed import IntArray
-from falconet.data.mixing import Mix, Mixing
-from falconet.data.readers import Reader
+from falconet.data.mixing import Mix
 from falconet.errors import DataError
 
-Result = TypeVar("Result", covariant=True)
-Part = tuple[int, int]  # the first row, and the one after the last
-
-
-class Job(Protocol[Result]):
-    """Rows that any threads may do in any order, in parts; `result` is asked when all are done."""
-
-    def parts(self) -> Iterable[Part]: ...
-
-    def do(self, part: Part) -> None: ...
-
-    def result(self) -> Result: ...
-
-
-def in_order(jobs: Iterable[Job[Result]], *, workers: int, ahead: int) -> Generator[Result, None, None]:
-    """The jobs' results in their order, with up to `ahead` rows begun beyond the job handed over.
-
-    No workers: each job is done when it is asked for. Closing the generator, exhausting it or an error in a job, which
-    comes out here as it was raised, all end the threads.
-    """
-    if workers == 0:
-        for job in jobs:
-            for part in job.parts():
-                job.do(part)
-            yield job.result()
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="falconet-data") as pool:
-        queue = _Queue(iter(jobs), pool, ahead)
-        try:
-            while (result := queue.next()) is not None:
-                yield result.job.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Begun(Generic[Result]):
-    """A job, of which not every part need be with the threads."""
-
-    def __init__(self, job: Job[Result]) -> None:
-        self.job = job
-        self.waiting = deque(job.parts())
-        self.rows = sum(end - begin for begin, end in self.waiting)
-        self.futures: list[Future[None]] = []
-
-
-class _Queue(Generic[Result]):
-    """The jobs that were begun, the oldest first; rows are given to the threads as long as there are not too many."""
-
-    def __init__(self, jobs: Iterator[Job[Result]], pool: ThreadPoolExecutor, ahead: int) -> None:
-        self._jobs, self._pool, self._ahead = jobs, pool, ahead
-        self._begun: deque[_Begun[Result]] = deque()
-        self._rows = 0  # with the threads or done, and not handed over
-
-    def next(self) -> _Begun[Result] | None:
-        """The oldest job, done; None after the last."""
-        self._give()
-        if not self._begun:
-            return None
-        oldest = self._begun.popleft()
-        for future in oldest.futures:
-            future.result()
-        self._rows -= oldest.rows
-        return oldest
-
-    def _give(self) -> None:
-        for begun in self._begun:
-            self._give_parts(begun)
-        while not self._begun or (not self._begun[-1].waiting and self._rows < self._most()):
-            job = next(self._jobs, None)
-            if job is None:
-                return
-            self._begun.append(_Begun(job))
-            self._give_parts(self._begun[-1])
-
-    def _give_parts(self, begun: _Begun[Result]) -> None:
-        while begun.waiting:
-            begin, end = begun.waiting[0]
-            if begun is not self._begun[0] and self._rows + end - begin > self._most():
-                return
-            begun.futures.append(self._pool.submit(begun.job.do, begun.waiting.popleft()))
-            self._rows += end - begin
-
-    def _most(self) -> int:
-        """The job that is handed over next is done whatever its size."""
-        return self._begun[0].rows + self._ahead
-
-
-UPDATES_AHEAD = 2  # read ahead of the one being used; more would only hide longer stalls
-PARTS_AHEAD = 2  # for each thread, so that none is idle where updates are small: one in hand, one waiting
-
-
-class Batch(NamedTuple):
-    """One micro-batch."""
-
-    images: Tensor  # N x 3 x S x S, channels-last; uint8, or normalised already
-    labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
-    mix: Mix | None
+CPU = torch.device("cpu")
+MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
+UPDATES_AHEAD = 2  # beyond the one in use; more would only hide longer stalls
+PARTS_AHEAD = 2  # per thread, so that none waits if updates are small: one in progress, one queued
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """How an update is divided, and which part of it is ours."""
+    """How an update is divided, and which part of it this replica gets."""
 
     micro_batch: int  # images
-    accumulation: int = 1  # micro-batches of each replica per update
+    accumulation: int = 1  # micro-batches per replica and update
     replicas: int = 1
-    replica: int = 0  # ours
+    replica: int = 0  # this one
 
     @property
     def global_batch(self) -> int:
@@ -138,130 +44,132 @@ class BatchShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intake:
-    """What is read, by how many threads, and where it comes to lie."""
+class Resources:
+    """What a loader may use, and where it delivers batches."""
 
-    reader: Reader
-    labels: IntArray
-    workers: int = 0  # 0: the thread that asks reads
-    landing: Landing = field(default_factory=PixelLanding)
+    workers: int = 0  # threads; 0: the caller's thread reads
+    device: torch.device = CPU
+    buffers: Buffers = field(default_factory=Buffers)
+    ahead: int = MOST_AHEAD  # bytes of images
 
-    def ahead(self, images: int) -> int:
-        """Images to read ahead of an update of `images`: enough for no thread to wait, as far as the memory goes."""
-        part = min(self.landing.rows(self.reader), images)
-        wanted = max(UPDATES_AHEAD * images, PARTS_AHEAD * self.workers * part)
-        return self.landing.ahead(wanted, size=self.reader.size)
+    def images_ahead(self, reader: RowReader, images: int) -> int:
+        """Images to read ahead of an update of `images`: enough that no thread waits, if the memory allows it."""
+        part = min(reader.rows, images)
+        enough = max(UPDATES_AHEAD * images, PARTS_AHEAD * self.workers * part)
+        return max(1, min(enough, self.ahead // (reader.size * reader.size * 3 * reader.dtype.itemsize)))
 
-    def in_order(self, jobs: Iterable["_MicroBatch"], *, images: int) -> Generator[Batch, None, None]:
-        """The micro-batches, of updates of `images`, each when it is read."""
-        return in_order(jobs, workers=self.workers, ahead=self.ahead(images))
+    def batch_for(self, reader: RowReader, images: int) -> Batch:
+        return self.buffers.batch(images, size=reader.size, dtype=reader.dtype)
 
 
 class Loader:
     """Training batches.
 
-    Update u of an epoch takes images u * G to (u + 1) * G of the epoch's order, G the global batch. The tail that fills
-    no update is dropped; it is another one in the next epoch.
+    Update u of an epoch takes images u * G to (u + 1) * G of the epoch's order, where G is the global batch. The tail
+    that fills no update is dropped; it is a different one in each epoch.
     """
 
-    def __init__(self, intake: Intake, *, shape: BatchShape, seed: int, mixing: Mixing | None = None) -> None:
-        images = len(intake.labels)
-        if images < shape.global_batch:
+    def __init__(
+        self,
+        reader: RowReader,
+        *,
+        labels: IntArray,
+        shape: BatchShape,
+        seed: int,
+        augmentation: Augmentation | None = None,
+        resources: Resources | None = None,
+    ) -> None:
+        if len(labels) < shape.global_batch:
             raise DataError(
-                f"{images} training images are fewer than the {shape.global_batch} of one update: "
+                f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
                 f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation} x replicas {shape.replicas}"
             )
-        if mixing is not None:
-            mixing.check(shape.micro_batch)
-        self.updates_per_epoch = images // shape.global_batch
-        self._intake, self._shape, self._seed, self._mixing = intake, shape, seed, mixing
+        self._mixed = augmentation if augmentation and mixing.mixes_or_cuts(augmentation) else None
+        self.updates_per_epoch = len(labels) // shape.global_batch
+        self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
+        self._resources = resources or Resources()
         self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
-        """This replica's micro-batches of each update of `epoch`, from update `skip` on."""
-        return (list(update) for update in self.streamed(epoch, skip=skip))
+        """This replica's micro-batches of each update of `epoch`, from update `skip` on, on the device."""
+        updates = self.streamed(epoch, skip=skip)
+        return on_device(updates, device=self._resources.device, buffers=self._resources.buffers)
 
     def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:
-        """The same, each micro-batch as soon as it is read; an update is used up before the next is asked for."""
+        """The same in host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
         updates = self._updates(epoch, skip)
         self._open.add(updates)
         return updates
 
-    @property
-    def ring(self) -> Ring | None:
-        """Whose memory the batches lie in."""
-        return self._intake.landing.ring
-
     def close(self) -> None:
-        """End the iterators that are still open, and with them their threads."""
+        """End the iterators that are still open, and their threads."""
         for updates in list(self._open):
             updates.close()
 
     def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
         shape = self._shape
-        batches = self._intake.in_order(self._jobs(epoch, skip), images=shape.micro_batch * shape.accumulation)
+        ahead = self._resources.images_ahead(self._reader, shape.micro_batch * shape.accumulation)
+        batches = in_order(self._jobs(epoch, skip), workers=self._resources.workers, ahead=ahead)
         try:
             for _ in range(skip, self.updates_per_epoch):
                 yield islice(batches, shape.accumulation)
         finally:
             batches.close()
 
-    def _jobs(self, epoch: int, skip: int) -> Iterator["_MicroBatch"]:
-        shape, intake = self._shape, self._intake
-        order = keyed.permutation(len(intake.labels), seed=self._seed, epoch=epoch)
+    def _jobs(self, epoch: int, skip: int) -> Iterator["_Reading"]:
+        shape = self._shape
+        order = keyed.permutation(len(self._labels), seed=self._seed, epoch=epoch)
         for update in range(skip, self.updates_per_epoch):
             for own in shape.own_micro_batches:
                 number = update * shape.accumulation * shape.replicas + own
                 indices = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
-                job = _MicroBatch(intake, indices, intake.labels[indices], epoch=epoch)
-                if self._mixing is not None:
-                    job.mix = mixing.draw(
-                        self._mixing,
-                        indices=indices,
-                        micro_batch=number,
-                        side=intake.reader.size,
-                        seed=self._seed,
-                        epoch=epoch,
-                    )
-                yield job
+                batch = self._resources.batch_for(self._reader, shape.micro_batch)
+                mix = None if self._mixed is None else self._mix(indices, number, epoch)
+                yield _Reading(self._reader, indices, epoch=epoch, batch=_filled(batch, self._labels[indices], mix))
+
+    def _mix(self, indices: IntArray, number: int, epoch: int) -> Mix:
+        assert self._mixed is not None
+        side = self._reader.size
+        return mixing.draw(self._mixed, indices=indices, micro_batch=number, side=side, seed=self._seed, epoch=epoch)
 
 
 class EvaluationLoader:
     """Every image once, in order.
 
-    Each replica takes an equal stretch in batches of one shape, so that all have the same number of batches; what fills
-    the last ones is labelled -1.
+    Each replica takes an equal stretch in batches of one shape, so that all have the same number of batches; padding is
+    labelled -1.
     """
 
-    def __init__(self, intake: Intake, *, shape: BatchShape) -> None:
-        self._intake, self._batch = intake, shape.micro_batch
-        images = len(intake.labels)
-        share = -(-images // shape.replicas)
-        self._begin = min(share * shape.replica, images)
-        self._end = min(self._begin + share, images)
+    def __init__(
+        self, reader: RowReader, *, labels: IntArray, shape: BatchShape, resources: Resources | None = None
+    ) -> None:
+        self._reader, self._labels, self._batch = reader, labels, shape.micro_batch
+        self._resources = resources or Resources()
+        share = -(-len(labels) // shape.replicas)
+        self._begin = min(share * shape.replica, len(labels))
+        self._end = min(self._begin + share, len(labels))
         self.batches_per_replica = -(-share // self._batch)
 
-    @property
-    def ring(self) -> Ring | None:
-        """Whose memory the batches lie in."""
-        return self._intake.landing.ring
-
     def batches(self) -> Iterator[Batch]:
-        return self._intake.in_order(self._jobs(), images=self._batch)
+        """This replica's batches, on the device."""
+        resources = self._resources
+        ahead = resources.images_ahead(self._reader, self._batch)
+        batches = ((batch,) for batch in in_order(self._jobs(), workers=resources.workers, ahead=ahead))
+        return (batch for (batch,) in on_device(batches, device=resources.device, buffers=resources.buffers))
 
-    def _jobs(self) -> Iterator["_MicroBatch"]:
+    def _jobs(self) -> Iterator["_Reading"]:
         for number in range(self.batches_per_replica):
             begin = min(self._begin + number * self._batch, self._end)
             indices = np.arange(begin, min(begin + self._batch, self._end), dtype=np.int64)
             labels = np.full(self._batch, -1, dtype=np.int64)
-            labels[: len(indices)] = self._intake.labels[indices]
-            yield _MicroBatch(self._intake, indices, labels, epoch=0)
+            labels[: len(indices)] = self._labels[indices]
+            batch = self._resources.batch_for(self._reader, self._batch)
+            batch.images[len(indices) :] = 0
+            yield _Reading(self._reader, indices, epoch=0, batch=_filled(batch, labels, None))
 
 
 class SyntheticLoader:
-    """One random batch, made once and kept on the device: training without any input at all."""
-
-    ring = None
+    """One random batch, made once and kept on the device: training without an input pipeline."""
 
     def __init__(
         self, shape: BatchShape, *, image_size: int, classes: int, images: int, seed: int, device: torch.device
@@ -284,107 +192,137 @@ class SyntheticLoader:
         for _ in range(skip, self.updates_per_epoch):
             yield list(self._update)
 
-    streamed = updates
-
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to end."""
 
 
 class IdleLoader:
-    """As many updates as the other loaders, without micro-batches: for stages that are given activations instead."""
-
-    ring = None
+    """As many updates as the other loaders, without micro-batches: for stages that get activations instead."""
 
     def __init__(self, images: int, *, shape: BatchShape) -> None:
         self.updates_per_epoch = images // shape.global_batch
 
-    def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:  # noqa: ARG002, all are the same
+    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, all are the same
         for _ in range(skip, self.updates_per_epoch):
-            yield iter(())
+            yield []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to end."""
 
 
-class _MicroBatch(Job[Batch]):
+Result = TypeVar("Result", covariant=True)
+Part = tuple[int, int]  # first row and the one after the last
+
+
+class Job(Protocol[Result]):
+    """Rows to be done in parts, by any thread in any order; `result` is called when all are done."""
+
+    def parts(self) -> Iterable[Part]: ...
+
+    def do(self, part: Part) -> None: ...
+
+    def result(self) -> Result: ...
+
+
+def in_order(jobs: Iterable[Job[Result]], *, workers: int, ahead: int) -> Generator[Result, None, None]:
+    """The jobs' results in order, with up to `ahead` rows started beyond the job handed over.
+
+    Without workers each job is done on request. Closing or exhausting the generator ends the threads, and so does an
+    error in a job, which is raised here unchanged.
+    """
+    if workers == 0:
+        for job in jobs:
+            for part in job.parts():
+                job.do(part)
+            yield job.result()
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="falconet-data") as pool:
+        queue = _Queue(iter(jobs), pool, ahead)
+        try:
+            while (result := queue.next()) is not None:
+                yield result.job.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Started(Generic[Result]):
+    """A job of which some parts were given to the threads."""
+
+    def __init__(self, job: Job[Result]) -> None:
+        self.job = job
+        self.waiting = deque(job.parts())
+        self.rows = sum(end - begin for begin, end in self.waiting)
+        self.futures: list[Future[None]] = []
+
+
+class _Queue(Generic[Result]):
+    """Started jobs, the oldest first; rows are given to the threads up to a limit."""
+
+    def __init__(self, jobs: Iterator[Job[Result]], pool: ThreadPoolExecutor, ahead: int) -> None:
+        self._jobs, self._pool, self._ahead = jobs, pool, ahead
+        self._started: deque[_Started[Result]] = deque()
+        self._rows = 0  # given to the threads and not yet handed over
+
+    def next(self) -> _Started[Result] | None:
+        """The oldest job, done; None after the last."""
+        self._start()
+        if not self._started:
+            return None
+        oldest = self._started.popleft()
+        for future in oldest.futures:
+            future.result()
+        self._rows -= oldest.rows
+        return oldest
+
+    def _start(self) -> None:
+        for started in self._started:
+            self._submit(started)
+        while not self._started or (not self._started[-1].waiting and self._rows < self._most()):
+            job = next(self._jobs, None)
+            if job is None:
+                return
+            self._started.append(_Started(job))
+            self._submit(self._started[-1])
+
+    def _submit(self, started: _Started[Result]) -> None:
+        while started.waiting:
+            begin, end = started.waiting[0]
+            if started is not self._started[0] and self._rows + end - begin > self._most():
+                return
+            started.futures.append(self._pool.submit(started.job.do, started.waiting.popleft()))
+            self._rows += end - begin
+
+    def _most(self) -> int:
+        """The job handed over next is done whatever its size."""
+        return self._started[0].rows + self._ahead
+
+
+class _Reading(Job[Batch]):
     """One micro-batch being read, in parts of as many rows as are worth a call."""
 
-    def __init__(self, intake: Intake, indices: IntArray, labels: IntArray, *, epoch: int) -> None:
-        self.mix: Mix | None = None
-        self._reader, self._landing, self._indices, self._epoch = intake.reader, intake.landing, indices, epoch
-        self._room = self._landing.room(len(labels), size=self._reader.size)
-        self._room.images[len(indices) :] = 0
-        self._labels = self._room.labels.numpy()
-        self._labels[:] = labels
+    def __init__(self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch) -> None:
+        self._reader, self._indices, self._epoch, self._batch = reader, indices, epoch, batch
 
     def parts(self) -> Iterator[Part]:
-        rows = self._landing.rows(self._reader)
+        rows = self._reader.rows
         for begin in range(0, len(self._indices), rows):
             yield begin, min(begin + rows, len(self._indices))
 
     def do(self, part: Part) -> None:
-        rows = slice(*part)
-        read = self._landing.fill(self._room.images[rows], self._reader, self._indices[rows], epoch=self._epoch)
-        self._labels[rows][~read] = -1
+        rows, images = slice(*part), self._batch.images.permute(0, 2, 3, 1)
+        read = self._reader.read(self._indices[rows], epoch=self._epoch, out=images[rows])
+        self._batch.labels.numpy()[rows][~read] = -1
 
     def result(self) -> Batch:
-        room = self._room
-        mix = None if self.mix is None else Mix(room.mixup.copy_(self.mix.mixup), room.box.copy_(self.mix.box))
-        return Batch(room.images.permute(0, 3, 1, 2), room.labels, mix)
+        return self._batch
 
 
-Update = list[Batch]
-
-
-class Feed:
-    """The updates of an iterator, on the device, in order; each may be an iterator itself, of micro-batches."""
-
-    def __init__(self, updates: Iterable[Iterable[Batch]], *, device: torch.device, ring: Ring | None = None) -> None:
-        """`ring`: whose memory the updates lie in, to be lent again when they are copied."""
-        self._updates, self._device, self._ring = updates, device, ring
-
-    def __iter__(self) -> Iterator[Update]:
-        if self._device.type == "cuda":
-            return self._copied_ahead()
-        return ([_moved(batch, self._device) for batch in update] for update in self._updates)
-
-    def _copied_ahead(self) -> Iterator[Update]:
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        waiting: tuple[Update, torch.cuda.Event] | None = None
-        for update in self._updates:
-            copied = [self._copied(batch, side) for batch in update]
-            done = side.record_event()
-            if waiting is not None:
-                yield self._taken_over(*waiting)
-            waiting = (copied, done)
-        if waiting is not None:
-            yield self._taken_over(*waiting)
-
-    def _copied(self, batch: Batch, side: torch.cuda.Stream) -> Batch:
-        with torch.cuda.stream(side):
-            # From pinned memory, so the host does not wait. Memory of no ring may go out of scope at once: torch keeps
-            # a freed pinned block until the copies recorded on it are done.
-            moved = _moved(batch, self._device)
-            if self._ring is not None and moved.images is not batch.images:
-                self._ring.give_back(batch.images, copied=side.record_event())
-        return moved
-
-    def _taken_over(self, update: Update, copied: torch.cuda.Event) -> Update:
-        """Order the consumer's stream behind the copy, and the reuse of its memory behind the consumer."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(copied)
-        for batch in update:
-            for tensor in (batch.images, batch.labels, *(batch.mix or ())):
-                tensor.record_stream(stream)
-        return update
-
-
-def singly(batches: Iterable[Batch], *, device: torch.device, ring: Ring | None = None) -> Iterator[Batch]:
-    """The same for batches that belong to no update."""
-    return (batch for update in Feed(((batch,) for batch in batches), device=device, ring=ring) for batch in update)
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    images, labels = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
-    mix = batch.mix and Mix(*(tensor.to(device, non_blocking=True) for tensor in batch.mix))
-    return Batch(images, labels, mix)
+def _filled(batch: Batch, labels: IntArray, mix: Mix | None) -> Batch:
+    """The same memory with its labels and mix; the images are read later."""
+    batch.labels.numpy()[:] = labels
+    if mix is None:
+        return batch._replace(mix=None)
+    assert batch.mix is not None
+    batch.mix.mixup.copy_(mix.mixup)
+    batch.mix.box.copy_(mix.box)
+    return batch

@@ -1,67 +1,28 @@
-"""One md5 for all files of a folder, whatever their names: what the original's validate_dataset.py compares."""
+"""Images per second of each stage of the input pipeline alone, and of all of them together."""
 
-import hashlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from falconet.data.buffers import Landing
+from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake, Loader, singly
-from falconet.data.readers import Reader
-from falconet.data.source import ArraySource, BoolArray, PixelArray, Source
-from falconet.errors import DataError
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
+from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.report.console import counted
-
-DIGEST_CHUNK = 1 << 20  # bytes
-
-# The original's folders of ImageNet: their digests begin and end like this; the middle was not published to us.
-IMAGENET = {"train": ("17aed950", "aa95"), "validation": ("8d6a57a7", "d5bd")}
-
-
-def folder_md5(folder: Path, *, workers: int) -> str:
-    """As the package checksumdir has it: the md5 of the sorted md5s of the files, in hexadecimal."""
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        try:
-            digests = sorted(pool.map(_file_md5, _files(folder)))
-        except OSError as error:
-            raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    return hashlib.md5("".join(digests).encode(), usedforsecurity=False).hexdigest()
-
-
-def is_imagenet(digest: str, split: str) -> bool:
-    """Whether it is the digest of the original's folder, as far as that is known: 48 of 128 bits."""
-    begin, end = IMAGENET[split]
-    return digest.startswith(begin) and digest.endswith(end)
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for root, _, names in os.walk(folder):
-        yield from (f"{root}/{name}" for name in names)
-
-
-def _file_md5(path: str) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123, a million of them
-        while chunk := file.read(DIGEST_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
 
 READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "copy", "together"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage; the rate is None where there is no such stage."""
+    """One stage; the rate is None if there is no such stage."""
 
     name: str
     images_per_second: float | None
@@ -73,45 +34,47 @@ class Pipeline:
     """What is measured."""
 
     source: Source
-    reader: Reader
-    landing: Landing
-    device: torch.device
+    reader: RowReader
+    resources: Resources
     micro_batch: int
-    workers: int
-    training: bool  # in a random order, or as evaluation reads
+    training: bool  # in random order, or in order as for evaluation
 
-    def batches(self, reader: Reader, epoch: int) -> Iterator[Batch]:
-        """A pass over the data, on the device."""
+    @property
+    def threads(self) -> int:
+        return max(1, self.resources.workers)
+
+    def batches(self, reader: RowReader, epoch: int) -> Iterator[Batch]:
+        """One pass over the data, on the device."""
         shape = BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
-        intake = Intake(reader=reader, labels=self.source.labels, workers=self.workers, landing=self.landing)
+        labels, resources = self.source.labels, self.resources
         if self.training:
-            updates = Loader(intake, shape=shape, seed=0).streamed(epoch)
-            batches: Iterator[Batch] = itertools.chain.from_iterable(updates)
-        else:
-            batches = EvaluationLoader(intake, shape=shape).batches()
-        return singly(batches, device=self.device, ring=self.landing.ring)
+            loader = Loader(reader, labels=labels, shape=shape, seed=0, resources=resources)
+            return itertools.chain.from_iterable(loader.updates(epoch))
+        return EvaluationLoader(reader, labels=labels, shape=shape, resources=resources).batches()
 
 
 def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
-    """Each stage for so many seconds, with the pipeline's own threads; the first comes from wherever the data lies."""
-    threads = counted(max(1, pipeline.workers), "thread")
+    """Each stage for this many seconds, with the pipeline's threads; reading is from wherever the data is stored."""
+    threads = counted(pipeline.threads, "thread")
     read = _read_rate(pipeline, seconds)
     both = fill_rate(pipeline, seconds=seconds)
     decode = both if read is None else 1 / max(1 / both - 1 / read, 1e-9)
     copy = _copy_rate(pipeline, seconds)
-    blank = _Blank(pipeline.reader.size, pipeline.reader.rows)
+    device = pipeline.resources.device
     return [
-        Stage(READ, read, f"{threads}" if read else "the images lie in memory"),
-        Stage(DECODE, decode, f"{threads}, what reading and decoding take together less the reading"),
-        Stage(BATCH, _passing(pipeline, blank, seconds), "the loader with a reader that does nothing, to the device"),
-        Stage(COPY, copy, "from pinned memory" if copy else "the images stay where they are"),
-        Stage(TOGETHER, _passing(pipeline, pipeline.reader, seconds), f"{threads}, to {pipeline.device.type}"),
+        Stage(READ, read, threads if read else "the images are in memory"),
+        Stage(DECODE, decode, f"{threads}, the time of reading and decoding minus that of reading"),
+        Stage(
+            BATCH, _passing(pipeline, _Blank(pipeline.reader), seconds), "the loader with a reader that does nothing"
+        ),
+        Stage(COPY, copy, "from pinned memory" if copy else "the images are not copied"),
+        Stage(TOGETHER, _passing(pipeline, pipeline.reader, seconds), f"{threads}, to {device.type}"),
     ]
 
 
 def fill_rate(pipeline: Pipeline, *, seconds: float) -> float:
-    """Images a second read, decoded and resized, by the pipeline's threads, without a loader."""
-    return _thread_rate(pipeline, _filled(pipeline), pipeline.landing.rows(pipeline.reader), seconds)
+    """Images per second read, decoded and resized by the pipeline's threads, without a loader."""
+    return _thread_rate(pipeline, _filled(pipeline), pipeline.reader.rows, seconds)
 
 
 def limiting(measured: Iterable[Stage]) -> str:
@@ -121,21 +84,21 @@ def limiting(measured: Iterable[Stage]) -> str:
 
 
 def passes(pipeline: Pipeline, count: int) -> Iterator[float]:
-    """Images a second of whole passes over the data."""
+    """Images per second of whole passes over the data."""
     for epoch in range(count):
         begin = time.perf_counter()
         images = sum(len(batch.labels) for batch in pipeline.batches(pipeline.reader, epoch))
-        _settle(pipeline.device)
+        _settle(pipeline.resources.device)
         yield images / (time.perf_counter() - begin)
 
 
 class _Blank:
-    """Reads nothing: what is left is the loader's own work."""
+    """Reads nothing: what remains is the loader's own work."""
 
-    def __init__(self, size: int, rows: int) -> None:
-        self.size, self.rows = size, rows
+    def __init__(self, reader: RowReader) -> None:
+        self.size, self.rows, self.dtype = reader.size, reader.rows, reader.dtype
 
-    def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:  # noqa: ARG002
+    def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:  # noqa: ARG002
         return np.ones(len(indices), dtype=np.bool_)
 
 
@@ -152,64 +115,65 @@ def _read_rate(pipeline: Pipeline, seconds: float) -> float | None:
 
 
 def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
-    """Reads into memory of each thread's own."""
-    landing, reader, own = pipeline.landing, pipeline.reader, threading.local()
-    rows = landing.rows(reader)
+    """Reads into memory of the calling thread."""
+    reader, thread = pipeline.reader, threading.local()
 
     def fill(indices: IntArray) -> None:
-        if not hasattr(own, "images"):
-            own.images = landing.room(rows, size=reader.size).images
-        landing.fill(own.images[: len(indices)], reader, indices, epoch=0)
+        if not hasattr(thread, "images"):
+            thread.images = pipeline.resources.batch_for(reader, reader.rows).images.permute(0, 2, 3, 1)
+        reader.read(indices, epoch=0, out=thread.images[: len(indices)])
 
     return fill
 
 
 def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], None], rows: int, seconds: float) -> float:
-    """Images a second of `work` on parts of a random order, by as many threads as the loader has."""
+    """Images per second of `work` on parts of a random order, by as many threads as the loader has."""
     order = np.random.default_rng(0).permutation(len(pipeline.source))
     rows = min(rows, len(order))
     parts = [order[begin : begin + rows] for begin in range(0, len(order) - rows + 1, rows)]
-    work(parts[0])  # what is made once is not measured
-    numbers = itertools.count()  # of parts, taken in turn: a step of it is one step of the interpreter
+    work(parts[0])  # one-time work is not measured
+    numbers = itertools.count()  # of parts; taking the next one is atomic
     begin = time.perf_counter()
 
     def repeat() -> int:
         done = 0
-        while done == 0 or time.perf_counter() - begin < seconds:  # one at the least, however late a thread begins
+        while done == 0 or time.perf_counter() - begin < seconds:  # at least one, however late a thread starts
             work(parts[next(numbers) % len(parts)])
             done += rows
         return done
 
-    workers = max(1, pipeline.workers)
-    with ThreadPoolExecutor(workers, thread_name_prefix="falconet-measure") as pool:
-        images = sum(pool.map(lambda _: repeat(), range(workers)))
+    with ThreadPoolExecutor(pipeline.threads, thread_name_prefix="falconet-measure") as pool:
+        images = sum(pool.map(lambda _: repeat(), range(pipeline.threads)))
     return images / (time.perf_counter() - begin)
 
 
-def _passing(pipeline: Pipeline, reader: Reader, seconds: float) -> float:
-    """Images a second of the loader, pass after pass, after its first batch."""
+def _passing(pipeline: Pipeline, reader: RowReader, seconds: float) -> float:
+    """Images per second of the loader, pass after pass, after its first batch."""
     batches = itertools.chain.from_iterable(pipeline.batches(reader, epoch) for epoch in itertools.count())
     next(batches)
-    _settle(pipeline.device)
+    _settle(pipeline.resources.device)
     begin, images = time.perf_counter(), 0
     while images == 0 or time.perf_counter() - begin < seconds:
         images += len(next(batches).labels)
-    _settle(pipeline.device)
+    _settle(pipeline.resources.device)
     return images / (time.perf_counter() - begin)
 
 
 def _copy_rate(pipeline: Pipeline, seconds: float) -> float | None:
-    """Images a second from the host's memory to the device; None where nothing is copied."""
-    room = pipeline.landing.room(pipeline.micro_batch, size=pipeline.reader.size)
-    if room.images.device.type == pipeline.device.type:
+    """Images per second from the host's memory to the device; None if nothing is copied."""
+    images, device = (
+        pipeline.resources.batch_for(pipeline.reader, pipeline.micro_batch).images,
+        pipeline.resources.device,
+    )
+    if images.device.type == device.type:
         return None
-    begin, images = time.perf_counter(), 0
-    while images == 0 or time.perf_counter() - begin < seconds:
+    begin, copied = time.perf_counter(), 0
+    while copied == 0 or time.perf_counter() - begin < seconds:
         for _ in range(8):
-            room.images.to(pipeline.device, non_blocking=True)
-            images += pipeline.micro_batch
-        _settle(pipeline.device)
-    return images / (time.perf_counter() - begin)
+            images.to(device, non_blocking=True)
+            copied += pipeline.micro_batch
+        _settle(device)
+    return copied / (time.perf_counter() - begin)
 
 
 def _settle(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Class folders into packed shards: the same bytes whenever and however often it is started."""
+"""Packs class folders into shards: the same bytes however often it is started."""
 
 import contextlib
 import fcntl
@@ -16,23 +16,23 @@ from typing import NamedTuple
 from PIL import Image
 
 from falconet.data import native
-from falconet.data.decode import UnreadableImageError, open_rgb, read_regular
+from falconet.data.image_files import UnreadableImageError, open_rgb, read_regular
 from falconet.data.native.binding import Library
-from falconet.data.source import FileSource
 from falconet.data.sources import packed
+from falconet.data.storage import FileSource
 from falconet.errors import NO_ROOM, DataError
 
-INTERVAL = 8  # MCUs between restart markers: docs/data.md has the trade
-QUALITY = 90  # of photos that are encoded anew
-WINDOW = 4  # images in the air, times the workers
+INTERVAL = 8  # MCUs between restart markers: docs/data.md explains the trade-off
+QUALITY = 90  # of photos that are encoded again
+WINDOW = 4  # images in progress per worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is done to each image."""
 
-    resize: int | None = None  # short side in pixels; None: nothing is lost
-    marked: bool = True  # restart markers, where the native library can write them
+    resize: int | None = None  # short side in pixels; None: lossless
+    marked: bool = True  # with restart markers, if the native library can write them
 
 
 class Outcome(NamedTuple):
@@ -41,12 +41,12 @@ class Outcome(NamedTuple):
     data: bytes
     read: int  # bytes of the file
     marked: bool
-    trouble: str | None = None  # why it cannot be decoded, if so; it is packed as it is, and training will name it
+    trouble: str | None = None  # why it cannot be decoded; it is packed unchanged, and training will report it
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard to be made: images `begin` to `end` of a source."""
+    """One shard to write: images `begin` to `end` of a source."""
 
     source: FileSource
     split: str
@@ -61,7 +61,7 @@ class Shard:
 
 
 def plan(sources: dict[str, FileSource], *, shard_size: int) -> list[Shard]:
-    """Every shard, by the number of images alone, so that it is the same plan every time."""
+    """Every shard; depends only on the number of images, so that the plan is always the same."""
     shards = []
     for split, source in sources.items():
         count = -(-len(source) // shard_size)
@@ -72,7 +72,7 @@ def plan(sources: dict[str, FileSource], *, shard_size: int) -> list[Shard]:
 
 
 def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
-    """Whether the shard is there already, whole, of this recipe, and newer than every file in it."""
+    """Whether the shard exists, complete, from this recipe, and newer than every file in it."""
     path = target / shard.name
     try:
         head = packed.read_head(path)
@@ -83,7 +83,7 @@ def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
 
 
 class Packer:
-    """Packs shards, one after the other, each written aside and renamed when it is whole."""
+    """Packs shards, one after the other; each gets its name when it is complete."""
 
     def __init__(self, target: Path, *, recipe: Recipe, workers: int) -> None:
         self._target, self._recipe, self._workers = target, recipe, workers
@@ -92,11 +92,11 @@ class Packer:
         self.troubles: list[str] = []  # files that cannot be decoded, each with its reason
 
     def pack(self, shard: Shard, *, done: Callable[[], None]) -> None:
-        """Make one shard; `done` is called for each image. DataError: a file that cannot be read, or a full disk."""
+        """Write one shard; `done` is called for each image. DataError: a file cannot be read, or the disk is full."""
         path = self._target / shard.name
         aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            with aside.open("xb") as file:  # made here: a link of that name is not followed
+            with aside.open("xb") as file:  # a link of that name is not followed
                 writer = packed.Writer(file)
                 for index, outcome in self._outcomes(shard):
                     label = int(shard.source.labels[index])
@@ -145,7 +145,7 @@ class Packer:
 
 
 def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
-    """The bytes to store for a file: as it is if nothing can be done to it, damaged ones too."""
+    """The bytes to store for a file; unchanged if it cannot be improved, even if it is damaged."""
     try:
         original = read_regular(path)
     except OSError as error:
@@ -158,7 +158,7 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
 
 
 def _trouble(data: bytes) -> str | None:
-    """Why these bytes are no image; asked only of those that get no restart markers, because it takes a decoding."""
+    """Why these bytes are not an image; it takes a decoding, so it is only asked of files without restart markers."""
     try:
         open_rgb(io.BytesIO(data))
     except UnreadableImageError as error:
@@ -167,7 +167,7 @@ def _trouble(data: bytes) -> str | None:
 
 
 def shrunk(data: bytes, short_side: int) -> bytes:
-    """A photo larger than this, shrunk and encoded anew; any other as it is."""
+    """A photo larger than this, shrunk and encoded again; any other unchanged."""
     try:
         image = open_rgb(io.BytesIO(data))
     except UnreadableImageError:
@@ -182,7 +182,7 @@ def shrunk(data: bytes, short_side: int) -> bytes:
 
 
 def _facts(shard: Shard, recipe: Recipe) -> dict[str, object]:
-    """What a shard says of itself; two with the same facts were made of the same files."""
+    """What a shard stores about itself; equal facts mean equal files."""
     return {
         "split": shard.split,
         "number": shard.number,
@@ -193,7 +193,7 @@ def _facts(shard: Shard, recipe: Recipe) -> dict[str, object]:
 
 
 def _digest(shard: Shard) -> str:
-    """Of names, labels and sizes of the files."""
+    """Digest of the names, labels and sizes of the files."""
     total = hashlib.sha256()
     for index in range(shard.begin, shard.end):
         size = shard.source.path(index).stat().st_size
@@ -204,7 +204,7 @@ def _digest(shard: Shard) -> str:
 
 @contextlib.contextmanager
 def alone(target: Path) -> Iterator[None]:
-    """One packing at a time in a folder; what a killed one left half-written goes."""
+    """Allow one packing at a time in a folder, and remove what a killed one left unfinished."""
     handle = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -221,7 +221,7 @@ def alone(target: Path) -> Iterator[None]:
 
 
 def leftovers(target: Path, shards: Sequence[Shard]) -> list[Path]:
-    """Shards of an earlier set, with more of them: they would be taken for a part of this one."""
+    """Shards of an earlier, larger set, which would be taken for a part of this one."""
     names = {shard.name for shard in shards}
     return [path for paths in packed.find(target).values() for path in paths if path.name not in names]
 

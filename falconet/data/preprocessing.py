@@ -1,4 +1,4 @@
-"""What turns an image into model input: one value, kept in every checkpoint."""
+"""How an image becomes model input: one value, stored in every checkpoint."""
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +14,7 @@ Channels = tuple[float, float, float]  # red, green, blue, of pixels in 0..1
 
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
-IMAGENET_MEAN_PIXEL = (123.68, 116.78, 103.94)  # of 0 to 255; not quite 255 times the mean above
+IMAGENET_MEAN_PIXEL = (123.68, 116.78, 103.94)  # 0 to 255; not exactly 255 times the mean above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Preprocessing:
     mean: Channels
     std: Channels
     interpolation: str = "bilinear"
-    antialias: bool = True  # every pixel counts when an image shrinks, else the four nearest to each of the result
-    standardised: bool = False  # each image by its own mean and deviation; those above then say nothing
+    antialias: bool = True  # shrink by all pixels, not by the four nearest
+    standardised: bool = False  # each image by its own mean and deviation, instead of those above
 
     def __post_init__(self) -> None:
         if self.resize < self.image_size:
@@ -35,17 +35,17 @@ class Preprocessing:
 
     @property
     def unnormalised(self) -> "Preprocessing":
-        """The same, with pixels of 0 to 255 as they are."""
+        """The same with unchanged pixels, 0 to 255."""
         return replace(self, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), standardised=False)
 
     @property
     def by_image(self) -> "Preprocessing":
-        """The same, with every image standardised by itself, as the TensorFlow original did for CIFAR."""
+        """The same with each image standardised, as the TensorFlow original did for CIFAR."""
         return replace(self.unnormalised, standardised=True)
 
     @property
     def centred(self) -> "Preprocessing":
-        """The same, with pixels of 0 to 255 less ImageNet's mean, as the TensorFlow original had it."""
+        """The same with ImageNet's mean subtracted from pixels of 0 to 255, as in the TensorFlow original."""
         red, green, blue = IMAGENET_MEAN_PIXEL
         return replace(self, mean=(red / 255, green / 255, blue / 255), std=(1 / 255, 1 / 255, 1 / 255))
 
@@ -72,11 +72,11 @@ class Preprocessing:
         )
 
 
-_LATER = ("antialias", "standardised")  # entries that older checkpoints do not have
+_LATER = ("antialias", "standardised")  # entries missing from older checkpoints
 
 
 def short_side(image_size: int) -> int:
-    """Short side before the centre crop for photographs: 256 for 224, as the originals scale it."""
+    """Short side of a photo before the centre crop: 256 for 224, scaled as in the originals."""
     return int(image_size * 256 / 224)
 
 
@@ -90,32 +90,32 @@ class Normalise(nn.Module):
         super().__init__()
         mean = torch.tensor(preprocessing.mean, dtype=torch.float64).view(1, 3, 1, 1)
         std = torch.tensor(preprocessing.std, dtype=torch.float64).view(1, 3, 1, 1)
-        # Not persistent: the checkpoint keeps the Preprocessing itself.
+        # Not persistent: the checkpoint stores the Preprocessing.
         self.register_buffer("scale", (1 / (255 * std)).float(), persistent=False)
         self.register_buffer("shift", (-mean / std).float(), persistent=False)
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W, uint8 -> dtype, memory format kept
-        # A fused multiply-add in float32 and one rounding to dtype: half precision cannot hold 1 / (255 std) well.
+        # A fused multiply-add in float32 and one rounding to dtype: half precision represents 1 / (255 std) poorly.
         return torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype)
 
 
 class Standardise(Normalise):
-    """Each image less its mean, over its deviation, both of all its values: TensorFlow's per_image_standardization.
+    """(image - mean) / deviation, both over all values of the image: TensorFlow's per_image_standardization.
 
     The deviation is at least 1 / sqrt(values), in levels of 0 to 255: an image of one colour becomes zeros.
     """
 
     def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W -> dtype, memory format kept
         values = images.float()
-        # In two passes, in float32: sums of 3 x 224 x 224 levels are exact to 1e-6, the difference cancels nothing.
+        # Two passes in float32: sums of 3 x 224 x 224 levels are accurate to 1e-6, without cancellation.
         centred = values - values.mean(dim=(1, 2, 3), keepdim=True)
         deviation = centred.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
         return (centred / deviation.clamp(min=values[0].numel() ** -0.5)).to(self.dtype)
 
 
 def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:  # N x H x W x 3
-    """The same on the host, in numpy, because it runs on the loader's threads: torch would start more in each."""
+    """The same on the host, in numpy: on the loader's threads torch would start further threads."""
     values = pixels.astype(np.float32)
     values -= values.mean(axis=(1, 2, 3), keepdims=True)
     deviation = np.sqrt(np.square(values).mean(axis=(1, 2, 3), keepdims=True))
@@ -124,7 +124,7 @@ def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]
 
 
 def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32) -> Normalise:
-    """What makes model input of pixels."""
+    """Turns pixels into model input."""
     kind = Standardise if preprocessing.standardised else Normalise
     return kind(preprocessing, dtype=dtype)
 
@@ -132,14 +132,14 @@ def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float
 def _whole(stored: dict[str, object], name: str) -> int:
     value = stored[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted a whole number above 0")
+        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected a whole number above 0")
     return value
 
 
 def _channels(stored: dict[str, object], name: str) -> Channels:
     value = stored[name]
     if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(x, int | float) for x in value):
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted three numbers")
+        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected three numbers")
     red, green, blue = value
     return (float(red), float(green), float(blue))
 
@@ -147,12 +147,12 @@ def _channels(stored: dict[str, object], name: str) -> Channels:
 def _switch(stored: dict[str, object], name: str, *, absent: bool) -> bool:
     value = stored.get(name, absent)
     if not isinstance(value, bool):
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, wanted true or false")
+        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected true or false")
     return value
 
 
 def _interpolation(stored: dict[str, object]) -> str:
     value = stored["interpolation"]
     if value != "bilinear":
-        raise CheckpointError(f"preprocessing: interpolation: got {value!r}, wanted 'bilinear'")
+        raise CheckpointError(f"preprocessing: interpolation: got {value!r}, expected 'bilinear'")
     return "bilinear"

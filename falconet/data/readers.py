@@ -1,128 +1,88 @@
-"""Resizing as TensorFlow 1's resize_images did: between the four nearest pixels, however far the outputs lie apart."""
+"""Readers: the pixels of images, cropped, resized and mirrored, from memory, through Pillow or the native decoder."""
 
 import math
+import os
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from falconet.data import crops, native
-from falconet.data.crops import CROP_RULE, Augment, Box, CropRule, Crops
-from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
+from falconet.data import crops as drawn
+from falconet.data import native
+from falconet.data.cache import EncodedCache
+from falconet.data.crops import Box, Crops
+from falconet.data.image_files import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import FloatArray, IntArray
-from falconet.data.native.decoder import NativeReader
-from falconet.data.preprocessing import Preprocessing
-from falconet.data.source import ArraySource, BoolArray, PhotoSource, PixelArray, Source
+from falconet.data.native.binding import MOST_PIXELS, Library, SizeArray, Status, StatusArray, Workspace
+from falconet.data.storage import (
+    ArraySource,
+    BoolArray,
+    FileSource,
+    PhotoSource,
+    PixelArray,
+    Ranges,
+    ShardSource,
+    Source,
+)
+from falconet.errors import ConfigError
 
-Span = tuple[float, float]  # begin and end of a box one way, pixels
-
-
-def resized_by_nearest(
-    pixels: PixelArray, box: tuple[float, float, float, float], *, size: int, flip: bool
-) -> PixelArray:  # H x W x 3 -> size x size x 3
-    """The box at size x size, mirrored if asked for; output i begins at i times the pixels that it stands for."""
-    rows, next_rows, down = _neighbours((box[1], box[3]), pixels.shape[0], size=size, flip=False)
-    columns, next_columns, right = _neighbours((box[0], box[2]), pixels.shape[1], size=size, flip=flip)
-    upper = _between(pixels[rows][:, columns], pixels[rows][:, next_columns], right[None, :, None])
-    lower = _between(pixels[next_rows][:, columns], pixels[next_rows][:, next_columns], right[None, :, None])
-    out = (_between(upper, lower, down[:, None, None]) + 0.5).astype(np.uint8)
-    return out[:, ::-1] if flip else out
-
-
-def _neighbours(span: Span, pixels: int, *, size: int, flip: bool) -> tuple[IntArray, IntArray, FloatArray]:
-    """The two pixels of each output, within the box, and the share of the second.
-
-    A mirrored image was mirrored before it was resized there: an output begins at the other end of its pixels.
-    """
-    begin, end = span
-    step = (end - begin) / size
-    place = begin + np.arange(size) * step + (step - 1 if flip else 0)
-    first = np.floor(place).astype(np.int64)
-    low, high = int(begin), min(math.ceil(end), pixels) - 1
-    return np.clip(first, low, high), np.clip(first + 1, low, high), place - first
-
-
-def _between(first: npt.NDArray[Any], second: npt.NDArray[Any], share: FloatArray) -> FloatArray:
-    return np.asarray(first * (1 - share) + second * share, np.float64)
-
-
-ValueArray = npt.NDArray[Any]  # of pixels, or of numbers
+ValueArray = npt.NDArray[Any]  # pixels or floating-point values
+Span = tuple[float, float]  # begin and end of a box in one direction, pixels
 
 
 class Reader(Protocol):
-    """Fills rows of a batch. Several threads call `read` at once, so it changes nothing of its own."""
+    """Reads images. Several threads call `read` at once, so it changes no state of the reader."""
 
     @property
-    def size(self) -> int: ...  # side of what it reads, pixels
+    def size(self) -> int: ...  # side of the images read, pixels
 
     @property
-    def rows(self) -> int: ...  # rows worth one call: the loader divides a batch among threads in such parts
+    def rows(self) -> int: ...  # images worth one call: the loader divides a batch among threads in such parts
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
-        """Write the images into `out` (N x size x size x 3); which of them could be read. The others are black."""
+        """Write the images into `out` (N x size x size x 3); return which could be read. The others are black."""
 
 
-def reader_for(
-    source: Source,
-    *,
-    preprocessing: Preprocessing,
-    augment: Augment,
-    seed: int,
-    bad: BadImages,
-    rule: CropRule = CROP_RULE,
-) -> Reader:
-    """The reader of this kind of source; augment "none" is what evaluation and prediction use.
+def reader_for(source: Source, *, crops: Crops, bad: BadImages) -> Reader:
+    """The reader for this kind of source.
 
-    Files are decoded by the native library where it was built (`native.why_not` says why not), else by Pillow.
+    Photos are decoded by the native library if it was built (`native.why_not` gives the reason), else by Pillow.
     """
     if isinstance(source, ArraySource):
-        return ArrayReader(source, preprocessing=preprocessing, augment=augment, seed=seed, rule=rule)
-    crops = Crops.of(preprocessing, augment=augment, seed=seed, objects=source.objects, rule=rule)
-    pillow = FileReader(source, crops=crops, bad=bad)
+        return ArrayReader(source, crops=crops)
+    if crops.augment not in ("none", "crop-flip"):
+        raise ConfigError(f"augmentation of photos: got '{crops.augment}', expected 'crop-flip' or 'none'")
+    pillow = PillowReader(source, crops=crops, bad=bad)
     library = native.library()
-    if library is None:
-        return pillow
-    return NativeReader(source, library=library, crops=crops, pillow=pillow)
+    return pillow if library is None else NativeReader(source, library=library, crops=crops, pillow=pillow)
 
 
 class ArrayReader:
-    """Images in memory, all of one size; nothing here can fail to be read."""
+    """Images in memory, all of one size; reading them cannot fail."""
 
-    rows = 512  # a part takes milliseconds, so that handing it to a thread costs little beside it
+    rows = 512  # a part takes milliseconds, so that handing it to a thread costs little in comparison
 
-    def __init__(
-        self,
-        source: ArraySource,
-        *,
-        preprocessing: Preprocessing,
-        augment: Augment,
-        seed: int,
-        rule: CropRule = CROP_RULE,
-    ) -> None:
-        self.size = preprocessing.image_size
-        self._images = source.images
+    def __init__(self, source: ArraySource, *, crops: Crops) -> None:
+        self.size = crops.size
+        self._images, self._crops = source.images, crops
         self._height, self._width = source.images.shape[1:3]
-        self._resize, self._antialias = preprocessing.resize, preprocessing.antialias
-        self._augment, self._seed, self._rule = augment, seed, rule
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
+        images = self.stored(indices)
         if self.only_moves:
-            self.move(self.stored(indices), indices, epoch=epoch, out=out)
-        elif self._augment == "crop-flip":
-            self._read_boxes(self.stored(indices), self._random_boxes(indices, epoch), indices, epoch, out)
+            self.move(images, indices, epoch=epoch, out=out)
         else:
-            box = crops.evaluation_box(self._width, self._height, resize=self._resize, crop=self.size)
-            images = self._shifted(self.stored(indices), indices, epoch)
-            self._read_boxes(images, [box] * len(images), indices, epoch, out)
+            self._resize(images, indices, epoch=epoch, out=out)
         return np.ones(len(indices), dtype=np.bool_)
 
     @property
     def only_moves(self) -> bool:
-        """Whether the images have their size already, and are shifted and mirrored at the most."""
-        whole = (self._height, self._width, self._resize) == (self.size, self.size, self.size)
-        return whole and self._augment != "crop-flip"
+        """Whether the images already have their size, and are at most shifted and mirrored."""
+        whole = (self._height, self._width, self._crops.preprocessing.resize) == (self.size, self.size, self.size)
+        return whole and self._crops.augment != "crop-flip"
 
     def stored(self, indices: IntArray) -> PixelArray:  # N x H x W x 3, a copy: fancy indexing
         return self._images[indices]
@@ -130,34 +90,33 @@ class ArrayReader:
     def move(self, images: ValueArray, indices: IntArray, *, epoch: int, out: ValueArray) -> None:
         """Shift and mirror the images, of pixels or of values, into `out`; zeros move in."""
         out[:] = images = self._shifted(images, indices, epoch)
-        flips = self._flips(indices, epoch)
+        flips = self._crops.flips(indices, epoch=epoch)
         out[flips] = images[flips, :, ::-1]
 
-    def _flips(self, indices: IntArray, epoch: int) -> BoolArray:
-        return crops.flips(self._augment, indices, seed=self._seed, epoch=epoch)
+    def _resize(self, images: PixelArray, indices: IntArray, *, epoch: int, out: PixelArray) -> None:
+        crops = self._crops
+        if crops.augment == "crop-flip":
+            sizes = np.tile([self._width, self._height], (len(indices), 1))
+            boxes: list[Box] = crops.boxes(indices, sizes, epoch=epoch).tolist()
+        else:
+            resize = crops.preprocessing.resize
+            boxes = [drawn.evaluation_box(self._width, self._height, resize=resize, crop=self.size)] * len(indices)
+            images = self._shifted(images, indices, epoch)
+        flips, antialias = crops.flips(indices, epoch=epoch), crops.preprocessing.antialias
+        for row, (image, box, flip) in enumerate(zip(images, boxes, flips, strict=True)):
+            out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip), antialias=antialias)
 
     def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
-        if self._augment not in ("shift", "shift-flip"):
+        if self._crops.augment not in ("shift", "shift-flip"):
             return images
         side = min(self._height, self._width)
-        return shifted(images, crops.shifts(indices, side=side, seed=self._seed, epoch=epoch))
-
-    def _random_boxes(self, indices: IntArray, epoch: int) -> list[Box]:
-        crops = Crops(augment="crop-flip", resize=self._resize, size=self.size, seed=self._seed, rule=self._rule)
-        sizes = np.tile([self._width, self._height], (len(indices), 1))
-        boxes: list[Box] = crops.boxes(indices, sizes, epoch=epoch).tolist()
-        return boxes
-
-    def _read_boxes(self, images: PixelArray, boxes: list[Box], indices: IntArray, epoch: int, out: PixelArray) -> None:
-        for row, (image, box, flip) in enumerate(zip(images, boxes, self._flips(indices, epoch), strict=True)):
-            picture = Image.fromarray(image)
-            out[row] = resized(picture, box, size=self.size, flip=bool(flip), antialias=self._antialias)
+        return shifted(images, drawn.shifts(indices, side=side, seed=self._crops.seed, epoch=epoch))
 
 
-class FileReader:
-    """Encoded images, in files or shards, decoded by Pillow, which lets other threads run meanwhile."""
+class PillowReader:
+    """Photos decoded by Pillow, which releases Python's lock meanwhile."""
 
-    rows = 8  # about 20 ms of decoding: fine enough to keep every thread busy to the end of a batch
+    rows = 8  # about 20 ms of decoding: small enough to keep every thread busy to the end of a batch
 
     def __init__(self, source: PhotoSource, *, crops: Crops, bad: BadImages) -> None:
         self.size = crops.size
@@ -165,6 +124,7 @@ class FileReader:
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         flips = self._crops.flips(indices, epoch=epoch)
+        antialias = self._crops.preprocessing.antialias
         read = np.ones(len(indices), dtype=np.bool_)
         for row, index in enumerate(indices.tolist()):
             try:
@@ -176,72 +136,129 @@ class FileReader:
                 continue
             size = np.array([[image.width, image.height]])
             box: Box = tuple(self._crops.boxes(indices[row : row + 1], size, epoch=epoch)[0].tolist())
-            antialias = self._crops.antialias
             out[row] = resized(image, box, size=self.size, flip=bool(flips[row]), antialias=antialias)
         return read
+
+
+Opener = Callable[[Workspace, IntArray], tuple[SizeArray, StatusArray]]
+
+
+class NativeReader:
+    """Photos decoded by the native library; Pillow takes what it refuses.
+
+    Three calls for all rows: read the files, draw their boxes, decode.
+    """
+
+    # About 20 ms, of which Python holds its lock for 0.35, mostly per call: with 16 rows it would hold it a seventh of
+    # the time at 6,000 images per second. Each thread keeps this many files in memory.
+    rows = 32
+
+    def __init__(self, source: PhotoSource, *, library: Library, crops: Crops, pillow: "PillowReader") -> None:
+        self.size, self._crops = crops.size, crops
+        self._open = file_opener(source) if isinstance(source, FileSource) else shard_opener(source)
+        self._library, self._pillow = library, pillow
+        self._own = threading.local()
+
+    def keep(self, cache: "EncodedCache") -> None:
+        """From now on, read what the cache can hold from there."""
+        plain = self._open
+        self._open = lambda workspace, indices: cache.opened(workspace, indices) or plain(workspace, indices)
+
+    def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
+        workspace = self._workspace()
+        sizes, statuses = self._open(workspace, indices)
+        # What was not opened gets an arbitrary size; Pillow decodes its row below.
+        boxes = self._crops.boxes(indices, np.where((statuses == Status.OK)[:, None], sizes, 1), epoch=epoch)
+        flips = self._crops.flips(indices, epoch=epoch)
+        left = np.flatnonzero(
+            workspace.decode(boxes, flips, out, sampled=not self._crops.preprocessing.antialias) != Status.OK
+        )
+        read = np.ones(len(indices), dtype=np.bool_)
+        if len(left) > 0:
+            pixels = np.empty((len(left), *out.shape[1:]), np.uint8)
+            read[left] = self._pillow.read(indices[left], epoch=epoch, out=pixels)
+            out[left] = pixels
+        return read
+
+    def _workspace(self) -> Workspace:
+        """One per thread, freed with it."""
+        if not hasattr(self._own, "workspace"):
+            # Pillow's limit, so that both agree on which images are too large.
+            self._own.workspace = Workspace(self._library, most_pixels=Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
+        workspace: Workspace = self._own.workspace
+        return workspace
+
+
+def file_opener(source: FileSource) -> Opener:
+    folders = [os.fsencode(source.root / name) + b"/" for name in source.class_names]
+
+    def path(index: int) -> bytes:  # FileSource.path as bytes: a third of a microsecond, not four
+        return folders[int(source.labels[index])] + source.names.coded(index)
+
+    return lambda workspace, indices: workspace.open([path(index) for index in indices.tolist()])
+
+
+def shard_opener(source: ShardSource) -> Opener:
+    places = source.places
+
+    def opened(workspace: Workspace, indices: IntArray) -> tuple[SizeArray, StatusArray]:
+        source.advance()
+        checksums = None if places.checksums is None else places.checksums[indices]
+        with source.shards.files(places.shards[indices].tolist()) as files:
+            return workspace.open_ranges(Ranges(files, places.ranges(indices), checksums))
+
+    return opened
 
 
 def resized(
     image: Image.Image, box: Box, *, size: int, flip: bool, antialias: bool = True
 ) -> PixelArray:  # size x size x 3
-    """The box of an RGB image at size x size, bilinear, with antialiasing as Pillow has it or without."""
+    """The box of an RGB image at size x size, bilinear, with Pillow's antialiasing or without."""
     if not antialias:
-        return resized_by_nearest(np.asarray(image), box, size=size, flip=flip)
+        return resized_aliased(np.asarray(image), box, size=size, flip=flip)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
     return pixels[:, ::-1] if flip else pixels
 
 
+def resized_aliased(
+    pixels: PixelArray, box: tuple[float, float, float, float], *, size: int, flip: bool
+) -> PixelArray:  # H x W x 3 -> size x size x 3
+    """The box at size x size, bilinear between the four nearest pixels, as TensorFlow 1's resize_images did.
+
+    Output i starts at i times the pixels per output, however far apart the outputs are.
+    """
+    rows, next_rows, down = _neighbours((box[1], box[3]), pixels.shape[0], size=size, flip=False)
+    columns, next_columns, right = _neighbours((box[0], box[2]), pixels.shape[1], size=size, flip=flip)
+    upper = _between(pixels[rows][:, columns], pixels[rows][:, next_columns], right[None, :, None])
+    lower = _between(pixels[next_rows][:, columns], pixels[next_rows][:, next_columns], right[None, :, None])
+    out = (_between(upper, lower, down[:, None, None]) + 0.5).astype(np.uint8)
+    return out[:, ::-1] if flip else out
+
+
+def _neighbours(span: Span, pixels: int, *, size: int, flip: bool) -> tuple[IntArray, IntArray, FloatArray]:
+    """The two pixels of each output, within the box, and the weight of the second.
+
+    TensorFlow's programs mirrored an image before resizing it: an output then starts at the other end of its pixels.
+    """
+    begin, end = span
+    step = (end - begin) / size
+    place = begin + np.arange(size) * step + (step - 1 if flip else 0)
+    first = np.floor(place).astype(np.int64)
+    low, high = int(begin), min(math.ceil(end), pixels) - 1
+    return np.clip(first, low, high), np.clip(first + 1, low, high), place - first
+
+
+def _between(first: npt.NDArray[Any], second: npt.NDArray[Any], weight: FloatArray) -> FloatArray:
+    return np.asarray(first * (1 - weight) + second * weight, np.float64)
+
+
 def shifted(images: ValueArray, shifts: IntArray) -> ValueArray:  # N x H x W x 3; N x 2: down, right
-    """Each image moved by its own shift, zeros where nothing comes from."""
+    """Each image moved by its shift; zeros move in."""
     height, width = images.shape[1:3]
     moved = np.zeros_like(images)
-    # A loop: about 2 us an image, and numpy's gathers of overlapping windows copy byte by byte.
+    # A loop takes about 2 us per image; numpy's gathers of overlapping windows copy byte by byte.
     for image, target, (down, right) in zip(images, moved, shifts.tolist(), strict=True):
         target[max(down, 0) : height + down, max(right, 0) : width + right] = image[
             max(-down, 0) : height - down, max(-right, 0) : width - right
         ]
     return moved
-
-
-UNKNOWN, BAD = -1, -2  # instead of a place in the cache
-
-
-class PixelCache:
-    """A reader's own pixels, of the first `most` images that are read; its pixels must not depend on the epoch.
-
-    Pages are taken as they are written, so that an unused cache costs nothing. Threads that read the same image at once
-    keep it twice, which is no harm.
-    """
-
-    def __init__(self, reader: Reader, *, images: int, most: int) -> None:
-        self.size, self.rows = reader.size, reader.rows
-        self._reader = reader
-        self._pixels = np.empty((min(images, most), reader.size, reader.size, 3), np.uint8)
-        self._places: npt.NDArray[np.int64] = np.full(images, UNKNOWN, np.int64)
-        self._used, self._lock = 0, threading.Lock()
-
-    def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
-        places = self._places[indices]
-        known: BoolArray = places >= 0
-        out[known] = self._pixels[places[known]]
-        out[places == BAD] = 0
-        missing = np.flatnonzero(places == UNKNOWN)
-        if len(missing) > 0:
-            all_of_them = len(missing) == len(indices)
-            pixels = out if all_of_them else np.empty((len(missing), *out.shape[1:]), np.uint8)
-            known[missing] = self._reader.read(indices[missing], epoch=epoch, out=pixels)
-            self._keep(indices[missing], pixels, known[missing])
-            if not all_of_them:
-                out[missing] = pixels
-        return known
-
-    def _keep(self, indices: IntArray, pixels: PixelArray, read: BoolArray) -> None:
-        self._places[indices[~read]] = BAD
-        good = np.flatnonzero(read)
-        with self._lock:
-            first = self._used
-            count = min(len(good), len(self._pixels) - first)
-            self._used += count
-        kept = good[:count]
-        self._pixels[first : first + count] = pixels[kept]
-        self._places[indices[kept]] = np.arange(first, first + count)  # last: another thread may look for them

@@ -1,4 +1,4 @@
-"""CRC-32C, the checksum of TFRecords and packed shards: by the native library, or by numpy where there is none."""
+"""Shards, files of many images: kept open, read ahead, and checked by CRC-32C."""
 
 import contextlib
 import os
@@ -13,34 +13,34 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.data import native
-from falconet.data.decode import open_descriptor
 from falconet.data.free_memory import available
+from falconet.data.image_files import open_descriptor
 from falconet.errors import DataError
 
 Words = npt.NDArray[np.uint32]
 
-POLYNOMIAL = np.uint32(0x82F63B78)  # Castagnoli's, its bits reversed
-MASK_DELTA = 0xA282EAD8  # of TFRecords, whose checksums may lie within checksummed bytes
-STRETCH = 128  # bytes; numpy goes through all stretches at once
+POLYNOMIAL = np.uint32(0x82F63B78)  # Castagnoli's, bit-reversed
+MASK_DELTA = 0xA282EAD8  # TFRecords mask checksums, because they may be within checksummed bytes
+STRETCH = 128  # bytes; numpy processes all stretches at once
 
 
 def crc32c(data: bytes) -> int:
-    """110 kB take 12 us natively and about 1 ms here."""
+    """By the native library if there is one: 110 kB take 12 us, or about 1 ms in numpy."""
     library = native.library()
     return crc32c_numpy(data) if library is None else library.crc32c(data)
 
 
 def unmasked(stored: int) -> int:
-    """The checksum that TFRecords store so."""
+    """The checksum behind the masked one that a TFRecord stores."""
     turned = (stored - MASK_DELTA) & 0xFFFFFFFF
     return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 
 
 def crc32c_numpy(data: bytes) -> int:
-    """Equal stretches side by side, then neighbours joined: a checksum moved over n zero bytes is linear in its bits.
+    """Equal stretches in parallel, then neighbours joined: moving a checksum over n zero bytes is linear in its bits.
 
-    Zero bytes in front change nothing while the register is 0, so the bytes are padded there to 2**k stretches; what
-    the register begins with, all ones, is xored into the first four bytes instead.
+    Leading zero bytes change nothing while the register is 0, so the data is padded at the front to 2**k stretches; the
+    register's initial ones are xored into the first four bytes instead.
     """
     if len(data) < 4:
         return _plain(data)
@@ -84,7 +84,7 @@ def _moved(words: Words, zeros: int) -> Words:
 
 
 @cache
-def _operator(zeros: int) -> Words:  # 4 x 256: what each byte at each place of a register becomes
+def _operator(zeros: int) -> Words:  # 4 x 256: what each byte at each position of a register becomes
     bytes_at = np.arange(256, dtype=np.uint32)[None, :] << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if zeros == 1:
         after: Words = _table()[bytes_at & 0xFF] ^ (bytes_at >> 8)
@@ -93,13 +93,13 @@ def _operator(zeros: int) -> Words:  # 4 x 256: what each byte at each place of 
 
 
 class Shards:
-    """Files by number. Each stays open from its first reading on, as long as the process may have so many open."""
+    """Files by number. Each stays open once it was read, up to the process's limit of open files."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
         self._open: dict[int, int] = {}  # shard -> file descriptor
         self._lock = threading.Lock()
-        # Half of what the process may open: the rest is for everybody else. Beyond it, a file is opened for a reading.
+        # Half of the limit: the rest of the process needs files as well. Beyond it, a file is opened for each read.
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._closer = weakref.finalize(self, _close, self._open)
 
@@ -108,7 +108,7 @@ class Shards:
 
     @contextlib.contextmanager
     def files(self, shards: Sequence[int]) -> Iterator[list[int]]:
-        """A descriptor for each; DataError names a shard that cannot be opened."""
+        """A descriptor for each shard; DataError if one cannot be opened."""
         passing: dict[int, int] = {}
         try:
             yield [self._file(shard, passing) for shard in shards]
@@ -140,7 +140,7 @@ def open_shard(path: Path) -> int:
 
 
 def pread(file: int, begin: int, size: int) -> bytes:
-    """As the system's, but whole: Linux hands out 2 GiB at most, and network disks less."""
+    """os.pread, but complete: Linux returns at most 2 GiB, and network disks less."""
     parts = []
     while size > 0:
         part = os.pread(file, size, begin)
@@ -156,17 +156,17 @@ def _close(files: dict[int, int]) -> None:
         os.close(files.popitem()[1])
 
 
-STRIDE = 32 << 20  # bytes asked for with each part that is read: many times what the part itself takes
-REQUEST = 128 << 10  # bytes; of a longer one Linux reads only a beginning, by default as much as this
-SHARE = 0.5  # of the memory that is free: the rest is for everybody else
+STRIDE = 32 << 20  # bytes requested with each part that is read: many times the size of the part
+REQUEST = 128 << 10  # bytes; by default Linux reads only this much of a longer request
+SHARE = 0.5  # of the free memory
 
 
 class Readahead:
-    """A disk or a network reads one shard after the other at its full speed, and single photos at a tenth of it.
+    """Shards read ahead in order: disks and networks do that at full speed, and read single photos at a tenth of it.
 
-    The order of images is not changed for that. Where all shards fit into free memory, each call of `advance` asks the
-    system for the next stretch of them, in order, until all were asked for once; nothing waits, no thread is needed.
-    Where they do not fit, nothing is done: images are then read one by one from where they lie.
+    The order of images does not change. If all shards fit into free memory, each call of `advance` requests the next
+    stretch from the system until all were requested once; nothing waits, and no thread is needed. If they do not fit,
+    nothing is requested, and images are read one by one.
     """
 
     def __init__(self, shards: Shards, *, memory: int | None = None) -> None:
@@ -182,13 +182,13 @@ class Readahead:
         return self._next >= len(self._sizes)
 
     def advance(self) -> None:
-        if self.done or not self._lock.acquire(blocking=False):  # another thread is asking
+        if self.done or not self._lock.acquire(blocking=False):  # another thread is requesting
             return
         try:
             left = STRIDE
             while left > 0 and not self.done:
                 size = min(left, self._sizes[self._next] - self._begin)
-                _expect(self._shards, self._next, self._begin, size)
+                _request(self._shards, self._next, self._begin, size)
                 left, self._begin = left - size, self._begin + size
                 if self._begin >= self._sizes[self._next]:
                     self._next, self._begin = self._next + 1, 0
@@ -196,7 +196,7 @@ class Readahead:
             self._lock.release()
 
 
-def _expect(shards: Shards, shard: int, begin: int, size: int) -> None:
+def _request(shards: Shards, shard: int, begin: int, size: int) -> None:
     if size > 0 and hasattr(os, "posix_fadvise"):
         with shards.files([shard]) as (file,):
             for at in range(begin, begin + size, REQUEST):

@@ -96,7 +96,6 @@ def is_here(host: str) -> bool:
 
 NODES = Path("/sys/devices/system/node")
 ADDRESS_OF = 0x8915  # SIOCGIFADDR, linux/sockios.h
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def numa_nodes(folder: Path = NODES) -> list[set[int]]:
@@ -162,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
                     os.environ[environment.BOUND] = "1"
             else:
                 name = interface_of(words.pop(0))
-                for variable in INTERFACES:
+                for variable in environment.INTERFACES:
                     os.environ[variable] = os.environ.get(variable) or name
         os.execvp(words[0], words)
     except DeviceError as error:

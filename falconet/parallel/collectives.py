@@ -1,6 +1,7 @@
 """Who is where: each process says what it is about, so that a time-out can name the one that did not come."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -12,16 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
+from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError
-from falconet.parallel import environment
+from falconet.parallel import environment, listening
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World
 
@@ -34,16 +36,37 @@ GAVE_UP = " (gave up)"
 COURTESY = 3.0  # seconds in which whoever failed first can be seen to have failed
 
 
-class Liveness:
-    """Publishes `doing` from a thread of its own, and reads what the others published."""
+class Folder:
+    """Words in files, each written anew: torch's FileStore keeps every value that was ever set, 100 bytes a beat."""
 
-    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self, key: str, value: str) -> None:
+        new = self._file(f"{key}.new")
+        new.write_text(value)
+        new.replace(self._file(key))  # read whole, or not yet
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """A process writes as soon as it is there: whose file is missing is not waited for."""
+
+    def get(self, key: str) -> bytes:
+        return self._file(key).read_bytes()
+
+    def _file(self, key: str) -> Path:
+        return self._path / key.replace("/", "-")
+
+
+class Liveness:
+    """Publishes `doing` from a thread of its own, and reads what the others did: in `board`, else in the store."""
+
+    def __init__(self, store: Store, *, rank: int, size: int, board: Folder | None = None) -> None:
         self.rank, self.size = rank, size
         store.set(f"host/{rank}", socket.gethostname())
         self._hosts = [host.decode() for host in store.multi_get([f"host/{other}" for other in range(size)])]
         self.doing = "starting"
         self.is_asked: Callable[[], bool] = lambda: False  # to stop
-        self._store = store
+        self._board: Folder | Store = board or store
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="liveness", daemon=True)
         self._thread.start()
@@ -55,9 +78,9 @@ class Liveness:
             if doing != said or now >= at + BEAT:
                 try:
                     since = since if doing == said else time.time()
-                    self._store.set(_key(self.rank), f"{beat} {since:.1f} {doing}")
-                except (DistError, RuntimeError):
-                    return  # the store is the first process's: it is gone, and whoever waits for it will say so
+                    self._board.set(_key(self.rank), f"{beat} {since:.1f} {doing}")
+                except (DistError, RuntimeError, OSError):
+                    return  # a store is the first process's: it is gone, and the process that waits for it will say so
                 said, at, beat = doing, now, beat + 1
             if self._ended.wait(EVERY):
                 return
@@ -106,7 +129,7 @@ class Liveness:
         """Each process's last words, where it answers, and those that give no sign of life."""
         said: dict[int, str] = {}
         silent: set[int] = set()
-        # In a thread: the store is the first process's, and a client of a store that is stopped waits for ever.
+        # In a thread: a store is the first process's, and a client of a store that is stopped waits for ever.
         asking = threading.Thread(target=self._ask, args=(said, silent), name="asking", daemon=True)
         asking.start()
         asking.join(PATIENCE)
@@ -129,9 +152,9 @@ class Liveness:
 
     def _read(self, said: dict[int, str]) -> None:
         for rank in range(self.size):
-            with contextlib.suppress(DistError, RuntimeError):
-                self._store.wait([_key(rank)], timedelta(seconds=1))
-                said[rank] = self._store.get(_key(rank)).decode()
+            with contextlib.suppress(DistError, RuntimeError, OSError):
+                self._board.wait([_key(rank)], timedelta(seconds=1))
+                said[rank] = self._board.get(_key(rank)).decode()
 
 
 def _is_at(words: str | None, here: str) -> bool:
@@ -330,23 +353,27 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         follow(int(os.environ[environment.OWN]))
     wait = timedelta(seconds=timeout)
     try:
-        # torchrun may hold the store itself, at the very port that it tells us.
-        ours = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = TCPStore(place.address, place.port, place.size, is_master=ours, timeout=wait)
+        folder = os.environ.get(environment.MEETING)
+        store = _in_folder(Path(folder), place, wait) if folder else _at_port(place, wait)
+        if folder or _share_a_network(store, place):
+            listening.keep_to_loopback()
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size, timeout=wait, device_id=own
         )
         host = dist.new_group(backend="gloo", timeout=wait)
-        alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size)
-    except dist.DistNetworkError as error:
-        if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
+        board = Folder(Path(folder)) if folder else None
+        alive = Liveness(PrefixStore("falconet", store), rank=place.rank, size=place.size, board=board)
+    except (OSError, dist.DistNetworkError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise _taken(place) from error
         raise WorldError(
-            f"rank {place.rank}: cannot reach {place.address}:{place.port}: {_first_line(error)}"
+            f"rank {place.rank}: cannot reach {folder or f'{place.address}:{place.port}'}: {_first_line(error)}"
         ) from error
-    except dist.DistError as error:
+    except RuntimeError as error:  # a FileStore has no class of its own for a time-out
+        if not isinstance(error, dist.DistError) and not folder:
+            raise
         raise WorldError(
             f"rank {place.rank}: the {place.size} processes did not meet within {timeout:g} s: {_first_line(error)}"
         ) from error
@@ -355,6 +382,30 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
     return Processes(
         device=device, rank=place.rank, size=place.size, store=store, host=host, alive=alive, timeout=timeout
     )
+
+
+def _in_folder(folder: Path, place: Place, wait: timedelta) -> Store:
+    """A store that is a file in our launcher's private folder: no port, and closed to other users of this host."""
+    if place.rank == 0:
+        (folder / environment.FIRST).touch()
+    store = FileStore(str(folder / "store"), place.size)
+    store.set_timeout(wait)
+    return store
+
+
+def _at_port(place: Place, wait: timedelta) -> Store:
+    """The store of the first process, at the address that the launcher told all, or of torchrun."""
+    if place.rank or environment.has_agent_store(os.environ):
+        return TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
+    return listening.store_at(place.address, place.port, place.size, wait=wait)
+
+
+def _share_a_network(store: Store, place: Place) -> bool:
+    """Whether all processes are on one host, whatever the launcher calls it."""
+    own = listening.network()
+    keys = [f"falconet/network/{rank}" for rank in range(place.size)]
+    store.set(keys[place.rank], own)
+    return own != "" and all(other == own.encode() for other in store.multi_get(keys))
 
 
 def _with_rank(rank: int) -> Callable[..., None]:
@@ -367,10 +418,8 @@ def _with_rank(rank: int) -> Callable[..., None]:
     return hook
 
 
-def _taken(place: Place) -> ConfigError | WorldError:
-    """Our own launcher tries another port; a port that a person chose is theirs to change."""
-    if os.environ.get(environment.OWN):
-        return WorldError(f"rank {place.rank}: port {place.port} was taken in the meantime")
+def _taken(place: Place) -> ConfigError:
+    """A port that a person chose is theirs to change."""
     return ConfigError(
         f"MASTER_PORT: {place.port} is in use on {place.address}; wanted a free one, such as {place.port + 1}"
     )

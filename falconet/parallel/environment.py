@@ -7,15 +7,20 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from falconet.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where gloo and NCCL listen
 PORT = 29500  # torch's own default
 SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two of them
 WAITING = 3.0  # seconds in which the first process opens its port, or has said what is wrong and is gone
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
 OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
+MEETING = "FALCONET_MEETING"  # the private folder in which the workers of our own launcher meet, instead of at a port
+FIRST = "first"  # a file in it: the first worker is there
 BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
 TETHERED = "FALCONET_TETHERED"  # poprun holds our standard input open while it lives
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what poprun was asked for
@@ -30,7 +35,7 @@ class Place:
     size: int
     local_rank: int  # among the processes of this host
     local_size: int
-    address: str = "127.0.0.1"  # of the first process
+    address: str = LOOPBACK  # of the first process
     port: int = PORT
 
 
@@ -61,16 +66,26 @@ def said_here(environment: Mapping[str, str], message: str) -> str | None:
     if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
         return message
     # Before there is a world: the first process has not made the same mistake if it waits for us.
-    of_the_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # who is there in any case
-    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place.address, place.port) else None
+    of_the_agent = has_agent_store(environment)  # who is there in any case
+    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place, environment) else None
 
 
-def _is_waiting(address: str, port: int) -> bool:
-    """Whether somebody listens there, or begins to within a while."""
+def has_agent_store(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun holds the store itself, at the very port that it tells us."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_waiting(place: Place, environment: Mapping[str, str]) -> bool:
+    """Whether the first process waits for the others, or begins to within a while."""
+    folder = environment.get(MEETING)
     deadline = time.monotonic() + WAITING
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=WAITING):
-            return True
+        if folder:
+            if Path(folder, FIRST).exists():
+                return True
+        else:
+            with contextlib.suppress(OSError), socket.create_connection((place.address, place.port), timeout=WAITING):
+                return True
         time.sleep(0.1)
     return False
 
@@ -140,13 +155,14 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
     counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
     node = _number(environment, "SLURM_NODEID", 0)
     job = _number(environment, "SLURM_JOB_ID", 0)
+    first = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST") or LOOPBACK)
     return Place(
         launcher="srun",
         rank=_number(environment, "SLURM_PROCID"),
         size=size,
         local_rank=_number(environment, "SLURM_LOCALID", 0),
         local_size=counts[node] if node < len(counts) else size,
-        address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST") or "127.0.0.1"),
+        address=LOOPBACK if counts == [size] else first,
         port=_number(environment, "MASTER_PORT", SLURM_PORTS[job % len(SLURM_PORTS)]),
     )
 
@@ -196,6 +212,8 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
     local_size = _number(environment, local, everyone)
     first, port = _first_of_cluster(environment)
     address = environment.get("MASTER_ADDR") or first
+    if environment.get(local) and local_size == everyone and not has_agent_store(environment):
+        address = LOOPBACK  # all are on this host, for sure: no other one needs to reach the first process
     if not address and local_size < everyone:
         raise ConfigError(f"MASTER_ADDR: is needed under {launcher} on several hosts: the address of the first process")
     return Place(
@@ -204,7 +222,7 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
         size=everyone,
         local_rank=_number(environment, local_rank, own),
         local_size=local_size,
-        address=address or "127.0.0.1",
+        address=address or LOOPBACK,
         port=_number(environment, "MASTER_PORT", port),
     )
 

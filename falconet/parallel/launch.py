@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from falconet import exits
 from falconet.errors import Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED, MISTAKE
-from falconet.parallel import environment
+from falconet.parallel import environment, meeting
 from falconet.parallel.host import none_left
 
 FINAL = (MISTAKE, INTERRUPTED)  # of a worker that starting again would not mend
@@ -61,21 +61,20 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
     own = {
         environment.OWN: str(os.getpid()),
         environment.ATTEMPT: str(attempt),
-        # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # What torch's C++ warns about is in our own errors, in one line.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR",
     }
-    with tempfile.TemporaryDirectory(prefix="falconet-") as logs, _variables(own):
+    # Mode 0700, under a name that cannot be guessed; a new one for each attempt, without what dead workers wrote.
+    with tempfile.TemporaryDirectory(prefix="falconet-") as folder, _variables({**own, environment.MEETING: folder}):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers.processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_backend=meeting.ONE_HOST,
+            rdzv_endpoint=f"{environment.LOOPBACK}:{environment.PORT}",  # for torch's variables: nothing listens there
             max_restarts=0,  # restarts are ours: the agent would also start again after a user's mistake
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle=heeded(),
         )
         agent = elastic_launch(config, sys.executable)

@@ -1,20 +1,25 @@
 """torchrun with its own arguments, which ends as its workers did: their exit code, one line, nothing left behind."""
 
+import errno
 import os
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import uuid
+from argparse import Namespace
 from collections.abc import Sequence
 
 from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from falconet.errors import Interrupted
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
-from falconet.parallel import environment
+from falconet.parallel import environment, meeting
 from falconet.parallel.launch import FINAL, described, failures_of, heeded
+from falconet.parallel.listening import listener
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="falconet-") as logs:
         own = [f"--log-dir={logs}", f"--signals-to-handle={heeded()}"]  # else torchrun leaves a folder in /tmp
         args = parse_args([*own, *words])  # type: ignore[no-untyped-call]
-        if not args.standalone and args.node_rank == 0 and _is_taken(int(args.master_port)):
+        if args.rdzv_backend not in ("static", "c10d"):
+            _say(f"--rdzv-backend: got {args.rdzv_backend}, expected static or c10d")
+            return MISTAKE
+        _meet_safely(args)
+        where = args.rdzv_endpoint
+        if args.rdzv_backend == meeting.IN_ORDER and args.node_rank == 0 and _is_taken(where):
             _say(f"MASTER_PORT: {args.master_port} is in use on {args.master_addr}; wanted a free one")
             return MISTAKE
         if os.environ.get(environment.TETHERED):
@@ -32,13 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures = failures_of(lambda: run(args))  # type: ignore[no-untyped-call]
         except Interrupted:
             return INTERRUPTED
-        except DistError as error:
-            where = f"{args.master_addr}:{args.master_port}"
-            _say(f"{socket.gethostname()}: the hosts did not meet at {where}: {str(error).partition(chr(10))[0]}")
-            return FAILED
         except FileNotFoundError as error:
             _say(f"{error.filename}: not found on {socket.gethostname()}; wanted a program")
             return MISTAKE
+        except (DistError, RendezvousError, OSError) as error:
+            _say(f"{socket.gethostname()}: the hosts did not meet at {where}: {str(error).partition(chr(10))[0]}")
+            return FAILED
     codes = set(failures.values())
     for code in FINAL:
         if code in codes:
@@ -55,13 +64,31 @@ def _follow_input() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
+def _meet_safely(args: Namespace) -> None:
+    """The same rendezvous, in our own way: torch's c10d, and so its --standalone, runs what is written to its port."""
+    # Else torch's agent opens a store for the workers, on every interface; and restarted workers read the addresses of
+    # dead ones from it (pytorch#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if args.rdzv_backend == "c10d" and not args.standalone:
+        args.rdzv_backend = meeting.ELASTIC
+        return
+    port = int(args.master_port or 0)
+    if args.standalone or (args.nnodes in ("1", "1:1") and not args.rdzv_endpoint):
+        args.rdzv_backend, args.rdzv_id = meeting.ONE_HOST, uuid.uuid4().hex
+        args.rdzv_endpoint = f"{environment.LOOPBACK}:{0 if args.standalone else port}"
+    else:
+        args.rdzv_backend = meeting.IN_ORDER
+        args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{port or environment.PORT}"
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"rank={args.node_rank}")))
+    args.standalone = False
+
+
+def _is_taken(where: str) -> bool:
+    host, _, port = where.rpartition(":")
+    try:
+        listener(host, int(port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 

@@ -15,8 +15,9 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, options, rules
 from falconet.config.options import Workspace, share_of
-from falconet.data import input
-from falconet.data.dataset import Images
+from falconet.data.crops import Crops
+from falconet.data.dataset import Dataset
+from falconet.data.input import Input
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
@@ -240,7 +241,7 @@ class Setup:
     """What both ways are made from."""
 
     options: commands.TrainOptions
-    images: Images
+    images: Dataset
     shape: BatchShape
     grid: Grid
     regime: Regime
@@ -265,6 +266,14 @@ class Setup:
             moving, all_of_them = count_trained(model), zoo.count_parameters(model)
             lines.append(f"trains {moving:,} of {all_of_them:,} parameters: those that match {' '.join(patterns)}")
         return lines
+
+    @property
+    def input(self) -> Input:
+        return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
+
+    @property
+    def crops(self) -> Crops:
+        return self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
 
     @property
     def normalise(self) -> Normalise:
@@ -413,9 +422,7 @@ class WholeModel:
 
     def loader(self) -> Loader | SyntheticLoader:
         setup = self._setup
-        return input.training_loader(
-            setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
-        )
+        return setup.input.training_loader(setup.images, crops=setup.crops, shape=setup.shape)
 
     def evaluator(self) -> Measure:
         setup = self._setup

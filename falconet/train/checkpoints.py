@@ -12,7 +12,7 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.config import commands
 from falconet.config import options as keeping
 from falconet.config.options import further_average
-from falconet.data.dataset import Images, check_classes
+from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -96,7 +96,7 @@ def _with(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> nn.
 OPTION = "--validate-checkpoints"
 
 
-def validate_after_training(record: Record, path: Path, *, images: Images, world: World, say: Say) -> list[Accuracy]:
+def validate_after_training(record: Record, path: Path, *, images: Dataset, world: World, say: Say) -> list[Accuracy]:
     """Measure what is in `path` with the run's model, on the run's validation images; the model keeps the last ones.
 
     Every process reads the folder, as it does when averages are measured.
@@ -122,7 +122,7 @@ def report_accuracies(measured: list[Accuracy], folder: Path, say: Say) -> None:
     say(f"written to {folder / evaluate.ACCURACIES_FILE}")
 
 
-def _fitting(record: Record, path: Path, *, images: Images, say: Say) -> Iterator[Path]:
+def _fitting(record: Record, path: Path, *, images: Dataset, say: Say) -> Iterator[Path]:
     """The checkpoints that can be measured; a torn one, or one of another model, is said and passed over."""
     there, trained = 0, record.saving.identity
     for folder in format.checkpoints_in(path):
@@ -140,7 +140,7 @@ def _fitting(record: Record, path: Path, *, images: Images, say: Say) -> Iterato
         )
 
 
-def _require_fitting(manifest: Manifest, folder: Path, *, model: str, images: Images) -> None:
+def _require_fitting(manifest: Manifest, folder: Path, *, model: str, images: Dataset) -> None:
     if manifest.model != model:
         raise CheckpointError(f"{folder}: holds {manifest.model}; wanted {model}, which was trained")
-    check_classes(images, manifest.class_names, where=str(folder))
+    images.check_classes(manifest.class_names, where=str(folder))

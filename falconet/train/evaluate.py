@@ -15,9 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from falconet import writing
 from falconet.config import commands, options
 from falconet.config.fields import value_or
-from falconet.data import input
-from falconet.data.dataset import Images
-from falconet.data.loader import Batch, BatchShape, singly
+from falconet.data.buffers import Batch
+from falconet.data.dataset import Dataset
+from falconet.data.input import Input
+from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, DataError, Interrupted, LinkError
 from falconet.numerics.precision import Regime
@@ -132,16 +133,15 @@ def validation_batch(options: commands.TrainOptions) -> int:
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
-def evaluator(images: Images, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
+def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
     """Measures a model on the validation images."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    loader = input.evaluation_loader(images, data, shape=shape, regime=regime, world=world, note=note)
+    loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches = singly(loader.batches(), device=world.device, ring=loader.ring)
-        return evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
+        return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world, stopping=stopping)
 
     return measure
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from falconet.checkpoint.state import Progress
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.parallel.world import ALONE, World
 from falconet.train.metrics import Meter

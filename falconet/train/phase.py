@@ -10,7 +10,7 @@ from falconet.checkpoint.state import Progress, TrainState
 from falconet.config.fields import value_or
 from falconet.config.rules import PHOTOS, boxes_used
 from falconet.data import input
-from falconet.data.dataset import Images, check_classes, open_images, published_images, refuse_download
+from falconet.data.dataset import Dataset, open_dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.errors import named_option
 from falconet.models.freezing import matching
@@ -28,7 +28,7 @@ from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report import console
 from falconet.report.console import counted
-from falconet.train import build, processes, restore
+from falconet.train import build, processes, restore, saved_model
 from falconet.train.build import (
     Placement,
     Setup,
@@ -82,12 +82,7 @@ def _lines(run: "Run") -> list[str]:
         f"data {options.data.data}: {run.images.describe()}, augment {augment}",
         *_decoding_lines(run),
         f"device {world.device}, {counted(run.threads, 'CPU thread')}, {counted(loaders, 'loader thread')}{each}",
-        *input.input_lines(
-            options.data,
-            train=input.training_reading(run.images, options),
-            validation=input.validation_reading(run.images),
-            device=world.device,
-        ),
+        *input.input_lines(run.images, options.data, options.augmentation, device=world.device),
         *build.numerics_lines(options, regime=run.regime, device=world.device),
         *build.workspace_lines(
             options.workspace, device=world.device, stage=run.grid.stages.rank, stages=run.grid.stages.size
@@ -106,7 +101,7 @@ def _decoding_lines(run: "Run") -> list[str]:
     data = run.options.data
     if data.data not in PHOTOS:
         return []
-    on_device = input.decode_device(data, run.images.splits.train, run.world.device) == "cuda"
+    on_device = input.decode_device(data, run.images.train, run.world.device) == "cuda"
     return [f"photos are decoded by {'nvJPEG on the device' if on_device else input.decoder()}"]
 
 
@@ -167,20 +162,20 @@ class Run:
         )
 
     @cached_property
-    def images(self) -> Images:
+    def images(self) -> Dataset:
         return self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
 
     @cached_property
-    def full_size(self) -> Images:
+    def full_size(self) -> Dataset:
         """The data, opened once for all phases; for a plan alone it need not be there."""
         percentage = self.options.training.dataset_percentage
         if self.options.run.plan:
-            published = published_images(self.options.data, model=self.options.model.model, percentage=percentage)
+            published = published_dataset(self.options.data, model=self.options.model.model, percentage=percentage)
             if published is not None:
                 return published
         if self.launch.restored:
-            refuse_download(self.loaded)
-        return open_images(
+            saved_model.refuse_download(self.loaded)
+        return open_dataset(
             self.options.data,
             model=self.options.model.model,
             global_batch=self.shape.global_batch,
@@ -231,9 +226,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        return plan_of(
-            self.phase, images=len(self.images.splits.train), shape=self.shape, updates_before=self.updates_before
-        )
+        return plan_of(self.phase, images=len(self.images.train), shape=self.shape, updates_before=self.updates_before)
 
     def plan_lines(self) -> list[str]:
         """Everything that was decided, in words."""
@@ -300,7 +293,7 @@ class Run:
             self.screen.line(f"phase {self.phase.number} of {self.phase.count} begins with {handed.averaged}")
         elif self.restored:
             folder, manifest = self.restored
-            check_classes(self.images, manifest.class_names, where=str(folder))
+            self.images.check_classes(manifest.class_names, where=str(folder))
             restore.require_same_state(self.loaded.options, manifest, folder=folder)
             state.load(folder, name=self.options.model.model)
             state.progress = restore.progress_in(self.plan, manifest)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import rules
-from falconet.data import input, mixing
-from falconet.data.loader import Batch, BatchShape, IdleLoader, Loader, SyntheticLoader, singly
+from falconet.data import mixing
+from falconet.data.buffers import Batch
+from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
@@ -353,24 +354,19 @@ class StagedModel:
     def loader(self) -> Loader | SyntheticLoader | IdleLoader:
         setup = self._setup
         if not setup.grid.is_first_stage:
-            return IdleLoader(len(setup.images.splits.train), shape=setup.shape)
-        return input.training_loader(
-            setup.images, setup.options, shape=setup.shape, world=setup.grid.world, note=setup.note
-        )
+            return IdleLoader(len(setup.images.train), shape=setup.shape)
+        return setup.input.training_loader(setup.images, crops=setup.crops, shape=setup.shape)
 
     def evaluator(self) -> Measure:
         setup, place = self._setup, self._place
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
-        device = setup.grid.world.device
-        loader = input.evaluation_loader(
-            setup.images, setup.options.data, shape=shape, regime=setup.regime, world=setup.grid.world, note=setup.note
-        )
+        loader = setup.input.evaluation_loader(setup.images, shape=shape)
 
         def batches() -> Iterator[Batch]:
             if place.is_first:
-                return singly(loader.batches(), device=device, ring=loader.ring)
+                return loader.batches()
             nothing = Batch(torch.empty(0), torch.full((shape.micro_batch,), -1), None)
             return iter([nothing] * loader.batches_per_replica)
 
@@ -409,7 +405,7 @@ class StagedModel:
             micro_batch=setup.shape.micro_batch,
             accumulation=setup.shape.accumulation,
             image_size=setup.images.preprocessing.image_size,
-            mixes=input.mixing_of(setup.options.augmentation) is not None and setup.images.kind != "synthetic",
+            mixes=mixing.mixes_or_cuts(setup.options.augmentation) and setup.images.kind != "synthetic",
         )
         device = setup.grid.world.device
         return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=device)

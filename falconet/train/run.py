@@ -15,7 +15,8 @@ from falconet.checkpoint import disk
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import effects
-from falconet.data.loader import Batch, Feed, IdleLoader, Loader, SyntheticLoader
+from falconet.data.buffers import Batch
+from falconet.data.loader import IdleLoader, Loader, SyntheticLoader
 from falconet.errors import Interrupted, named_option
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
@@ -84,7 +85,7 @@ def identity_of(run: Run, folder: Path, *, mark: str | None = None) -> Identity:
         classes=run.images.classes,
         run=mark,
         content={
-            "class_names": list(run.images.splits.class_names),
+            "class_names": list(run.images.class_names),
             "preprocessing": run.images.preprocessing.to_json(),
             "config": run.loaded.table(),
             "plan": run.plan.lines(),
@@ -144,8 +145,9 @@ def _update(
 
     def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
         record.begin_epoch(epoch)
-        batches = Feed(loader.streamed(epoch, skip=skip), device=world.device, ring=loader.ring)
-        return screen.counts(record.stopwatch.waits(batches), epoch=f"epoch {epoch + 1}/{plan.last_epoch}")
+        return screen.counts(
+            record.stopwatch.waits(loader.updates(epoch, skip=skip)), epoch=f"epoch {epoch + 1}/{plan.last_epoch}"
+        )
 
     try:
         loop.train(plan, record.state.progress, step, updates_of=updates_of, watch=record, world=world)
@@ -275,7 +277,7 @@ def _open_sinks(runs: deque[Run], folder: Path, update: int, *, began: float) ->
         options,
         first.plan,
         weights=first.placement.trained,
-        validated=len(first.images.splits.validation),
+        validated=len(first.images.validation),
         epochs=runs[-1].plan.last_epoch,
         began=began,
     )

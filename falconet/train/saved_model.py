@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,10 +11,11 @@ from falconet.checkpoint import format
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
 from falconet.config.commands import TrainOptions, ValidateOptions
-from falconet.config.load import load_options
-from falconet.config.settings import Setting
-from falconet.data.dataset import Images, check_classes, global_batch, open_images, refuse_download
-from falconet.errors import ConfigError
+from falconet.config.fields import value_or
+from falconet.config.load import Loaded, load_options
+from falconet.config.settings import Setting, is_asked_for
+from falconet.data.dataset import Dataset, open_dataset, require_local
+from falconet.errors import ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
@@ -33,10 +35,30 @@ class Opened:
     epoch: str
     model: nn.Module
     options: ValidateOptions
-    images: Images
+    images: Dataset
     class_names: tuple[str, ...]
     update: int = 0  # updates behind its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, when it was saved
+
+
+def global_batch(options: TrainOptions) -> int:
+    """Images in one update of a training."""
+    micro_batches = options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
+    return options.data.micro_batch_size * micro_batches
+
+
+def refuse_download(loaded: Loaded[Any]) -> None:
+    """Never download data that only a checkpoint names."""
+    if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
+        return
+    data = loaded.options.data
+    try:
+        require_local(data)
+    except DataError as error:
+        raise DataError(
+            f"{error}, and a checkpoint alone starts no download; expected --data-dir, the folder that has it, or"
+            f" --data {data.data}, which downloads it"
+        ) from None
 
 
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
@@ -47,7 +69,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    images = open_images(
+    images = open_dataset(
         options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
     )
     for stem, suffix in STEMS:
@@ -78,10 +100,10 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     if not {"model", "data"} <= given:
         raise ConfigError(f"{path}: holds weights alone; wanted --model and --data beside it")
     options = load_options(ValidateOptions, line).options
-    images = open_images(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     model = _built(options, classes=images.classes)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
-    return Opened(path.name, "", model, options, images, images.splits.class_names)
+    return Opened(path.name, "", model, options, images, images.class_names)
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
@@ -121,7 +143,7 @@ def measure(opened: Opened, note: Say) -> Evaluation:
     world = resources.open_machine(options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
-    check_classes(images, opened.class_names, where=opened.name)
+    images.check_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
         images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
     )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 
 from falconet.data import mixing
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise
 from falconet.numerics.loss_scale import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.numerics.precision import Regime

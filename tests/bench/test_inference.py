@@ -7,7 +7,7 @@ import torch
 
 from falconet.bench import inference
 from falconet.bench.inference import measure_resident, measure_with_copy
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.parallel.world import ALONE, World
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from falconet.checkpoint import format
 from falconet.checkpoint.state import Progress, Totals, TrainState
 from falconet.config.options import Optimizer
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import CheckpointError
 from falconet.numerics.precision import REGIMES

@@ -169,7 +169,9 @@ def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averag
     splits = generate(images=80, image_size=16, classes=10, seed=0)
     pixels = torch.from_numpy(splits.train.images[range(80)]).permute(0, 3, 1, 2)
     found = weights(AVERAGED)
-    hidden = torch.nn.functional.conv2d(Normalise(splits.preprocessing(16))(pixels), found["conv1.weight"], padding=1)
+    hidden = torch.nn.functional.conv2d(
+        Normalise(splits.preprocessing_at(16))(pixels), found["conv1.weight"], padding=1
+    )
     torch.testing.assert_close(found["bn1.running_mean"], hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 

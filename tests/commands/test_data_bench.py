@@ -89,4 +89,4 @@ def test_a_result_that_cannot_be_written_is_told_in_one_line(falconet):
 def test_boxes_are_looked_for_where_crops_are_to_overlap_them(falconet):
     answer = falconet(f"data bench --data folder --data-dir photos --image-size 32 --use-bbox-info {FAST}")
     assert answer.code == 2
-    assert answer.err.startswith("falconet data bench: photos: --use-bbox-info: no bounding boxes there; wanted")
+    assert answer.err.startswith("falconet data bench: photos: no bounding boxes there; expected")

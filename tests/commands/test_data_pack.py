@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_named_by_verify(falconet, root):
     path.write_bytes(data)
     answer = falconet("data verify packed")
     assert answer.code == 2
-    assert f"{path}: n01440764/n01440764_5.JPEG: its bytes do not have their checksum" in answer.out
+    assert f"{path}: n01440764/n01440764_5.JPEG: checksum mismatch" in answer.out
     assert "packed: 1 damaged; the first: " in answer.err
 
 
@@ -185,7 +185,7 @@ def test_a_missing_box_file_is_one_line(falconet, root):
     answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info")
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-    assert f"falconet train: {root}: --use-bbox-info: no bounding boxes there; wanted *bounding_boxes.csv" in answer.err
+    assert f"falconet train: {root}: no bounding boxes there; expected *bounding_boxes.csv" in answer.err
 
 
 def test_boxes_wanted_if_there_are_used_where_they_are(falconet, root):

@@ -10,7 +10,6 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from falconet.data import input
 from runs import assert_bitwise
 
 pytestmark = pytest.mark.gpu
@@ -63,15 +62,14 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
-    from falconet.data.loader import Feed
     from falconet.train.phase import Run
     from falconet.train.processes import prepare
 
     run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
     state = run.new_state()
     step = run.step(state)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
-    updates = list(Feed(loader.updates(0), device=run.world.device))
+    loader = run.placement.loader()
+    updates = list(loader.updates(0))
     for number, micro_batches in enumerate(updates[:2]):
         step(micro_batches, update=number, lr=0.01)
     torch.cuda.synchronize()

@@ -12,8 +12,6 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from falconet.data import input
-from falconet.data.loader import Feed
 from falconet.numerics.precision import REGIMES
 from falconet.train.phase import Run
 from falconet.train.processes import prepare
@@ -50,8 +48,8 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
         layer.register_forward_hook(note_activations)
-    loader = input.training_loader(run.images, run.options, shape=run.shape, world=run.world, note=print)
-    micro_batches = next(iter(Feed(loader.updates(0), device=run.world.device)))
+    loader = run.placement.loader()
+    micro_batches = next(loader.updates(0))
     step(micro_batches, update=0, lr=0.001)
     loader.close()
 

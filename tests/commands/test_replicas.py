@@ -80,6 +80,20 @@ def test_another_one_says_what_the_first_has_not_seen(falconet, monkeypatch):
     assert (answer.code, answer.err) == (2, "falconet restore: rank 1: nowhere: no such file or folder\n")
 
 
+@pytest.mark.parametrize(
+    ("first", "said"), [(True, "falconet restore: rank 1: nowhere: no such file or folder\n"), (False, "")]
+)
+def test_under_our_launcher_a_file_says_whether_the_first_waits(falconet, monkeypatch, tmp_path, first, said):
+    place = {"RANK": "1", "WORLD_SIZE": "2", environment.MEETING: str(tmp_path)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "WAITING", 0.2)
+    if first:
+        (tmp_path / environment.FIRST).touch()
+    answer = falconet("restore --checkpoint-input-path nowhere")
+    assert (answer.code, answer.err) == (2, said)
+
+
 def test_a_run_started_again_in_fewer_processes_keeps_its_global_batch(falconet, monkeypatch):
     line = f"train {TINY} --run-dir r --epoch 3"
     falconet(f"train {TINY} --run-dir r --epoch 1")

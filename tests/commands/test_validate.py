@@ -14,7 +14,7 @@ import torch
 from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
-from falconet.data import input
+from falconet.data.input import Input
 from falconet.train import saved_model
 from falconet.train.evaluate import Evaluation
 from tiny import TINY
@@ -96,13 +96,13 @@ def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(f
 @pytest.fixture
 def batches(monkeypatch):
     """The sizes of the batches that validations ask for."""
-    asked, loader = [], input.evaluation_loader
+    asked, loader = [], Input.evaluation_loader
 
     def spy(*given, shape, **more):
         asked.append(shape.micro_batch)
         return loader(*given, shape=shape, **more)
 
-    monkeypatch.setattr(input, "evaluation_loader", spy)
+    monkeypatch.setattr(Input, "evaluation_loader", spy)
     return asked
 
 

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Intake
+from falconet.data.buffers import PixelRows
+from falconet.data.cache import PixelCache
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import PixelCache, reader_for
-from falconet.data.source import FileSource
+from falconet.data.readers import reader_for
+from falconet.data.storage import FileSource
 
 COUNT = 21
 PREPROCESSING = Preprocessing(image_size=12, resize=14, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -40,12 +43,12 @@ def source(tmp_path_factory):
 
 def counting(source):
     bad = BadImages(1, note=lambda message: None)
-    return Counting(reader_for(source, preprocessing=PREPROCESSING, augment="none", seed=0, bad=bad))
+    return Counting(reader_for(source, crops=Crops(preprocessing=PREPROCESSING, augment="none", seed=0), bad=bad))
 
 
 def batches(reader, source, workers=2):
-    intake = Intake(reader=reader, labels=source.labels, workers=workers)
-    loader = EvaluationLoader(intake, shape=BatchShape(micro_batch=4))
+    shape, resources = BatchShape(micro_batch=4), Resources(workers=workers)
+    loader = EvaluationLoader(PixelRows(reader), labels=source.labels, shape=shape, resources=resources)
     return [(batch.images.clone(), batch.labels.clone()) for batch in loader.batches()]
 
 
@@ -59,7 +62,7 @@ def test_every_pass_has_the_pixels_and_labels_of_one_without_a_cache(source, mos
             assert (labels == wanted_labels).all()
 
 
-def test_what_is_kept_is_not_read_again_a_bad_image_neither(source):
+def test_cached_images_are_not_read_again_nor_bad_ones(source):
     inner = counting(source)
     cached = PixelCache(inner, images=COUNT, most=COUNT)
     batches(cached, source)
@@ -68,7 +71,7 @@ def test_what_is_kept_is_not_read_again_a_bad_image_neither(source):
     assert len(inner.asked) == COUNT
 
 
-def test_what_does_not_fit_is_read_each_time(source):
+def test_images_that_do_not_fit_are_read_every_time(source):
     inner = counting(source)
     cached = PixelCache(inner, images=COUNT, most=10)
     batches(cached, source, workers=0)

@@ -34,7 +34,7 @@ CASES = {  # files below /sys/fs/cgroup, /proc/self/cgroup, bytes that are free
         "0::/job/step\n",
         30,
     ),
-    "somebody else's group": (USED | second("other", "700\n", "600\n"), "0::/job\n", 2000),
+    "another process's group": (USED | second("other", "700\n", "600\n"), "0::/job\n", 2000),
     "version 1: a container": (FIRST, "4:memory:/\n0::/\n", 2000),
     "version 1: no limit is a large number": (NONE, "4:memory:/\n", WHOLE),
     "version 1: files of a disk, of all groups below": (FIRST | {"memory/memory.stat": FIRST_DISK}, "", 2034),
@@ -56,5 +56,5 @@ def test_free_memory_is_the_machines_or_the_containers(tmp_path, monkeypatch, fi
     assert free_memory.available() == free
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_free_memory():
     assert free_memory.available() > 0

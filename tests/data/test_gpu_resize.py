@@ -16,11 +16,11 @@ def resize_boxes(monkeypatch):
     """Triton's interpreter in the place of its compiler."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here")
-    from falconet.data import device
+    from falconet import data
 
     def forget():
         sys.modules.pop(RESIZE, None)
-        vars(device).pop("resize", None)
+        vars(data).pop("gpu_resize", None)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     forget()
@@ -51,7 +51,7 @@ def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
         assert np.abs(found.astype(int) - wanted).max() <= 1, name
 
 
-def test_without_antialiasing_they_agree_with_the_hosts(resize_boxes):
+def test_without_antialiasing_boxes_agree_with_the_host(resize_boxes):
     from falconet.data import readers
 
     random = np.random.default_rng(0)
@@ -67,5 +67,5 @@ def test_without_antialiasing_they_agree_with_the_hosts(resize_boxes):
     planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
     resize_boxes(planes, boxes, flips, out, antialias=False)
     for name, image, box, flip, found in zip(cases, pixels, boxes, flips, out.numpy(), strict=True):
-        wanted = readers.resized_by_nearest(image, tuple(box), size=12, flip=bool(flip))
+        wanted = readers.resized_aliased(image, tuple(box), size=12, flip=bool(flip))
         assert np.abs(found.astype(int) - wanted).max() <= 1, name

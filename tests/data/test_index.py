@@ -1,10 +1,9 @@
-"""What was found in a folder is kept, believed while nothing changes, and never believed when torn."""
+"""The index of a folder: used while nothing changes, and never if it is torn."""
 
 import functools
 import json
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def root(tmp_path, monkeypatch):
 
 
 def settle(path, seconds=100):
-    """Let the last change lie back some time."""
+    """Date the last change back."""
     state = path.stat()
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns - seconds * 10**9))
 
@@ -51,7 +50,7 @@ def kept(root):
     return root / FOLDER / "test.safetensors"
 
 
-def test_the_second_time_nothing_is_searched(root):
+def test_the_second_time_the_index_is_used(root):
     search = Search(root)
     first, second = (indexed(root, kind="test", search=search) for _ in range(2))
     assert search.times == 1
@@ -109,7 +108,7 @@ def vanish(root):
     [add, remove, rename, tear, flip, empty, other_version, nonsense, vanish],
     ids=lambda change: change.__name__,
 )
-def test_a_change_makes_it_search_again(root, change):
+def test_a_change_causes_a_new_search(root, change):
     search = Search(root)
     indexed(root, kind="test", search=search)
     change(root)
@@ -120,7 +119,7 @@ def test_a_change_makes_it_search_again(root, change):
     assert search.times == 2
 
 
-def test_a_change_just_before_the_search_is_not_believed(root):
+def test_an_index_with_a_change_just_before_the_search_is_not_used(root):
     os.utime(root / "train")  # another change within the clock's grain would have the same time
     search = Search(root)
     indexed(root, kind="test", search=search)
@@ -128,14 +127,14 @@ def test_a_change_just_before_the_search_is_not_believed(root):
     assert search.times == 2
 
 
-def test_a_search_in_which_a_folder_vanished_is_not_believed(root):
+def test_an_index_is_not_used_if_a_folder_vanished_during_the_search(root):
     search, gone = Search(root), root / "train/gone"
     for _ in range(2):
         indexed(root, kind="test", search=lambda: search()._replace(watched=[root / "train", gone]))
     assert search.times == 2
 
 
-def test_files_that_are_listed_anyway_are_compared(root):
+def test_listed_files_are_compared_with_the_index(root):
     search, one, two = Search(root), root / "train/a.png", root / "train/b.png"
     settle(one)
     two.write_text("")
@@ -155,7 +154,7 @@ def test_files_that_are_listed_anyway_are_compared(root):
     assert search.times == 3
 
 
-def test_a_folder_that_cannot_be_written_is_indexed_in_the_users(root, tmp_path):
+def test_the_index_of_a_read_only_folder_is_in_the_users_cache(root, tmp_path):
     (root / FOLDER).write_text("in the way")
     search = Search(root)
     indexed(root, kind="test", search=search)
@@ -164,7 +163,7 @@ def test_a_folder_that_cannot_be_written_is_indexed_in_the_users(root, tmp_path)
     assert len(list((tmp_path / "cache/falconet/index").glob("*/test.safetensors"))) == 1
 
 
-def test_where_nothing_can_be_written_every_run_searches(root, tmp_path):
+def test_every_run_searches_if_no_index_can_be_written(root, tmp_path):
     (root / FOLDER).write_text("in the way")
     (tmp_path / "cache").write_text("in the way too")
     search = Search(root)
@@ -172,7 +171,7 @@ def test_where_nothing_can_be_written_every_run_searches(root, tmp_path):
     assert search.times == 2
 
 
-def test_nothing_is_left_of_a_write_that_failed(root, monkeypatch):
+def test_a_failed_write_leaves_nothing(root, monkeypatch):
     monkeypatch.setattr("os.replace", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
     indexed(root, kind="test", search=Search(root))
     assert list((root / FOLDER).iterdir()) == []
@@ -185,7 +184,7 @@ LINKS = {  # in the data folder, to what of the user's
 }
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", LINKS, ids=["folder", "file", "temporary"])
 def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/file").write_text("mine")
@@ -196,19 +195,22 @@ def test_an_index_is_not_written_through_a_link(root, tmp_path, link):
     assert (tmp_path / "victim/file").read_text() == "mine"
     search = Search(root)
     indexed(root, kind="test", search=search)
-    assert search.times == 0, "it lies in the user's folder, or in the place of another name"
+    assert search.times == 0, "the index is in the user's folder, or under another name"
 
 
-def test_of_several_at_once_one_searches_and_the_others_wait(root):
-    search, found = Search(root), []
+def test_of_several_processes_one_searches_and_the_others_wait(root):
+    search, found, arriving = Search(root), [], threading.Semaphore(0)
 
     def slow():
-        time.sleep(0.2)
+        for _ in range(4):
+            assert arriving.acquire(timeout=60)  # all are looking for the index, or about to
         return search()
 
-    threads = [
-        threading.Thread(target=lambda: found.append(indexed(root, kind="test", search=slow).facts)) for _ in range(4)
-    ]
+    def look():
+        arriving.release()
+        found.append(indexed(root, kind="test", search=slow).facts)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

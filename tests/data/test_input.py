@@ -1,4 +1,4 @@
-"""The loader's options: what they change on the way, and that they change nothing about what is learnt."""
+"""The input pipeline's options: what they change, and that they do not change the result."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from PIL import Image
 from falconet.checkpoint import format
 from falconet.config import options
 from falconet.data import input
-from falconet.data.native.decoder import can_keep
+from falconet.data.cache import can_keep
 from falconet.data.preprocessing import Preprocessing
-from falconet.data.source import FileSource
+from falconet.data.storage import FileSource
 from falconet.infer.predictor import Classifier, Predictor
 from falconet.numerics.precision import REGIMES
 
@@ -62,7 +62,7 @@ def outcome(name):
         "--decode-device cpu",
     ],
 )
-def test_how_images_travel_changes_no_bit_of_what_is_learnt(falconet, options):
+def test_the_form_of_the_input_changes_no_bit_of_the_result(falconet, options):
     assert falconet(f"{LINE} --run-dir plain").code == 0
     answer = falconet(f"{LINE} {options} --run-dir other")
     assert answer.code == 0, answer.err
@@ -90,7 +90,7 @@ def test_validate_prepares_images_as_training_did(falconet, options):
 
 
 @pytest.mark.usefixtures("photos")
-def test_without_normalisation_the_checkpoint_says_that_the_model_wants_pixels(falconet):
+def test_without_normalisation_the_checkpoint_stores_plain_pixels(falconet):
     assert falconet(f"{LINE} --normalization-location none --run-dir r").code == 0
     preprocessing = Preprocessing.from_json(outcome("r")[2])
     assert preprocessing.mean == (0, 0, 0)
@@ -98,7 +98,7 @@ def test_without_normalisation_the_checkpoint_says_that_the_model_wants_pixels(f
 
 
 @pytest.mark.usefixtures("photos")
-def test_an_image_standardised_by_itself_is_prepared_so_by_whoever_reads_the_checkpoint(falconet):
+def test_prediction_standardises_images_as_training_did(falconet):
     """Brightness and contrast are gone for the model: a photo and a fainter print of it score alike."""
     assert falconet(f"{LINE} --normalization image --run-dir r").code == 0
     preprocessing = Preprocessing.from_json(outcome("r")[2])
@@ -133,7 +133,7 @@ def test_an_image_standardised_by_itself_is_prepared_so_by_whoever_reads_the_che
         ),
         (
             "--decode-device cuda",
-            "--decode-device cuda: the run is on the CPU; wanted cpu, or --device cuda",
+            "photos cannot be decoded on cuda, because the run is on the CPU",
         ),
     ],
 )
@@ -144,26 +144,26 @@ def test_contradictions_are_refused_in_one_line(falconet, options, line):
 
 
 @pytest.mark.usefixtures("photos")
-def test_the_plan_says_what_is_read_ahead_and_cached(falconet):
+def test_the_plan_shows_read_ahead_and_caches(falconet):
     out = falconet(f"{LINE} --dataset-cache --plan").out
-    assert "loader: at most 1,074 MB of images read ahead, pixels copied as bytes and normalised on the device" in out
-    assert "cache: 10 of 10 images decoded, 0 MB, of validation" in out
+    assert "loader: reads at most 1,074 MB ahead, pixels copied as bytes and normalised on the device" in out
+    assert "validation cache: 10 of 10 images decoded, 0 MB" in out
     if can_keep():
-        assert "cache: 24 images as they are encoded, about 0 MB, of training" in out
+        assert "training cache: 24 encoded images, about 0 MB" in out
     out = falconet(f"{LINE} --dataset-cache --augment none --no-eight-bit-io --normalization-location host --plan").out
-    assert "pixels copied as numbers and normalised on the host" in out
-    assert "cache: 24 of 24 images decoded, 0 MB, of training" in out
+    assert "pixels copied as values and normalised on the host" in out
+    assert "training cache: 24 of 24 images decoded, 0 MB" in out
 
 
 @pytest.mark.usefixtures("photos")
-def test_what_does_not_fit_is_not_cached_and_the_plan_says_so(falconet, monkeypatch):
+def test_images_that_do_not_fit_are_not_cached_and_the_plan_shows_it(falconet, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(input, "free_memory", lambda: 4 * 16 * 16 * 3 * 7)
         out = falconet(f"{LINE} --dataset-cache --plan").out
         assert falconet(f"{LINE} --dataset-cache --run-dir small").code == 0
-    assert "cache: 7 of 10 images decoded, 0 MB, of validation" in out
+    assert "validation cache: 7 of 10 images decoded, 0 MB" in out
     if can_keep():
-        assert "cache: nothing, because 0 MB are more than a quarter of the free memory, of training" in out
+        assert "training cache: none, because 0 MB is more than a quarter of the free memory" in out
     assert falconet(f"{LINE} --run-dir plain").code == 0
     assert outcome("small") == outcome("plain")
 
@@ -176,23 +176,23 @@ def test_what_does_not_fit_is_not_cached_and_the_plan_says_so(falconet, monkeypa
         ("--data generated --decode-device cuda", "--decode-device has no effect without --data imagenet or folder"),
     ],
 )
-def test_options_without_effect_say_so(falconet, options, said):
+def test_options_without_effect_are_reported(falconet, options, said):
     answer = falconet(f"train {options} --image-size 8 --iterations 1 --plan --epoch 1")
     assert answer.code == 0, answer.err
     assert f"note: {said}" in answer.out
 
 
 @pytest.mark.usefixtures("photos")
-def test_what_the_device_decodes_is_not_cached_and_the_plan_does_not_say_so(falconet, monkeypatch):
+def test_images_decoded_on_the_device_are_not_cached(falconet, monkeypatch):
     monkeypatch.setattr(input, "decode_device", lambda data, source, device: "cuda")
     monkeypatch.setattr(input, "most_ahead", lambda data, source, device: 1 << 20)  # there may be no CUDA to ask
     out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
     assert "note: --dataset-cache has no effect without --decode-device cpu" in out
-    assert "\ncache:" not in out
+    assert " cache:" not in out
 
 
 @pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80)])
-def test_what_is_read_ahead_is_bounded_by_the_memory_that_it_comes_to_lie_in(monkeypatch, decoded, free):
+def test_read_ahead_is_bounded_by_the_memory_it_uses(monkeypatch, decoded, free):
     monkeypatch.setattr(input, "free_memory", lambda: 400)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 1000))
     photos = FileSource.of(Path(), names=["a"], labels=[0], class_names=("c",))

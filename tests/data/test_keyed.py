@@ -71,7 +71,7 @@ def test_draws_are_uniform_by_chi_square():
     assert 255 - 113 < statistic < 255 + 113
 
 
-def test_draws_lie_in_the_half_open_unit_interval():
+def test_draws_are_in_the_half_open_unit_interval():
     drawn = draw(count=100_000)
     assert drawn.dtype == np.float64
     assert drawn.min() >= 0
@@ -83,7 +83,7 @@ def test_draws_lie_in_the_half_open_unit_interval():
     [{"seed": 2}, {"epoch": 3}, {"purpose": Purpose.FLIP}, {"first": 1}],
     ids=["seed", "epoch", "purpose", "draw"],
 )
-def test_draws_for_different_things_are_uncorrelated(other):
+def test_draws_for_different_purposes_are_uncorrelated(other):
     correlation = np.corrcoef(draw(count=100_000)[:, 0], draw(count=100_000, **other)[:, 0])[0, 1]
     assert abs(correlation) < 5 / np.sqrt(100_000)
 
@@ -93,13 +93,13 @@ def test_neighbouring_indices_are_uncorrelated():
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 5 / np.sqrt(100_000)
 
 
-def test_a_draw_does_not_depend_on_who_else_draws():
+def test_a_draw_does_not_depend_on_other_draws():
     together = draw(count=50, draws=6)
     alone = keyed.uniform(seed=1, epoch=2, indices=np.array([31]), purpose=Purpose.CROP, draws=2, first=3)
     np.testing.assert_array_equal(alone[0], together[31, 3:5])
 
 
-def test_a_permutation_holds_every_number_once_and_changes_with_seed_and_epoch():
+def test_a_permutation_has_every_number_once_and_changes_with_seed_and_epoch():
     orders = [keyed.permutation(997, seed=seed, epoch=epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0))]
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(997))

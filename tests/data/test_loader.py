@@ -11,18 +11,21 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.config.options import Augmentation
 from falconet.data import keyed
-from falconet.data.buffers import Allowance, PixelLanding, Ring
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader, SyntheticLoader
-from falconet.data.mixing import Mixing, draw
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from falconet.data.buffers import Buffers, PixelRows, ValueRows
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources, SyntheticLoader
+from falconet.data.mixing import draw
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.source import ArraySource, FileSource
-from falconet.errors import ConfigError, DataError
+from falconet.data.storage import ArraySource, FileSource
+from falconet.errors import DataError
 
-MIXING = Mixing(mixup_alpha=0.2, cutmix_lambda_low=0.3, cutmix_lambda_high=0.9, cutmix_disable_prob=0.2)
+MIXING = Augmentation(mixup_alpha=0.2, cutmix_lambda_low=0.3, cutmix_lambda_high=0.9, cutmix_disable_prob=0.2)
 COUNT = 70
+PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
 def array_source():
@@ -43,15 +46,19 @@ def file_source(tmp_path_factory):
 
 def reader(source, augment):
     bad = BadImages(100, note=lambda message: None)
-    preprocessing = Preprocessing(image_size=8, resize=8, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    return reader_for(source, preprocessing=preprocessing, augment=augment, seed=6, bad=bad)
+    return reader_for(source, crops=Crops(preprocessing=PREPROCESSING, augment=augment, seed=6), bad=bad)
 
 
-def loader(source=None, *, augment="shift-flip", workers=0, mixing=MIXING, **shape):
+def loader(source=None, *, augment="shift-flip", workers=0, augmentation=MIXING, **shape):
     source = array_source() if source is None else source
-    shape = BatchShape(**({"micro_batch": 6, "accumulation": 2} | shape))
-    intake = Intake(reader=reader(source, augment), labels=source.labels, workers=workers)
-    return Loader(intake, shape=shape, seed=6, mixing=mixing)
+    return Loader(
+        PixelRows(reader(source, augment)),
+        labels=source.labels,
+        shape=BatchShape(**({"micro_batch": 6, "accumulation": 2} | shape)),
+        seed=6,
+        augmentation=augmentation,
+        resources=Resources(workers=workers),
+    )
 
 
 def digest(batch):
@@ -101,13 +108,13 @@ def test_replicas_together_have_the_micro_batches_of_one(replicas, accumulation)
 
 
 def test_epochs_differ():
-    batches = loader(mixing=None)
+    batches = loader(augmentation=None)
     assert digests(batches.updates(0))[0] != digests(batches.updates(1))[0]
 
 
 def test_an_update_takes_its_stretch_of_the_epochs_order():
     order = keyed.permutation(COUNT, seed=6, epoch=7)
-    for number, update in enumerate(loader(augment="none", mixing=None).updates(7)):
+    for number, update in enumerate(loader(augment="none", augmentation=None).updates(7)):
         numbers = torch.cat([batch.images[:, 0, 4, 4] for batch in update])
         labels = torch.cat([batch.labels for batch in update])
         wanted = order[number * 12 : (number + 1) * 12]
@@ -143,7 +150,7 @@ def test_mixes_are_keyed_by_the_images_and_the_global_number_of_the_micro_batch(
 
 
 def test_without_mixing_there_is_no_mix():
-    assert next(loader(mixing=None).updates(0))[0].mix is None
+    assert next(loader(augmentation=None).updates(0))[0].mix is None
 
 
 def test_a_bad_image_is_labelled_minus_one(file_source, tmp_path):
@@ -161,11 +168,6 @@ def test_too_few_images_for_one_update_are_refused():
     assert str(caught.value) == wanted
 
 
-def test_a_micro_batch_too_small_to_mix_is_refused():
-    with pytest.raises(ConfigError, match="--micro-batch-size: got 2, wanted at least 3 for mixup and cutmix"):
-        loader(micro_batch=2)
-
-
 def test_leaving_early_and_closing_end_the_threads():
     batches = loader(workers=3)
     updates = batches.updates(0)
@@ -177,13 +179,12 @@ def test_leaving_early_and_closing_end_the_threads():
 
 
 def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):
-    preprocessing = Preprocessing(image_size=8, resize=8, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     names = [f"gone-{number}.png" for number in range(12)]
     gone = FileSource.of(file_source.root, names=names, labels=[0] * 12, class_names=("cat",))
-    bad = BadImages(3, note=lambda message: None)
-    strict = reader_for(gone, preprocessing=preprocessing, augment="none", seed=1, bad=bad)
-    batches = Loader(Intake(reader=strict, labels=gone.labels, workers=2), shape=BatchShape(micro_batch=12), seed=1)
-    with pytest.raises(DataError, match=r"gone-\d+.png: cannot be decoded .* bad images, --bad-images-allowed 3"):
+    strict = reader_for(gone, crops=Crops(preprocessing=PREPROCESSING), bad=BadImages(3, note=lambda message: None))
+    shape, resources = BatchShape(micro_batch=12), Resources(workers=2)
+    batches = Loader(PixelRows(strict), labels=gone.labels, shape=shape, seed=1, resources=resources)
+    with pytest.raises(DataError, match=r"gone-\d+.png: cannot be decoded .* bad images, at most 3 allowed"):
         next(batches.updates(0))
     assert data_threads() == []
 
@@ -191,7 +192,8 @@ def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):
 def evaluation(*, batch, replicas=1, replica=0, workers=0):
     source = array_source()
     shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
-    return EvaluationLoader(Intake(reader=reader(source, "none"), labels=source.labels, workers=workers), shape=shape)
+    rows, resources = PixelRows(reader(source, "none")), Resources(workers=workers)
+    return EvaluationLoader(rows, labels=source.labels, shape=shape, resources=resources)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
@@ -246,51 +248,60 @@ def test_synthetic_batches_differ_by_seed_and_replica():
     assert not torch.equal(first, replica)
 
 
-def fed(loading, epoch):
-    """Digests of an epoch's updates, each micro-batch given back as soon as it is seen, as after a copy."""
+class Copied:
+    """A copy that is already done."""
 
-    class Done:
-        def synchronize(self):
-            pass
+    def synchronize(self):
+        pass
 
+
+def fed(loading, buffers, epoch):
+    """Digests of an epoch's updates, each micro-batch given back as soon as it was seen."""
     found = []
     for update in loading.streamed(epoch):
         found.append([])
         for batch in update:
             found[-1].append(digest(batch))
-            batch.images.fill_(255)  # who still needed these pixels would notice
-            loading.ring.give_back(batch.images, copied=Done())
+            batch.images.fill_(255)  # a batch that still needed these pixels would show it
+            buffers.give_back(batch, copied=Copied())
     return found
 
 
-def loader_into(landing, source=None, workers=3):
-    source = array_source() if source is None else source
-    augment = "crop-flip" if isinstance(source, FileSource) else "shift-flip"
-    shape = BatchShape(micro_batch=6, accumulation=2)
-    intake = Intake(reader=reader(source, augment), labels=source.labels, workers=workers, landing=landing)
-    made = Loader(intake, shape=shape, seed=6, mixing=MIXING)
-    return made, digests(loader(source, augment=augment).updates(2))
+@pytest.mark.parametrize("ahead", [1, 192 * 7, 1 << 30])
+@pytest.mark.parametrize("rows", [None, 1, 4, 5])
+def test_buffers_used_again_and_the_size_of_parts_change_no_batch(file_source, rows, ahead):
+    buffers, shape = Buffers(), BatchShape(micro_batch=6, accumulation=2)
+    loading = Loader(
+        PixelRows(reader(file_source, "crop-flip"), rows=rows),
+        labels=file_source.labels,
+        shape=shape,
+        seed=6,
+        augmentation=MIXING,
+        resources=Resources(workers=3, buffers=buffers, ahead=ahead),
+    )
+    wanted = digests(loader(file_source, augment="crop-flip").updates(2))
+    assert fed(loading, buffers, 2) == wanted
+    allocated = buffers.allocated
+    assert fed(loading, buffers, 2) == wanted
+    assert buffers.allocated == allocated
 
 
-@pytest.mark.parametrize("most", [1, 192 * 7, 1 << 30])
-@pytest.mark.parametrize("portion", [None, 1, 4, 5])
-def test_memory_that_goes_round_and_portions_change_no_batch(file_source, portion, most):
-    ring = Ring(pin=False)
-    loading, wanted = loader_into(PixelLanding(Allowance(ring=ring, portion=portion, most=most)), file_source)
-    assert fed(loading, 2) == wanted
-    slots = ring.allocated
-    assert fed(loading, 2) == wanted
-    assert ring.allocated == slots
+def test_the_buffers_of_an_update_are_bounded_however_many_micro_batches_it_has():
+    source, buffers = array_source(), Buffers()
+    rows = PixelRows(reader(source, "none"), rows=1)
+    resources = Resources(workers=2, buffers=buffers, ahead=192 * 4)
+    shape = BatchShape(micro_batch=2, accumulation=30)
+    loading = Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources)
+    assert len(fed(loading, buffers, 0)[0]) == 30
+    assert buffers.allocated <= 4  # the one in use, two read ahead, and one started
 
 
-def test_prefetch_bounds_the_slots_however_many_micro_batches_an_update_has():
-    ring = Ring(pin=False)
-    source = array_source()
-    landing = PixelLanding(Allowance(ring=ring, portion=1, most=192 * 4))
-    intake = Intake(reader=reader(source, "none"), labels=source.labels, workers=2, landing=landing)
-    loading = Loader(intake, shape=BatchShape(micro_batch=2, accumulation=30), seed=6)
-    assert len(fed(loading, 0)[0]) == 30
-    assert ring.allocated <= 4  # the one in hand, two that are ahead, and one begun
+@pytest.mark.parametrize(("ahead", "images"), [(1 << 30, 100), (192 * 10, 10), (192 * 10 - 1, 9), (1, 1)])
+def test_as_many_images_are_read_ahead_as_the_memory_holds(ahead, images):
+    pixels = reader(array_source(), "none")
+    half = ValueRows(pixels, Normalise(PREPROCESSING, dtype=torch.float16))
+    assert Resources(ahead=ahead).images_ahead(PixelRows(pixels), 50) == images
+    assert Resources(ahead=2 * ahead).images_ahead(half, 50) == images
 
 
 def resident():
@@ -299,13 +310,13 @@ def resident():
 
 
 def soak(source, batches):
-    """Memory over `batches` batches, as the slope of a line through it: bytes a batch."""
-    landing = PixelLanding(Allowance(ring=Ring(pin=False)))
-    intake = Intake(reader=reader(source, "crop-flip"), labels=source.labels, workers=2, landing=landing)
-    loading = Loader(intake, shape=BatchShape(micro_batch=10), seed=6)
+    """Memory over `batches` batches, as the slope of a line through it: bytes per batch."""
+    rows, buffers = PixelRows(reader(source, "crop-flip")), Buffers()
+    shape, resources = BatchShape(micro_batch=10), Resources(workers=2, buffers=buffers)
+    loading = Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources)
     sizes, epoch = [], 0
     while len(sizes) < batches:
-        for _ in fed(loading, epoch):
+        for _ in fed(loading, buffers, epoch):
             sizes.append(resident())
         epoch += 1
     settled = np.array(sizes[batches // 5 :], dtype=np.float64)
@@ -330,7 +341,7 @@ def test_memory_stays_flat_over_10000_batches(jpeg_source):
 
 @pytest.fixture(scope="module")
 def jpeg_source(tmp_path_factory):
-    """Many epochs of few batches: what an iterator leaves behind adds up."""
+    """Many epochs of few batches, so that what an iterator leaks adds up."""
     root = tmp_path_factory.mktemp("small photos")
     (root / "cat").mkdir()
     for number in range(50):

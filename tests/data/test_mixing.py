@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from falconet.config import rules
+from falconet.config.options import Augmentation
 from falconet.data import mixing
-from falconet.data.mixing import Mix, Mixing
-from falconet.errors import ConfigError
+from falconet.data.mixing import Mix
 
 INDICES = np.arange(20_000, dtype=np.int64)
 NO_BOX = torch.zeros(4, dtype=torch.int64)
@@ -47,7 +48,7 @@ def test_beta_of_a_tiny_alpha_is_still_a_number():
     assert np.isfinite(drawn).all()
 
 
-def test_beta_depends_on_the_image_and_not_on_its_company():
+def test_beta_depends_on_the_image_not_on_the_batch():
     together = mixing.beta(1.0, indices=INDICES[:100], seed=3, epoch=0)
     alone = mixing.beta(1.0, indices=INDICES[40:41], seed=3, epoch=0)
     assert alone[0] == together[40]
@@ -58,20 +59,20 @@ def draw(options, *, micro_batch=0, side=224):
 
 
 def test_an_image_keeps_at_least_half_of_itself_in_mixup():
-    weights = draw(Mixing(mixup_alpha=0.7)).mixup
+    weights = draw(Augmentation(mixup_alpha=0.7)).mixup
     assert weights.dtype == torch.float32
     assert weights.min() >= 0.5
     assert weights.max() < 1
 
 
 @pytest.mark.parametrize("bounds", [(0.0, 0.0), (1.0, 1.0)])
-def test_equal_bounds_of_nothing_and_of_everything_disable_cutmix(bounds):
-    options = Mixing(mixup_alpha=0.2, cutmix_lambda_low=bounds[0], cutmix_lambda_high=bounds[1])
+def test_bounds_of_0_and_of_1_disable_cutmix(bounds):
+    options = Augmentation(mixup_alpha=0.2, cutmix_lambda_low=bounds[0], cutmix_lambda_high=bounds[1])
     assert draw(options).box.tolist() == [0, 0, 0, 0]
 
 
 def boxes(**options):
-    return [draw(Mixing(**options), micro_batch=number).box.tolist() for number in range(400)]
+    return [draw(Augmentation(**options), micro_batch=number).box.tolist() for number in range(400)]
 
 
 def test_a_cutmix_box_is_square_inside_and_as_large_as_its_share():
@@ -87,7 +88,7 @@ def test_a_cutmix_box_is_square_inside_and_as_large_as_its_share():
     assert kept.mean() == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(12 * 400))
 
 
-def test_a_constant_share_gives_a_constant_box_at_uniform_places():
+def test_a_constant_share_gives_a_constant_box_at_uniform_offsets():
     placed = np.array(boxes(cutmix_lambda_low=0.75, cutmix_lambda_high=0.75))
     assert set((placed[:, 1] - placed[:, 0]).tolist()) == {112}
     assert placed[:, 0].mean() == pytest.approx(56, abs=5 * 112 / math.sqrt(12 * 400))
@@ -109,29 +110,15 @@ def test_cutmix_is_skipped_as_often_as_asked():
         ({"mixup_alpha": 0.2, "cutmix_lambda_low": 0.5, "cutmix_lambda_high": 1.0}, 3),
     ],
 )
-def test_no_image_is_its_own_partner(options, least):
-    options = Mixing(**options)
-    assert options.minimum_micro_batch == least
-    options.check(least)
+def test_the_rules_ask_for_as_many_images_as_mixing_needs(options, least):
+    augmentation = Augmentation(**options)
+    assert rules.minimum_micro_batch(augmentation)[0] == least
+    assert (
+        len(mixing.draw(augmentation, indices=INDICES[:least], micro_batch=0, side=8, seed=3, epoch=0).mixup) == least
+    )
     if least > 1:
-        with pytest.raises(ConfigError, match=f"--micro-batch-size: got {least - 1}, wanted at least {least} for"):
-            options.check(least - 1)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mixup_alpha": 1.1},
-        {"mixup_alpha": -0.1},
-        {"mixup_alpha": math.nan},
-        {"cutmix_lambda_low": 0.6, "cutmix_lambda_high": 0.5},
-        {"cutmix_lambda_high": 1.5},
-        {"cutmix_disable_prob": 2.0},
-    ],
-)
-def test_values_out_of_range_are_refused(options):
-    with pytest.raises(ConfigError, match="wanted"):
-        Mixing(**options)
+        with pytest.raises(AssertionError):
+            mixing.draw(augmentation, indices=INDICES[: least - 1], micro_batch=0, side=8, seed=3, epoch=0)
 
 
 def batch(count=5, side=10):
@@ -185,14 +172,14 @@ def test_ones_and_an_empty_box_change_no_bit(dtype):
     assert torch.equal(targets, torch.eye(4)[labels])
 
 
-def test_without_a_mix_targets_are_one_hot_and_minus_one_is_nothing():
+def test_without_a_mix_targets_are_one_hot_and_zero_for_minus_one():
     images, _ = batch(3)
     same, targets = mixing.apply(images, torch.tensor([1, -1, 0]), None, classes=2)
     assert same is images
     assert targets.tolist() == [[0, 1], [0, 0], [1, 0]]
 
 
-def test_an_image_that_counts_for_nothing_neither_learns_nor_teaches():
+def test_an_image_labelled_minus_one_has_no_effect():
     images, _ = batch(4)
     mix = Mix(torch.full((4,), 0.75), NO_BOX)
     _, targets = mixing.apply(images, torch.tensor([0, -1, 1, 1]), mix, classes=2)
@@ -228,7 +215,7 @@ def test_three_images_are_enough_for_mixup_and_cutmix_together():
 
 def test_the_exponential_draw_of_cutmix_follows_its_closed_form():
     """1 + ln(u) / 4, u even from e**-4 to 1: at most k with the chance (e**(4 (k - 1)) - e**-4) / (1 - e**-4)."""
-    rule = Mixing(cutmix_lambda_low=0.0, cutmix_lambda_high=1.0, cutmix_draw="exponential")
+    rule = Augmentation(cutmix_lambda_low=0.0, cutmix_lambda_high=1.0, cutmix_draw="exponential")
     side, count = 1000, 2000
     boxes = np.array(
         [

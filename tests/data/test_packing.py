@@ -1,4 +1,4 @@
-"""Packing: the same bytes however often it is killed, started again, or with how many threads."""
+"""Packing: the same bytes after any number of interruptions and with any number of threads."""
 
 import hashlib
 import io
@@ -29,7 +29,7 @@ def test_any_number_of_threads_writes_the_same_bytes(root, tmp_path):
     assert digests(pack(root, tmp_path / "a", workers=1)) == digests(pack(root, tmp_path / "b", workers=5))
 
 
-def test_shards_that_are_there_are_left_alone(root, tmp_path):
+def test_existing_shards_are_kept(root, tmp_path):
     target = pack(root, tmp_path / "a")
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     (target / "train-00002.falconet").unlink()
@@ -48,14 +48,14 @@ def one_file_changed(path):
 
 
 @pytest.mark.parametrize("change", [torn, one_file_changed])
-def test_a_shard_that_is_torn_or_older_than_its_files_is_made_again(root, tmp_path, change):
+def test_a_torn_or_outdated_shard_is_written_again(root, tmp_path, change):
     target = pack(root, tmp_path / "a")
     change(target / "train-00000.falconet")
     pack(root, target)
     assert digests(target) == digests(pack(root, tmp_path / "b"))
 
 
-def test_another_recipe_makes_every_shard_again(root, tmp_path):
+def test_another_recipe_writes_every_shard_again(root, tmp_path):
     target = pack(root, tmp_path / "a")
     assert digests(pack(root, target, resize=40)) == digests(pack(root, tmp_path / "b", resize=40))
 
@@ -70,7 +70,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_what_cannot_be_marked_is_stored_as_it_is(tmp_path, name):
+def test_files_that_cannot_be_marked_are_stored_unchanged(tmp_path, name):
     path = tmp_path / "x.jpg"
     path.write_bytes(CONTENTS[name])
     outcome = prepared(path, recipe=Recipe(), library=library())
@@ -107,7 +107,7 @@ def test_only_larger_photos_are_shrunk(size, short_side, expected):
     assert (shrunk(data, short_side) == data) is (size == expected)
 
 
-def test_a_file_that_vanished_is_named_and_nothing_half_written_stays(root, tmp_path):
+def test_a_vanished_file_is_named_and_leaves_no_partial_shard(root, tmp_path):
     target = pack(root, tmp_path / "a")
     splits = folder.load(root)
     gone = splits.train.path(7)
@@ -123,7 +123,7 @@ FULL = {28: "the disk is full", 122: "the disk quota is used up", 27: "a file wo
 
 
 @pytest.mark.parametrize(("number", "words"), FULL.items())
-def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatch, number, words):
+def test_a_full_disk_is_named_and_complete_shards_stay(root, tmp_path, monkeypatch, number, words):
     target = pack(root, tmp_path / "a")
     before = digests(target)
 
@@ -137,7 +137,7 @@ def test_a_full_disk_is_named_and_what_is_whole_stays(root, tmp_path, monkeypatc
     assert digests(target) == before
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_one_line(root, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line(root, tmp_path):
     shard = plan({"train": folder.load(root).train}, shard_size=5)[0]
     with pytest.raises(
         DataError, match=r"/gone/.train-00000.falconet.\w+.partial: cannot be read or written \(No such"
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line(root, tmp_path):
         Packer(tmp_path / "gone", recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
 
 
-def test_two_do_not_pack_into_one_folder(tmp_path):
+def test_only_one_process_packs_into_a_folder(tmp_path):
     refused = pytest.raises(DataError, match="another `falconet data pack` is writing there")
     with packing.alone(tmp_path), refused, packing.alone(tmp_path):
         pass

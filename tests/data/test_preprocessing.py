@@ -26,16 +26,16 @@ def every_pixel_value():
     return values.to(memory_format=torch.channels_last)
 
 
-def test_it_comes_back_from_json_as_it_was():
+def test_preprocessing_survives_json():
     assert Preprocessing.from_json(json.loads(json.dumps(PHOTOS.to_json()))) == PHOTOS
 
 
 MISTAKES = {
     "preprocessing: unknown entry 'image_sise'; did you mean 'image_size'?": {"image_sise": 1},
-    "preprocessing: image_size: got '224', wanted a whole number above 0": {"image_size": "224"},
-    "preprocessing: resize: got 0, wanted a whole number above 0": {"resize": 0},
-    "preprocessing: mean: got [0.5], wanted three numbers": {"mean": [0.5]},
-    "preprocessing: interpolation: got 'cubic', wanted 'bilinear'": {"interpolation": "cubic"},
+    "preprocessing: image_size: got '224', expected a whole number above 0": {"image_size": "224"},
+    "preprocessing: resize: got 0, expected a whole number above 0": {"resize": 0},
+    "preprocessing: mean: got [0.5], expected three numbers": {"mean": [0.5]},
+    "preprocessing: interpolation: got 'cubic', expected 'bilinear'": {"interpolation": "cubic"},
 }
 
 
@@ -81,7 +81,7 @@ def test_normalising_keeps_channels_last_and_adds_nothing_to_the_state():
     assert normalise.state_dict() == {}
 
 
-def test_pixels_that_only_lose_their_mean_are_the_tensorflow_originals():
+def test_centred_pixels_equal_the_tensorflow_originals():
     pixels = every_pixel_value()
     mean = torch.tensor([123.68, 116.78, 103.94], dtype=torch.float64).view(1, 3, 1, 1)
     torch.testing.assert_close(Normalise(PHOTOS.centred)(pixels).double(), pixels.double() - mean, rtol=0, atol=2e-5)
@@ -107,42 +107,42 @@ def images_to_standardise():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_images_standardised_one_by_one_are_tensorflows(dtype):
+def test_standardised_images_equal_tensorflows(dtype):
     images = images_to_standardise()
     wanted = torch.stack([standardised(image) for image in images])
     found = normaliser(PHOTOS.by_image, dtype=dtype)(images.contiguous(memory_format=torch.channels_last))
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last)
-    # A mean of 7.0003 is off by 5e-7 at the most, over a deviation of 0.018; a half has 11 bits.
+    # A mean of 7.0003 is off by at most 5e-7, over a deviation of 0.018; a half has 11 bits.
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=3e-5)
     assert not found[2].any()
 
 
-def test_images_standardised_on_the_host_are_tensorflows():
+def test_images_standardised_on_the_host_equal_tensorflows():
     images = images_to_standardise()
     wanted = torch.stack([standardised(image) for image in images])
     found = torch.from_numpy(standardise_pixels(images.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=3e-5)
 
 
-def test_an_image_is_standardised_alike_whatever_lies_beside_it():
+def test_standardising_does_not_depend_on_the_batch():
     images = images_to_standardise()
     together = normaliser(PHOTOS.by_image)(images)
     assert all(torch.equal(together[row], normaliser(PHOTOS.by_image)(images[row : row + 1])[0]) for row in range(5))
 
 
-def test_standardising_is_stored_and_an_older_checkpoint_has_none():
+def test_standardising_is_stored_and_off_in_older_checkpoints():
     stored = json.loads(json.dumps(PHOTOS.by_image.to_json()))
     assert stored["standardised"] is True
     assert Preprocessing.from_json(stored) == PHOTOS.by_image
     older = {name: value for name, value in PHOTOS.to_json().items() if name != "standardised"}
     assert Preprocessing.from_json(older) == PHOTOS
-    with pytest.raises(CheckpointError, match="standardised: got 'no', wanted true or false"):
+    with pytest.raises(CheckpointError, match="standardised: got 'no', expected true or false"):
         Preprocessing.from_json(stored | {"standardised": "no"})
 
 
 @pytest.mark.gpu
-def test_images_standardised_on_cuda_are_tensorflows():
+def test_images_standardised_on_cuda_equal_tensorflows():
     images = images_to_standardise()
     wanted = torch.stack([standardised(image) for image in images])
     found = normaliser(PHOTOS.by_image).cuda()(images.cuda())

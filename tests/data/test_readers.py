@@ -1,5 +1,6 @@
 """Readers against torchvision: gather or decode, crop, resize, flip."""
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -8,12 +9,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as reference
 
+from falconet.config.options import Augmentation
 from falconet.data import crops, native
-from falconet.data.decode import BadImages
-from falconet.data.native.decoder import NativeReader
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import ArrayReader, FileReader, reader_for, shifted
-from falconet.data.source import ArraySource, FileSource
+from falconet.data.readers import ArrayReader, NativeReader, PillowReader, reader_for, shifted
+from falconet.data.storage import ArraySource, FileSource
 from falconet.errors import ConfigError, DataError
 
 INDICES = np.array([3, 0, 11, 7, 5, 2], dtype=np.int64)
@@ -34,23 +36,22 @@ def read(reader, indices=INDICES, *, epoch=4):
 
 
 def array_reader(augment, *, side=16, image_size=16, seed=5):
-    return ArrayReader(
-        array_source(side), preprocessing=preprocessing(image_size, image_size), augment=augment, seed=seed
-    )
+    crops = Crops(preprocessing=preprocessing(image_size, image_size), augment=augment, seed=seed)
+    return ArrayReader(array_source(side), crops=crops)
 
 
 def channels_first(image):
     return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
 
 
-def test_none_gives_the_images_themselves():
+def test_without_augmentation_images_are_unchanged():
     images, ok = read(array_reader("none"))
     np.testing.assert_array_equal(images, array_source().images[INDICES])
     assert ok.all()
 
 
 @pytest.mark.parametrize("kind", ["shift", "shift-flip"])
-def test_a_shift_is_torchvisions_pad_crop_and_flip(kind):
+def test_a_shift_equals_torchvisions_pad_crop_and_flip(kind):
     images, _ = read(array_reader(kind))
     shifts = crops.shifts(INDICES, side=16, seed=5, epoch=4)
     flips = crops.flips(kind, INDICES, seed=5, epoch=4)
@@ -62,13 +63,13 @@ def test_a_shift_is_torchvisions_pad_crop_and_flip(kind):
         assert torch.equal(channels_first(image), wanted)
 
 
-def test_shifting_by_nothing_changes_nothing():
+def test_a_shift_of_zero_changes_nothing():
     images = array_source().images
     np.testing.assert_array_equal(shifted(images, np.zeros((12, 2), np.int64)), images)
 
 
 @pytest.mark.parametrize("image_size", [8, 24, 33])
-def test_another_size_is_pillows_antialiased_resize(image_size):
+def test_another_size_equals_pillows_antialiased_resize(image_size):
     images, _ = read(array_reader("none", image_size=image_size))
     for image, index in zip(images, INDICES, strict=True):
         original = Image.fromarray(array_source().images[index])
@@ -94,7 +95,7 @@ def test_a_random_crop_of_an_array_resizes_its_box():
 
 
 @pytest.mark.parametrize("kind", get_args(crops.Augment))
-def test_an_image_is_read_the_same_in_any_company(kind):
+def test_reading_an_image_does_not_depend_on_the_batch(kind):
     together, _ = read(array_reader(kind))
     for row, index in enumerate(INDICES):
         alone, _ = read(array_reader(kind), np.array([index]))
@@ -121,11 +122,12 @@ def photos(tmp_path):
 
 def file_reader(source, augment="none", *, allowed=0, note=lambda message: None, size=28):
     bad = BadImages(allowed, note=note)
-    return reader_for(source, preprocessing=preprocessing(size, size * 8 // 7), augment=augment, seed=5, bad=bad)
+    crops = Crops(preprocessing=preprocessing(size, size * 8 // 7), augment=augment, seed=5)
+    return reader_for(source, crops=crops, bad=bad)
 
 
 @pytest.mark.parametrize("size", [28, 56])
-def test_evaluation_is_torchvisions_resize_and_centre_crop(photos, size):
+def test_evaluation_equals_torchvisions_resize_and_centre_crop(photos, size):
     images, ok = read(file_reader(photos, size=size), np.arange(4))
     assert ok.all()
     for index, image in enumerate(images):
@@ -135,7 +137,7 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(photos, size):
         assert np.abs(image.astype(int) - wanted.astype(int)).max() <= 1
 
 
-def test_a_random_crop_of_a_file_is_torchvisions_but_for_its_rim(photos):
+def test_a_random_crop_of_a_file_equals_torchvisions_except_at_its_border(photos):
     images, _ = read(file_reader(photos, "crop-flip"), np.arange(4))
     draws = crops.crop_draws(np.arange(4), seed=5, epoch=4)
     flips = crops.flips("crop-flip", np.arange(4), seed=5, epoch=4)
@@ -176,13 +178,14 @@ def test_a_one_pixel_image_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["in memory", "in a file"])
-def test_crops_that_may_not_be_smaller_than_the_image_are_all_of_it(kind, photos):
+def test_a_crop_area_of_1_gives_the_whole_image(kind, photos):
     source = array_source() if kind == "in memory" else photos
     size, indices = preprocessing(16, 16), np.array([2])  # both are square
-    options = {"preprocessing": size, "seed": 5, "bad": BadImages(0, note=lambda message: None)}
-    whole = reader_for(source, augment="crop-flip", rule=crops.CropRule(least=1.0), **options)
-    free = reader_for(source, augment="crop-flip", **options)
-    fixed = read(reader_for(source, augment="none", **options), indices)[0]
+    bad = BadImages(0, note=lambda message: None)
+    random = Crops(preprocessing=size, augment="crop-flip", seed=5)
+    whole = reader_for(source, crops=replace(random, augmentation=Augmentation(crop_area=1.0)), bad=bad)
+    free = reader_for(source, crops=random, bad=bad)
+    fixed = read(reader_for(source, crops=Crops(preprocessing=size), bad=bad), indices)[0]
     for epoch in range(5):
         flips = crops.flips("crop-flip", indices, seed=5, epoch=epoch)
         wanted = fixed[:, :, ::-1] if flips[0] else fixed
@@ -190,13 +193,13 @@ def test_crops_that_may_not_be_smaller_than_the_image_are_all_of_it(kind, photos
         assert not np.array_equal(read(free, indices, epoch=epoch)[0], wanted)
 
 
-def test_files_cannot_be_shifted(photos):
-    with pytest.raises(ConfigError, match="augment: got 'shift', wanted 'crop-flip' or 'none'"):
+def test_photos_cannot_be_shifted(photos):
+    with pytest.raises(ConfigError, match="augmentation of photos: got 'shift', expected 'crop-flip' or 'none'"):
         file_reader(photos, "shift")
 
 
 def test_each_kind_of_source_has_its_reader(photos):
     bad = BadImages(0, note=lambda message: None)
-    options = {"preprocessing": preprocessing(16, 16), "augment": "none", "seed": 1, "bad": bad}
+    options = {"crops": Crops(preprocessing=preprocessing(16, 16)), "bad": bad}
     assert isinstance(reader_for(array_source(), **options), ArrayReader)
-    assert isinstance(reader_for(photos, **options), FileReader if native.library() is None else NativeReader)
+    assert isinstance(reader_for(photos, **options), PillowReader if native.library() is None else NativeReader)

@@ -1,4 +1,4 @@
-"""Files by number, read by place."""
+"""Shards: read from their ranges, kept open within limits, read ahead, and checked."""
 
 import contextlib
 import os
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 import layouts
 from falconet.data import native
 from falconet.data.native.binding import Workspace
-from falconet.data.native.decoder import shard_opener
-from falconet.data.shards import Readahead, Shards
+from falconet.data.readers import shard_opener
+from falconet.data.shards import Readahead, Shards, crc32c, crc32c_numpy, unmasked
 from falconet.data.sources import photos
 from falconet.errors import DataError
 
@@ -38,7 +40,7 @@ def open_files(tmp_path):
     return count
 
 
-def test_bytes_come_from_their_place(paths):
+def test_bytes_are_read_from_their_range(paths):
     paths[2].write_bytes(bytes(range(50)))
     assert Shards(paths).read(2, begin=10, size=3) == bytes((10, 11, 12))
     assert Shards(paths).read(2, begin=48, size=9) == bytes((48, 49))
@@ -53,7 +55,7 @@ def test_a_file_is_opened_once(paths, open_files):
     assert open_files() == 0
 
 
-def test_no_more_files_stay_open_than_the_process_may_have(paths, open_files, monkeypatch):
+def test_open_files_stay_below_the_limit_of_the_process(paths, open_files, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda what: (4, 4))
     shards = Shards(paths)
     with shards.files([0, 1, 2, 3, 3, 5]) as files:
@@ -62,7 +64,7 @@ def test_no_more_files_stay_open_than_the_process_may_have(paths, open_files, mo
     shards.close()
 
 
-def test_files_go_with_the_object(paths, open_files):
+def test_files_are_closed_with_the_object(paths, open_files):
     shards = Shards(paths)
     shards.read(0, begin=0, size=1)
     del shards
@@ -85,7 +87,7 @@ def test_many_threads_read_at_once(paths):
     assert wrong == []
 
 
-def test_a_shard_that_is_gone_is_named(paths):
+def test_a_missing_shard_is_named(paths):
     paths[3].unlink()
     with pytest.raises(DataError) as caught:
         Shards(paths).read(3, begin=0, size=1)
@@ -100,7 +102,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_shards_that_fit_into_memory_are_asked_for_in_order_and_once(paths, asked, monkeypatch):
+def test_shards_that_fit_into_memory_are_requested_in_order_and_once(paths, asked, monkeypatch):
     monkeypatch.setattr("falconet.data.shards.STRIDE", 150)
     ahead = Readahead(Shards(paths), memory=1200)
     for _ in range(9):
@@ -109,13 +111,13 @@ def test_shards_that_fit_into_memory_are_asked_for_in_order_and_once(paths, aske
     assert ahead.done
 
 
-def test_shards_that_do_not_fit_are_left_alone(paths, asked):
+def test_shards_that_do_not_fit_are_not_requested(paths, asked):
     ahead = Readahead(Shards(paths), memory=1199)
     ahead.advance()
     assert asked == []
 
 
-def test_every_way_of_reading_a_shard_draws_the_next_ones_in(tmp_path, asked):
+def test_every_reader_of_shards_advances_the_readahead(tmp_path, asked):
     root = layouts.tar_archives(layouts.class_folders(tmp_path / "folders"), tmp_path / "tar")
     for read in (read_natively, lambda source: source.encoded(0)):
         source = photos.load_photos(root).train
@@ -129,3 +131,38 @@ def read_natively(source):
     if library is None:
         pytest.skip(native.why_not())
     shard_opener(source)(Workspace(library), np.array([0]))
+
+
+# RFC 3720, appendix B.4, and the check value of the CRC catalogue.
+PUBLISHED = {
+    b"123456789": 0xE3069283,
+    bytes(32): 0x8A9136AA,
+    b"\xff" * 32: 0x62A8AB43,
+    bytes(range(32)): 0x46DD794E,
+    bytes(range(31, -1, -1)): 0x113FDB5C,
+    b"": 0,
+}
+
+
+def portable(data):
+    library = native.library()
+    if library is None:
+        pytest.skip(native.why_not())
+    return library.crc32c(data, portable=True)
+
+
+@pytest.mark.parametrize("function", [crc32c, crc32c_numpy, portable])
+@pytest.mark.parametrize(("data", "checksum"), PUBLISHED.items())
+def test_published_values(function, data, checksum):
+    assert function(data) == checksum
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 127, 128, 129, 255, 257, 1000, 4096, 70_001])
+def test_every_implementation_agrees_with_tensorboards(length):
+    data = np.random.default_rng(length).bytes(length)
+    assert crc32c(data) == crc32c_numpy(data) == portable(data) == tensorboards(data)
+
+
+def test_the_mask_is_tensorflows():
+    data = b"some bytes"
+    assert unmasked(masked_crc32c(data)) == crc32c(data)

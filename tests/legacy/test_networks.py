@@ -8,9 +8,8 @@ from torch import nn
 from falconet.config import rules
 from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.load import parse
-from falconet.data import dataset, input
-from falconet.data.crops import CropRule
-from falconet.data.dataset import images_of
+from falconet.data.dataset import prepared
+from falconet.data.sources.published import published
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.models.padding import SameConv2d
@@ -110,16 +109,17 @@ def test_a_line_of_popart_builds_its_network():
 
 
 CROPS = {
-    (TF, IMAGENET): CropRule(draw="height", least=0.05, least_of_object=0.05),
-    (PT, "--data imagenet"): CropRule(),
-    (PT, "--data imagenet --use-bbox-info"): CropRule(overlap="crop"),
-    (POPART, "--data-dir d --dataset IMAGENET --size 50"): CropRule(),
+    (TF, IMAGENET): ("height", 0.05, "auto", "object"),
+    (PT, "--data imagenet"): ("area", 0.08, "auto", "object"),
+    (PT, "--data imagenet --use-bbox-info"): ("area", 0.08, "auto", "crop"),
+    (POPART, "--data-dir d --dataset IMAGENET --size 50"): ("area", 0.08, "auto", "object"),
 }
 
 
 @pytest.mark.parametrize(("line", "expected"), CROPS.items(), ids=[" ".join(line) for line in CROPS])
 def test_photos_are_cropped_as_each_program_did(line, expected):
-    assert input.crop_rule(options_of(*line)[0].augmentation) == expected
+    found = options_of(*line)[0].augmentation
+    assert (found.crop_draw, found.crop_area, found.object_crop_area, found.object_overlap) == expected
 
 
 @pytest.mark.parametrize("line", CROPS, ids=[" ".join(line) for line in CROPS])
@@ -132,10 +132,10 @@ def test_only_tensorflow_resized_without_antialiasing(line):
 )
 def test_validation_sees_the_centre_of_what_was_resized_to_256(line, resize):
     options, _ = options_of(*line)
-    splits = dataset.published_instead_of(options.data.data, None)
+    splits = published(options.data.data, None)
     assert splits is not None
-    assert images_of(splits, options.data, size=224).preprocessing.resize == resize
-    assert images_of(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
+    assert prepared(splits, options.data, size=224).preprocessing.resize == resize
+    assert prepared(splits, options.data, size=224).at_reduced_size().training.resize == 160 * 256 // 224
 
 
 IMAGENETS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -153,7 +153,7 @@ PIXELS = {
 @pytest.mark.parametrize(("line", "expected"), PIXELS.items(), ids=[" ".join(line) for line in PIXELS])
 def test_pixels_are_normalised_by_each_programs_numbers(line, expected):
     options, _ = options_of(*line)
-    splits = dataset.published_instead_of(options.data.data, None)
+    splits = published(options.data.data, None)
     assert splits is not None
-    found = images_of(splits, options.data, size=32).preprocessing
+    found = prepared(splits, options.data, size=32).preprocessing
     assert (*found.mean, *found.std) == pytest.approx((*expected[0], *expected[1]))

@@ -9,6 +9,7 @@ import pytest
 
 from falconet.errors import DeviceError
 from falconet.legacy import hosts
+from falconet.parallel import environment
 
 
 def test_nodes_are_read_in_the_order_of_their_numbers(tmp_path):
@@ -57,7 +58,7 @@ def test_a_subnet_or_a_name_becomes_an_interface():
 
 def run(*words):
     line = [sys.executable, "-m", "falconet.legacy.hosts", *words]
-    env = {name: value for name, value in os.environ.items() if name not in hosts.INTERFACES}
+    env = {name: value for name, value in os.environ.items() if name not in environment.INTERFACES}
     return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env)
 
 

@@ -20,6 +20,29 @@ PLACES = {
         },
         Place(launcher="torchrun", rank=3, size=4, local_rank=1, local_size=2, address="h", port=7),
     ),
+    "torchrun on one host, whose name other hosts know": (
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+        Place(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2, address="127.0.0.1"),
+    ),
+    "torchrun on one host, which holds the store itself": (
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+        | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+        Place(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2, address="h"),
+    ),
+    "torchrun, which does not say how many are on this host": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+        Place(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2, address="h"),
+    ),
+    "srun on one node": (
+        {
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NODELIST": "gpu07",
+        },
+        Place(launcher="srun", rank=1, size=2, local_rank=1, local_size=2, port=20_000),
+    ),
     "mpirun": (
         {
             "OMPI_COMM_WORLD_RANK": "1",

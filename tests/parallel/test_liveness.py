@@ -26,17 +26,25 @@ def quick(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture
-def two():
+@pytest.fixture(params=["store", "folder"])
+def two(request, tmp_path):
     store = HashStore()
     store.set("host/1", HERE)  # the first asks for it before the second is here
-    processes = [Liveness(store, rank=rank, size=2) for rank in range(2)]
+    board = collectives.Folder(tmp_path) if request.param == "folder" else None
+    processes = [Liveness(store, rank=rank, size=2, board=board) for rank in range(2)]
     processes[1].doing = "update 7"
-    wait_for(lambda: store.get("doing/1").endswith(b" update 7"), "its thread to say so")
-    wait_for(lambda: store.check(["doing/0"]), "the other one's first words")
+    wait_for(lambda: says(board or store, 1).endswith(b" update 7"), "its thread to say so")
+    wait_for(lambda: says(board or store, 0), "the other one's first words")
     yield processes
     for process in processes:
         process.close()
+
+
+def says(board, rank):
+    try:
+        return board.get(f"doing/{rank}")
+    except FileNotFoundError:
+        return b""
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our launcher", "another launcher"])

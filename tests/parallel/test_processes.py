@@ -56,5 +56,5 @@ def test_bad_images_are_those_of_the_whole_run_each_counted_once():
     found = gloo.in_world(2, replica_scenarios.bad_images, 3)
     said = {note.rpartition("; skipped, ")[2] for notes in found for note in notes}
     assert said == {"bad image 1 of 3 allowed", "bad image 2 of 3 allowed", "bad image 3 of 3 allowed"}
-    with pytest.raises(AssertionError, match=r"shared.png: cannot be .*; 3 bad images, --bad-images-allowed 2"):
+    with pytest.raises(AssertionError, match=r"shared.png: cannot be .*; 3 bad images, at most 2 allowed"):
         gloo.in_world(2, replica_scenarios.bad_images, 2)

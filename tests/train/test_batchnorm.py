@@ -6,7 +6,7 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.numerics.precision import REGIMES
 from falconet.train.evaluate import reestimate

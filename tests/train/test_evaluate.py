@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from falconet.data.decode import BadImages
-from falconet.data.loader import Batch, BatchShape, EvaluationLoader, Intake
+from falconet.data.buffers import Batch, PixelRows
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.source import ArraySource
+from falconet.data.storage import ArraySource
 from falconet.errors import DataError, Interrupted
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
@@ -39,9 +41,9 @@ def loader(labels, batch, *, replicas=1, replica=0):
     numbers = np.arange(len(labels), dtype=np.uint8)
     images = np.broadcast_to(numbers[:, None, None, None], (len(labels), 1, 1, 3)).copy()
     source = ArraySource(images, labels, tuple(map(str, range(labels.max() + 1))))
-    reader = reader_for(source, preprocessing=RAW, augment="none", seed=0, bad=BadImages(0, note=print))
+    reader = reader_for(source, crops=Crops(preprocessing=RAW), bad=BadImages(0, note=print))
     shape = BatchShape(micro_batch=batch, replicas=replicas, replica=replica)
-    return EvaluationLoader(Intake(reader=reader, labels=labels), shape=shape)
+    return EvaluationLoader(PixelRows(reader), labels=labels, shape=shape)
 
 
 def measure(model, batches, *, world=ONE, regime="32.32"):

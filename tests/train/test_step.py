@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from falconet.config.options import Optimizer
-from falconet.data.loader import Batch
+from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from falconet.data.native.binding import Library
 
-# Imported when asked for, so that `python -m falconet.data.native.build` does not load what it is about to make.
+# Imported on request, so that `python -m falconet.data.native.build` does not load what it is about to build.
 
 
 def library() -> "Library | None":
-    """The native decoder, where it was built; `why_not` says why it is not there."""
+    """The native decoder if it was built; else `why_not` gives the reason."""
     from falconet.data.native import binding
 
     return binding.load()[0]

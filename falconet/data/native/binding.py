@@ -11,27 +11,27 @@ import numpy.typing as npt
 
 from falconet.data.keyed import FloatArray
 from falconet.data.native import build
-from falconet.data.source import BoolArray, PixelArray, Ranges
+from falconet.data.storage import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
 StatusArray = npt.NDArray[np.int8]
 
-MOST_PIXELS = 2**27  # of one image where the caller sets no limit
+MOST_PIXELS = 2**27  # of one image if the caller sets no limit
 MOST_BYTES = 2**29  # working memory of one image, and size of its file
 
 
 class Status(IntEnum):
-    """What became of one image; src/status.hpp has the same numbers."""
+    """The result for one image; src/status.hpp has the same numbers."""
 
     OK = 0
     NOT_JPEG = 1
-    UNSUPPORTED = 2  # progressive, CMYK, 12 bit and other JPEGs that are left to Pillow
+    UNSUPPORTED = 2  # progressive, CMYK, 12-bit and other JPEGs that Pillow has to decode
     DAMAGED = 3
     TOO_LARGE = 4
     UNREADABLE = 5
     NO_MEMORY = 6
     BAD_REQUEST = 7
-    CHANGED = 8  # the bytes do not have their checksum
+    CHANGED = 8  # checksum mismatch
 
 
 class Library:
@@ -62,7 +62,7 @@ class Library:
 
     @property
     def processor(self) -> str:
-        """Which of its inner loops this processor runs: 'avx2' or 'portable'."""
+        """Which of its inner loops run on this processor: 'avx2' or 'portable'."""
         return str(self.c.falconet_processor().decode())
 
     def crc32c(self, data: bytes, *, portable: bool = False) -> int:
@@ -70,7 +70,7 @@ class Library:
         return int(self.c.falconet_crc32c(data, len(data), portable))
 
     def restart_marked(self, data: bytes, *, interval: int = 8, most_pixels: int = MOST_PIXELS) -> bytes | Status:
-        """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; or why not."""
+        """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; else the reason."""
         result, size = ctypes.c_void_p(), ctypes.c_int64()
         status = self.c.falconet_restart_marked(
             data, len(data), interval, most_pixels, ctypes.byref(result), ctypes.byref(size)
@@ -105,14 +105,14 @@ class Workspace:
             self._handle = None
 
     def open(self, paths: list[bytes]) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
-        """Read the files and their headers; they stay in memory to be decoded once."""
+        """Read the files and their headers; they stay in memory until they are decoded."""
         sizes, statuses = np.zeros((len(paths), 2), np.int32), np.zeros(len(paths), np.int8)
         pointers = (ctypes.c_char_p * len(paths))(*paths)
         self._c.falconet_open(self._handle, len(paths), pointers, sizes.ctypes.data, statuses.ctypes.data)
         return sizes, statuses
 
     def open_ranges(self, ranges: Ranges) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
-        """The same from ranges of files that are open already."""
+        """The same from ranges of open files."""
         count = len(ranges.files)
         sizes, statuses = np.zeros((count, 2), np.int32), np.zeros(count, np.int8)
         files = np.ascontiguousarray(ranges.files, np.int32)
@@ -133,10 +133,13 @@ class Workspace:
     def decode(
         self, boxes: FloatArray, flips: BoolArray, out: PixelArray, *, planar: bool = False, sampled: bool = False
     ) -> StatusArray:  # boxes: N x (x0, y0, x1, y1), pixels of the file
-        """The opened files' boxes resized into `out`: N x S x S x 3, or N x 3 x S x S if planar; see `sampled.py`."""
+        """Resize the boxes of the opened files into `out`: N x S x S x 3, or N x 3 x S x S if planar.
+
+        `sampled`: without antialiasing, as readers.resized_aliased.
+        """
         size, count = out.shape[2], len(out)
-        wanted = (count, 3, size, size) if planar else (count, size, size, 3)
-        assert out.shape == wanted
+        shape = (count, 3, size, size) if planar else (count, size, size, 3)
+        assert out.shape == shape
         assert out.dtype == np.uint8
         assert out.flags.carray  # contiguous, aligned, writeable
         assert (boxes.shape, flips.shape) == ((count, 4), (count,))
@@ -159,12 +162,12 @@ class Workspace:
 
 @functools.cache
 def load() -> tuple[Library | None, str]:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     if os.environ.get("FALCONET_NATIVE", "") == "0":
         return None, "switched off by FALCONET_NATIVE=0"
     path = build.HERE / build.LIBRARY
     if not path.exists():
-        return None, "not built; a C++ compiler and `python -m falconet.data.native.build` make it"
+        return None, "not built; `python -m falconet.data.native.build` builds it with a C++ compiler"
     try:
         found = Library(path)
     except (OSError, AttributeError) as error:

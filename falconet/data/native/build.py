@@ -1,6 +1,6 @@
-"""Builds the decoder's shared library with the ordinary C++ compiler: `python -m falconet.data.native.build`.
+"""Builds the decoder's shared library with the system's C++ compiler: `python -m falconet.data.native.build`.
 
-Only the standard library is imported: the package's own build runs this file before anything is installed.
+It imports only the standard library: the package's build runs this file before anything is installed.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
-LIBRARY = "libfalconet_jpeg.so"  # by this name on every system: only ctypes loads it
+LIBRARY = "libfalconet_jpeg.so"  # on every system: only ctypes loads it
 COMPILERS = ("c++", "g++", "clang++")
-# No contraction: a fused multiply-add would give other weights on ARM than on x86.
+# No contraction: fused multiply-adds would give different weights on ARM and x86.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fstack-protector-strong")
 TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {  # machine -> the flags of each compilation of target.cpp
     "x86_64": ((), ("-mavx2", "-mbmi", "-mbmi2")),
@@ -25,11 +25,11 @@ TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {  # machine -> the flags of e
 
 
 class CannotBuildError(Exception):
-    """Why there is no library, in one line."""
+    """The reason why there is no library, in one line."""
 
 
 def digest() -> str:
-    """Of the sources as they stand; the library carries the one it was built from."""
+    """Digest of the sources; the library contains that of its own."""
     total = hashlib.sha256()
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp"))):
         total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -46,7 +46,7 @@ def compiler() -> str:
 
 
 def compilations(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
-    """Every source with its own flags; target.cpp comes once for each kind of processor."""
+    """Every source with its flags; target.cpp is compiled once per kind of processor."""
     plain: list[tuple[Path, tuple[str, ...]]] = [
         (path, ()) for path in sorted(SOURCES.glob("*.cpp")) if path.stem != "target"
     ]
@@ -54,7 +54,7 @@ def compilations(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def build(folder: Path = HERE, *, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The library in `folder`, whole or not at all; CannotBuildError says why not."""
+    """Build the library in `folder`, complete or not at all."""
     command = [compiler(), *flags, f'-DFALCONET_SOURCES="{digest()}"']
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,7 +64,7 @@ def build(folder: Path = HERE, *, flags: tuple[str, ...] = FLAGS) -> Path:
             _run([*command, *own, "-c", str(source), "-o", objects[-1]])
         made = Path(scratch) / LIBRARY
         _run([*command, "-shared", *objects, "-o", str(made)])
-        # Copied beside its place first: another process may be loading the old one, or building as well.
+        # Copied and renamed: another process may be loading the old one, or building as well.
         staged = folder / f".{LIBRARY}.{os.getpid()}"
         try:
             shutil.copyfile(made, staged)

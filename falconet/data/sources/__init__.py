@@ -1,1 +1,1 @@
-"""Where images come from, one file a kind."""
+"""Where images come from, one file per kind."""

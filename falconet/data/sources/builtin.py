@@ -1,4 +1,4 @@
-"""1,797 handwritten digits, 8 x 8 pixels, shipped with the package (see digits.md)."""
+"""Data without files: the digits shipped with the package (see digits.md), and random images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 
 from falconet.data.keyed import IntArray, Purpose, permutation, words
-from falconet.data.source import ArraySource, PixelArray, Splits
+from falconet.data.storage import ArraySource, PixelArray, Splits
 
 FILE = Path(__file__).with_name("digits.npz")
-SPLIT_SEED = 1797  # with TRAIN_SHARE, part of every published digits result: never changes
+SPLIT_SEED = 1797  # published results on the digits depend on it and TRAIN_SHARE: never changes
 TRAIN_SHARE = 0.8
 # Of the training part's pixels in 0..1.
 MEAN, STD = 0.3058, 0.3763
 
 
 def load_digits() -> Splits:
-    """Four fifths to train on, the rest to validate, the same ones always."""
+    """1,797 handwritten digits of 8 x 8 pixels: always the same four fifths to train on, the rest to validate."""
     with np.load(FILE, allow_pickle=False) as stored:
         grey, labels = stored["images"], stored["labels"].astype(np.int64)
     levels = ((grey.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)  # 0..16 to 0..255, rounded
@@ -34,19 +34,19 @@ def load_digits() -> Splits:
     )
 
 
-BLOCK = 1 << 20  # bytes of noise beyond one image, so that a million images can begin at different bytes
+BLOCK = 1 << 20  # bytes of noise beyond one image, so that a million images can start at different bytes
 UNIFORM_STD = 0.2887  # of a uniform number in 0..1: 1 / sqrt(12)
 
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Images cut from one block of random bytes, each at its own keyed place: a copy's cost, not a hash's."""
+    """Images cut from one block of random bytes, each at its keyed offset: the cost of a copy, not of a hash."""
 
     block: PixelArray  # one dimension
     count: int
     side: int
     seed: int
-    first: int  # the global number of the first image: validation goes on where training ends
+    first: int  # the global number of the first image: validation follows training
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Noise:
 
 
 def generate(*, images: int, image_size: int, classes: int, seed: int) -> Splits:
-    """`images` to train on and a tenth as many to validate; the label is the image's number modulo `classes`."""
+    """Random images: `images` to train on, a tenth as many to validate; labels are the number modulo `classes`."""
     names = tuple(str(label) for label in range(classes))
     size = BLOCK + image_size * image_size * 3
     drawn = words(

@@ -1,4 +1,4 @@
-"""The class names of CIFAR-10 and CIFAR-100, in the order of their labels."""
+"""CIFAR-10 and CIFAR-100: downloaded if needed, read from the binary or the python files."""
 
 import hashlib
 import pickle  # noqa: TID251, the official files are pickles; the reader below can call nothing of the file's choosing
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from falconet.data.keyed import IntArray
 from falconet.data.preprocessing import Channels
-from falconet.data.source import ArraySource, PixelArray, Splits
+from falconet.data.storage import ArraySource, PixelArray, Splits
 from falconet.errors import DataError
 
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -57,34 +57,34 @@ class Archive:
         return self.address.rsplit("/", 1)[-1]
 
 
-def download(archive: Archive, *, into: Path, folder: str, wanted: str) -> None:
-    """Put the archive's `folder` under `into`; `wanted` says what is missing, for the line shown on failure."""
+def download(archive: Archive, *, into: Path, folder: str, missing: str) -> None:
+    """Put the archive's `folder` under `into`; `missing` starts the error message."""
     place = f"put {archive.name}, unpacked, there"
     try:
         response = urllib.request.urlopen(archive.address, timeout=TIMEOUT)
     except (OSError, HTTPException) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it is an open answer as well
-        raise DataError(f"{wanted} and {archive.address} cannot be reached ({_reason(error)}); {place}") from None
+            error.close()  # it is an open response as well
+        raise DataError(f"{missing} and {archive.address} cannot be reached ({_reason(error)}); {place}") from None
     try:
         with response:
             into.mkdir(parents=True, exist_ok=True)
-            # In a folder of its own, renamed when whole: a kill leaves a stray folder, never half a data set.
+            # In a temporary folder, renamed when complete: a kill leaves a stray folder, never half a data set.
             with tempfile.TemporaryDirectory(prefix=f".{folder}-", dir=into) as temporary:
                 packed = Path(temporary) / archive.name
                 found = _save(response, packed)
                 if found != archive.md5:
-                    raise DataError(f"{wanted}; {archive.address} came with md5 {found}, wanted {archive.md5}; {place}")
+                    raise DataError(f"{missing}; {archive.address} has md5 {found}, expected {archive.md5}; {place}")
                 with tarfile.open(packed) as tar:
                     tar.extractall(temporary, filter="data")
                 if not (into / folder).exists():  # another process may have been faster
                     (Path(temporary) / folder).rename(into / folder)
     except (OSError, HTTPException, tarfile.TarError) as error:
-        raise DataError(f"{wanted}; {archive.address}: download failed ({_reason(error)}); {place}") from None
+        raise DataError(f"{missing}; {archive.address}: download failed ({_reason(error)}); {place}") from None
 
 
 def _save(response: HTTPResponse, target: Path) -> str:
-    """Write what comes into the file; its md5."""
+    """Write the response to the file; return its md5."""
     digest = hashlib.md5(usedforsecurity=False)
     size = response.headers.get("Content-Length")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -103,13 +103,13 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(reason).split()) or type(error).__name__
 
 
-# What the unpickler raises on bytes that are no pickle, or not all of one, besides its own error.
+# What the unpickler raises for bytes that are not a complete pickle, besides its own error.
 DAMAGE = (EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, struct.error)
 EXHAUSTION = (MemoryError, RecursionError)
 
 
 class _Stored:
-    """An array or a dtype as the pickle describes it: what it was made with, and its state."""
+    """An array or a dtype as the pickle describes it: its arguments and its state."""
 
     def __init__(self, *made_with: object) -> None:
         self.made_with = made_with
@@ -128,7 +128,7 @@ _HARMLESS = {
 
 
 class _Reader(pickle._Unpickler):
-    # The one in Python: the one in C gives a few hostile bytes tens of gigabytes for its memo.
+    # The Python version: for a few hostile bytes, the one in C allocates tens of gigabytes for its memo.
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:
@@ -140,12 +140,12 @@ class _Reader(pickle._Unpickler):
 
 
 def read_arrays(path: Path) -> dict[bytes, object]:
-    """The mapping in a CIFAR python file, its keys as bytes, its arrays of uint8 as arrays."""
+    """The mapping in a CIFAR python file, with keys as bytes and arrays as uint8."""
     try:
         with path.open("rb") as file:
             stored = _Reader(file, encoding="bytes").load()
         if not isinstance(stored, dict):
-            raise DataError(f"{path}: holds a {type(stored).__name__}, wanted the mapping of a CIFAR python file")
+            raise DataError(f"{path}: holds a {type(stored).__name__}, expected the mapping of a CIFAR python file")
         return {_key(key): _array(value) if isinstance(value, _Stored) else value for key, value in stored.items()}
     except (pickle.UnpicklingError, *DAMAGE, *EXHAUSTION) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -177,7 +177,7 @@ DEFAULT_DIR = Path("data")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The files of one way to store one of the two."""
+    """The files of one format."""
 
     folder: str
     train: tuple[str, ...]
@@ -186,7 +186,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar:
-    """What sets the two apart."""
+    """What CIFAR-10 and CIFAR-100 differ in."""
 
     binary: Layout
     python: Layout
@@ -231,17 +231,17 @@ CIFARS: dict[Kind, Cifar] = {
 
 
 def load(data_dir: Path | None, *, kind: Kind) -> Splits:
-    """From `data_dir` or the official folder in it, downloaded into it (./data when None) if neither has the files.
+    """Read from `data_dir` (./data if None) or the official folder in it; download if neither has the files.
 
-    Any whole number of records is accepted, so that a part of the data can be used; a cut record is refused.
+    Any whole number of records is accepted, so that a part of the data can be used; an incomplete record is refused.
     """
     cifar = CIFARS[kind]
     data_dir = DEFAULT_DIR if data_dir is None else data_dir
     if not _found(data_dir, cifar):
-        download(cifar.archive, into=data_dir, folder=cifar.binary.folder, wanted=_wanted(kind, data_dir))
+        download(cifar.archive, into=data_dir, folder=cifar.binary.folder, missing=_missing(kind, data_dir))
     found = _found(data_dir, cifar)
     if found is None:
-        raise DataError(_wanted(kind, data_dir))
+        raise DataError(_missing(kind, data_dir))
     layout, folder = found
     return Splits(
         train=_source([folder / name for name in layout.train], cifar),
@@ -257,13 +257,13 @@ def is_there(data_dir: Path | None, *, kind: Kind) -> bool:
     return _found(data_dir or DEFAULT_DIR, CIFARS[kind]) is not None
 
 
-def _wanted(kind: Kind, data_dir: Path) -> str:
+def _missing(kind: Kind, data_dir: Path) -> str:
     cifar = CIFARS[kind]
     return f"{kind}: not found under {data_dir} (looked for {cifar.binary.folder}/, {cifar.python.folder}/)"
 
 
 def _found(data_dir: Path, cifar: Cifar) -> tuple[Layout, Path] | None:
-    """The first layout of which the first training file is there, and where."""
+    """The first format whose first training file exists, and its folder."""
     for layout in (cifar.binary, cifar.python):
         for folder in (data_dir / layout.folder, data_dir):
             if (folder / layout.train[0]).is_file():
@@ -280,12 +280,12 @@ def _source(paths: list[Path], cifar: Cifar) -> ArraySource:
 
 def _read(path: Path, cifar: Cifar) -> Records:
     if not path.is_file():
-        raise DataError(f"{path}: not found, though the other files of its set are there")
+        raise DataError(f"{path}: not found, although other files of the data set exist")
     planes, labels = _read_binary(path, cifar) if path.suffix == ".bin" else _read_python(path, cifar)
     wrong = np.flatnonzero((labels < 0) | (labels >= len(cifar.class_names)))
     if len(wrong):
         raise DataError(
-            f"{path}: record {wrong[0]} has the label {labels[wrong[0]]}, wanted 0 to {len(cifar.class_names) - 1}"
+            f"{path}: record {wrong[0]} has the label {labels[wrong[0]]}, expected 0 to {len(cifar.class_names) - 1}"
         )
     return planes, labels
 
@@ -294,7 +294,7 @@ def _read_binary(path: Path, cifar: Cifar) -> Records:
     stored = np.fromfile(path, dtype=np.uint8)
     size = cifar.label_bytes + PLANES
     if len(stored) == 0 or len(stored) % size:
-        raise DataError(f"{path}: {len(stored)} bytes, wanted a whole number of records of {size}; cut short?")
+        raise DataError(f"{path}: {len(stored)} bytes, expected a whole number of records of {size}; cut short?")
     records = stored.reshape(-1, size)
     return records[:, cifar.label_bytes :], records[:, cifar.label_bytes - 1].astype(np.int64)
 
@@ -303,7 +303,7 @@ def _read_python(path: Path, cifar: Cifar) -> Records:
     stored = read_arrays(path)
     planes, labels = stored.get(b"data"), stored.get(cifar.labels_key)
     if not isinstance(planes, np.ndarray) or planes.ndim != 2 or planes.shape[1] != PLANES or not len(planes):
-        raise DataError(f"{path}: no 'data' of N x {PLANES} bytes in it")
+        raise DataError(f"{path}: has no 'data' of N x {PLANES} bytes")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels) or len(labels) != len(planes):
         raise DataError(f"{path}: '{cifar.labels_key.decode()}' is not a list of {len(planes)} whole numbers")
     return planes, np.array([min(max(label, -1), 1 << 31) for label in labels], dtype=np.int64)

@@ -1,9 +1,11 @@
 """Class folders of image files: train/<class>/ and val/<class>/ (or validation/<class>/)."""
 
+import hashlib
 import os
 import stat
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -11,11 +13,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from falconet.data.decode import kind
+from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.roots import require_folder
-from falconet.data.source import FileSource, Names, Splits
+from falconet.data.storage import FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
@@ -23,12 +24,13 @@ from falconet.report.console import Counting
 VALIDATION_NAMES = ("val", "validation")
 SPLITS = ("train", "validation")
 TYPES = {"names": np.uint8, "offsets": np.int64, "labels": np.int32}
-MOST_SAID = 5  # of what was skipped, by name
+MOST_REPORTED = 5  # skipped entries, by name
 
 
 def load(data_dir: Path) -> Splits:
-    """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
-    require_folder(data_dir)
+    """The classes are the sorted names of the folders in train/; validation may have fewer."""
+    if not data_dir.is_dir():
+        raise DataError(f"{data_dir}: no such folder, expected one with train/ and val/")
     roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
     found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots), check=_check)
     class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])
@@ -46,7 +48,7 @@ def load(data_dir: Path) -> Splits:
 def _check(found: Found) -> None:
     classes = [os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"]]
     if len(set(classes)) != len(classes) or any(name in ("", ".", "..") or {"/", "\0"} & {*name} for name in classes):
-        raise ValueError("class names that are none")
+        raise ValueError("invalid class names")
     for split in SPLITS:
         names, offsets, labels = (found.arrays[f"{split}.{name}"] for name in TYPES)
         check_types(dict(zip(TYPES, (names, offsets, labels), strict=True)), TYPES)
@@ -65,13 +67,13 @@ def _source(found: Found, split: str, *, root: Path, class_names: tuple[str, ...
 
 @dataclass
 class Listing:
-    """Files as they are found: bytes and numbers instead of a Python object each."""
+    """Files found so far, as bytes and numbers instead of one Python object each."""
 
     names: bytearray = field(default_factory=bytearray)
     ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
     labels: "array[int]" = field(default_factory=lambda: array("i"))
-    folders: list[Path] = field(default_factory=list)  # every one that was looked into
-    skipped: list[str] = field(default_factory=list)  # and why
+    folders: list[Path] = field(default_factory=list)  # all that were listed
+    skipped: list[str] = field(default_factory=list)  # with the reason
 
     def add(self, name: str, label: int) -> None:
         self.names += os.fsencode(name)
@@ -107,10 +109,10 @@ def _search(roots: dict[str, Path]) -> Found:
             folders += listing.folders
             skipped += listing.skipped
             arrays |= listing.arrays(split)
-    for line in skipped[:MOST_SAID]:
+    for line in skipped[:MOST_REPORTED]:
         say(line)
-    if len(skipped) > MOST_SAID:
-        say(f"{train.parent}: {len(skipped) - MOST_SAID:,} more were skipped, none of them a file")
+    if len(skipped) > MOST_REPORTED:
+        say(f"{train.parent}: {len(skipped) - MOST_REPORTED:,} more were skipped, because they are not files")
     return Found(arrays, {"classes": [os.fsencode(name).hex() for name in class_names]}, folders)
 
 
@@ -125,7 +127,7 @@ def _class_names(root: Path) -> tuple[str, ...]:
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise DataError(f"{root}: empty, wanted one folder a class")
+        raise DataError(f"{root}: empty, expected one folder per class")
     return tuple(names)
 
 
@@ -138,7 +140,7 @@ def _list(folder: Path, label: int, listing: Listing) -> None:
 
 
 def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
-    """Names relative to the class folder, sorted, folders within it included; links to folders are not followed."""
+    """Sorted names relative to the class folder, including subfolders; links to folders are not followed."""
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -156,11 +158,11 @@ def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
 
 
 def _why_not(entry: "os.DirEntry[str]") -> str:
-    """A pipe would be waited for, a folder could lead round in circles; a broken link is its reader's to name."""
+    """Opening a pipe would wait, and a link to a folder could lead in circles; readers report broken links."""
     if entry.is_file(follow_symlinks=False):
         return ""
     try:
-        mode = entry.stat().st_mode  # of what a link leads to: a look at it, once, as reading it would take
+        mode = entry.stat().st_mode  # of a link's target
     except OSError:
         return ""
     link = "a link to " if entry.is_symlink() else ""
@@ -169,6 +171,41 @@ def _why_not(entry: "os.DirEntry[str]") -> str:
 
 @cache
 def image_extensions() -> frozenset[str]:
-    """The endings of formats that Pillow can read, not only write."""
+    """File extensions of the formats that Pillow can read, not only write."""
     known = Image.registered_extensions()  # also loads Pillow's plugins
     return frozenset(ending for ending, kind in known.items() if kind in Image.OPEN)
+
+
+DIGEST_CHUNK = 1 << 20  # bytes
+
+# Digests of the original's ImageNet folders start and end like this; the middle is not known to us.
+IMAGENET = {"train": ("17aed950", "aa95"), "validation": ("8d6a57a7", "d5bd")}
+
+
+def folder_md5(folder: Path, *, workers: int) -> str:
+    """The md5 of the sorted md5s of all files, whatever their names, in hexadecimal: as the package checksumdir."""
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        try:
+            digests = sorted(pool.map(_file_md5, _files(folder)))
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return hashlib.md5("".join(digests).encode(), usedforsecurity=False).hexdigest()
+
+
+def is_imagenet(digest: str, split: str) -> bool:
+    """Whether it is the digest of the original's folder, as far as it is known: 48 of 128 bits."""
+    begin, end = IMAGENET[split]
+    return digest.startswith(begin) and digest.endswith(end)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for root, _, names in os.walk(folder):
+        yield from (f"{root}/{name}" for name in names)
+
+
+def _file_md5(path: str) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123, a million of them
+        while chunk := file.read(DIGEST_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

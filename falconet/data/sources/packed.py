@@ -1,10 +1,10 @@
-"""Packed shards: our own files of many images each, with checksums and an index inside.
+"""Packed shards: files of many images, with checksums and an index inside.
 
     train-00000.falconet, ..., validation-00000.falconet, ...
 
 A shard is a magic line, the images' bytes end to end, an index in the safetensors format, and a tail of 72 bytes: where
-the index begins and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 of zeros), the
-SHA-256 of everything before the tail, and the magic line again. docs/data.md describes it for others to read.
+the index starts and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 of zeros), the
+SHA-256 of everything before the tail, and the magic line again. docs/data.md describes the format.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from safetensors.numpy import save
 from falconet.data.free_memory import available
 from falconet.data.index import Array, check_below, check_class_names, check_lengths, check_offsets, check_types
 from falconet.data.shards import crc32c, open_shard, pread
-from falconet.data.source import Names, Splits
-from falconet.data.sources.sharded import MOST_CLASSES, source_of, splits_of
+from falconet.data.sources.shard_index import MOST_CLASSES, source_of, splits_of
+from falconet.data.storage import Names, Splits
 from falconet.errors import DataError
 
 ENDING = ".falconet"
@@ -32,7 +32,7 @@ MAGIC = b"falconet shard 1"
 PLACE = struct.Struct("<QQII")
 TAIL = PLACE.size + 32 + len(MAGIC)  # bytes
 SPLITS = ("train", "validation")
-MOST_SHARDS = 100_000  # as many as their names have numbers
+MOST_SHARDS = 100_000  # their names have five digits
 SHARE = 4  # an index larger than a quarter of the free memory is damaged
 DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 COLUMNS = {
@@ -55,15 +55,15 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 @dataclass(frozen=True)
 class Head:
-    """What a shard says of itself."""
+    """The index of a shard."""
 
     arrays: dict[str, Array]
     facts: dict[str, Any]  # split, number, shards, classes, made
-    sha256: str  # of all before the tail, as it was when the shard was written
+    sha256: str  # of everything before the tail, when the shard was written
 
 
 class Writer:
-    """Writes one shard; the digest is made as the bytes go by."""
+    """Writes one shard, and computes its digest meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sha = file, hashlib.sha256()
@@ -78,7 +78,7 @@ class Writer:
         self._write(data)
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """The index and the tail."""
+        """Write the index and the tail."""
         rows, names = np.array(self._rows, np.int64).reshape(-1, 4), Names.of(self._names)
         arrays: dict[str, Array] = {
             "begins": np.ascontiguousarray(rows[:, 0]),
@@ -99,13 +99,15 @@ class Writer:
 
 
 def read_head(path: Path) -> Head:
-    """The index of a shard, or DataError: cut short, of another version, or damaged there."""
+    """The index of a shard; DataError if it is cut short, damaged or of another version."""
     file = open_shard(path)
     try:
         total = os.fstat(file).st_size
         tail = pread(file, max(0, total - TAIL), TAIL)
         if len(tail) < TAIL or tail[-len(MAGIC) :] != MAGIC or pread(file, 0, len(MAGIC)) != MAGIC:
-            raise DataError(f"{path}: not a whole packed shard of this version; `falconet data pack` makes it again")
+            raise DataError(
+                f"{path}: not a complete packed shard of this version; recreate it with `falconet data pack`"
+            )
         begin, size, checksum, _ = PLACE.unpack(tail[: PLACE.size])
         fits = begin + size + TAIL == total and size <= available() // SHARE
         index = pread(file, begin, size) if fits else b""
@@ -121,12 +123,12 @@ def read_head(path: Path) -> Head:
         _check(arrays, begin)
         _check_facts(facts, arrays["labels"])
     except DAMAGE:
-        raise DataError(f"{path}: its index is damaged; `falconet data pack` makes it again") from None
+        raise DataError(f"{path}: its index is damaged; recreate it with `falconet data pack`") from None
     return Head(arrays, facts, tail[PLACE.size : PLACE.size + 32].hex())
 
 
 def _check(arrays: dict[str, Array], end: int) -> None:
-    """The columns are of their types and of one length, and the images lie end to end before the index."""
+    """Require columns of their types and equal lengths, and images end to end before the index."""
     check_types(arrays, COLUMNS)
     offsets = arrays["offsets"]
     check_offsets(offsets, end=len(arrays["names"]))
@@ -137,7 +139,7 @@ def _check(arrays: dict[str, Array], end: int) -> None:
 
 
 def _check_facts(facts: dict[str, Any], labels: Array) -> None:
-    """A checksum says that the bytes are those that were written, not by whom."""
+    """Even with a matching checksum, the index may come from anyone."""
     number, shards = facts["number"], facts["shards"]
     if type(number) is not int or type(shards) is not int or not 0 <= number < shards <= MOST_SHARDS:
         raise ValueError
@@ -147,12 +149,12 @@ def _check_facts(facts: dict[str, Any], labels: Array) -> None:
 
 
 def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
-    """The index is inside the shards; all of them together are one set."""
+    """Read the index of each shard; together they must be one complete set."""
     heads = {split: [read_head(path) for path in paths] for split, paths in shards.items()}
     classes: tuple[str, ...] | None = None
     for split, paths in shards.items():
         if not paths:
-            raise DataError(f"{data_dir}: packed shards, but none is named {shard_name(split, 0)}")
+            raise DataError(f"{data_dir}: packed shards, but none named {shard_name(split, 0)}")
         wanted = heads[split][0].facts["shards"]
         for number in range(wanted):
             if data_dir / shard_name(split, number) not in paths:
@@ -160,10 +162,10 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
         for path, head in zip(paths, heads[split], strict=True):
             classes = classes or tuple(head.facts["classes"])
             if tuple(head.facts["classes"]) != classes or head.facts["shards"] != wanted:
-                raise DataError(f"{path}: belongs to another set than the shards beside it")
+                raise DataError(f"{path}: belongs to a different set from the other shards")
             own_name = shard_name(head.facts["split"], head.facts["number"])
             if path.name != own_name:
-                raise DataError(f"{path}: says that it is {own_name}; renamed, or a copy?")
+                raise DataError(f"{path}: its index says {own_name}; renamed, or a copy?")
     assert classes is not None
     train, validation = (
         source_of(_joined(heads[split], split), split, paths=paths, class_names=classes)
@@ -183,7 +185,7 @@ def _joined(heads: list[Head], split: str) -> dict[str, Array]:
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a shard, one line each: images by name, else the whole."""
+    """The problems of a shard, one line each: bad images by name, else the whole."""
     head = read_head(path)
     names = Names(head.arrays["names"].tobytes(), head.arrays["offsets"])
     columns = (head.arrays[name].tolist() for name in ("begins", "sizes", "checksums"))
@@ -195,8 +197,8 @@ def verify(path: Path) -> list[str]:
             data = file.read(size)
             sha.update(data)
             if crc32c(data) != stored:
-                problems.append(f"{path}: {names[number]}: its bytes do not have their checksum")
+                problems.append(f"{path}: {names[number]}: checksum mismatch")
         sha.update(file.read()[:-TAIL])
     if sha.hexdigest() != head.sha256 and not problems:
-        problems.append(f"{path}: its bytes do not have their SHA-256, though every image has its checksum")
+        problems.append(f"{path}: SHA-256 mismatch, although every image matches its checksum")
     return problems

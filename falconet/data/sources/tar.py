@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from falconet.data.decode import open_regular
+from falconet.data.image_files import open_regular
 from falconet.data.index import Array, Found, check_class_names, indexed
-from falconet.data.source import Splits
 from falconet.data.sources.folder import image_extensions
-from falconet.data.sources.sharded import (
+from falconet.data.sources.shard_index import (
     MOST_CLASSES,
     Gathered,
     check_split,
@@ -23,18 +22,19 @@ from falconet.data.sources.sharded import (
     source_of,
     splits_of,
 )
+from falconet.data.storage import Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
 
 SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|$)")
-LABELS = ("cls", "json", "txt")  # endings of label files, the first of a sample's counts
+LABELS = ("cls", "json", "txt")  # extensions of label files, in order of precedence
 JSON_KEYS = ("label", "cls", "class", "class_id")
 COLUMNS = ("shards", "begins", "sizes", "labels")
 MOST_LABEL = 1 << 20  # bytes of a label file
 MOST_IMAGE = 1 << 30  # bytes of an image
 MOST_DIGITS = 18  # of a label that is a number
-# What Python's module raises on odd bytes, besides its own error and those of the system.
+# What tarfile raises for damaged bytes, besides OSError.
 DAMAGE = (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError)
 
 
@@ -50,7 +50,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 
 def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
-    """Labels are numbers from 0 on, or names of classes, which are then sorted."""
+    """Labels are numbers from 0, or class names, which are then sorted."""
     for split, paths in shards.items():
         if not paths:
             raise DataError(f"{data_dir}: tar archives, but none with {split} in its name")
@@ -74,16 +74,16 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
 
 @dataclass
 class Sample:
-    """Members of one key."""
+    """The members with one key."""
 
     key: str
     image: tarfile.TarInfo | None = None
-    labels: dict[str, str] = field(default_factory=dict)  # ending -> text
+    labels: dict[str, str] = field(default_factory=dict)  # extension -> text
 
 
 def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) -> Found:
     gathered = {split: Gathered(*COLUMNS) for split in shards}
-    said: dict[str, int] = {}  # label as it is written -> its number in the order of being found
+    said: dict[str, int] = {}  # label as written -> its number in the order found
     with Counting(f"indexing {data_dir}", quiet=not is_first(os.environ)) as counting:
         for split, paths in shards.items():
             for number, path in enumerate(paths):
@@ -96,7 +96,7 @@ def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) 
                     gathered[split].add_name(member.name)
                     counting.add()
             if not len(gathered[split]):
-                raise DataError(f"{paths[0]}: no image in it, nor in the other {split} archives")
+                raise DataError(f"{paths[0]}: has no image, and neither do the other {split} archives")
     classes, numbers = _classes(data_dir, list(said))
     arrays: dict[str, Array] = {}
     for split, own in gathered.items():
@@ -106,17 +106,17 @@ def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) 
 
 
 def _classes(data_dir: Path, said: list[str]) -> tuple[list[str], Array]:
-    """The classes, and the number of each label in the order they were found."""
+    """The classes, and the class number of each label in the order found."""
     if all(label.isdecimal() for label in said):
         numbers = [int(label) for label in said]
         if max(numbers) >= MOST_CLASSES:
-            raise DataError(f"{data_dir}: the label {max(numbers)} in an archive; wanted less than {MOST_CLASSES:,}")
+            raise DataError(f"{data_dir}: the label {max(numbers)} in an archive; expected less than {MOST_CLASSES:,}")
         values = np.array(numbers, np.int32)
         return list(class_names(data_dir, count=int(values.max()) + 1)), values
     mixed = next((label for label in said if label.isdecimal()), None)
     if mixed is not None:
         other = next(label for label in said if not label.isdecimal())
-        raise DataError(f"{data_dir}: labels that are numbers, such as {mixed}, and others that are not: '{other}'")
+        raise DataError(f"{data_dir}: some labels are numbers, such as {mixed}, and others are not, such as '{other}'")
     named = class_names(data_dir, count=0) if label_file(data_dir) else tuple(sorted(set(said)))
     unknown = next((label for label in said if label not in named), None)
     if unknown is not None:
@@ -135,8 +135,8 @@ def _label(path: Path, sample: Sample) -> str:
             raise DataError(f"{path}: {sample.key}: a label of {len(label)} digits")
         if label:
             return str(int(label)) if label.isdecimal() else label
-    wanted = ", ".join(f".{ending}" for ending in LABELS)
-    raise DataError(f"{path}: {sample.key}: an image without a label; wanted one in {wanted}")
+    expected = ", ".join(f".{ending}" for ending in LABELS)
+    raise DataError(f"{path}: {sample.key}: an image without a label; expected one in {expected}")
 
 
 def _from_json(text: str) -> str:
@@ -149,13 +149,13 @@ def _from_json(text: str) -> str:
 
 
 def _samples(path: Path) -> Iterator[Sample]:
-    """Neighbours with one key; the key is all before the first dot of the name."""
+    """Adjacent members with the same key, which is the name up to its first dot."""
     sample: Sample | None = None
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte a member
-                if member.size < 0 or archive.offset <= member.offset:  # back to where it was, again and again
+                archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte per member
+                if member.size < 0 or archive.offset <= member.offset:  # would loop for ever
                     raise tarfile.ReadError(f"a member of {member.size} bytes")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
@@ -176,7 +176,7 @@ def _samples(path: Path) -> Iterator[Sample]:
                     sample.labels[ending] = opened.read().decode("utf-8", "replace")
             _check_end(archive)
     except DAMAGE as error:
-        raise DataError(f"{path}: not a whole, uncompressed tar archive ({error})") from None
+        raise DataError(f"{path}: not a complete, uncompressed tar archive ({error})") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
     if sample is not None and (sample.image or sample.labels):
@@ -184,7 +184,7 @@ def _samples(path: Path) -> Iterator[Sample]:
 
 
 def _check_end(archive: tarfile.TarFile) -> None:
-    """Zeros, or nothing: for Python's module an archive also ends, without a word, where a header is damaged."""
+    """Require zeros or nothing after the last member: tarfile also ends silently at a damaged header."""
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
     if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
@@ -192,7 +192,7 @@ def _check_end(archive: tarfile.TarFile) -> None:
 
 
 def _check_plain(path: Path, member: tarfile.TarInfo) -> None:
-    """One stretch of the file, and no longer than an image can be."""
+    """Require one stretch of the file, no longer than an image can be."""
     end = member.offset_data + member.size
     if member.issparse() or member.size > MOST_IMAGE or end > path.stat().st_size:
-        raise DataError(f"{path}: {member.name}: is stored in pieces or too large, or the archive is cut short")
+        raise DataError(f"{path}: {member.name}: sparse or too large, or the archive is cut short")

@@ -1,4 +1,4 @@
-"""One tf.train.Example of a TFRecord: where its image lies, and its label, without reading the image.
+"""TFRecords of tf.train.Examples, indexed without reading the images.
 
 Example { Features features = 1; }   Features { map<string, Feature> feature = 1; }
 Feature { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }   each list: { repeated value = 1; }
@@ -16,8 +16,7 @@ import numpy as np
 
 from falconet.data.index import Array, Found, check_class_names, indexed
 from falconet.data.shards import crc32c, open_shard, pread, unmasked
-from falconet.data.source import BoxArray, Splits, proper
-from falconet.data.sources.sharded import (
+from falconet.data.sources.shard_index import (
     COLUMNS,
     MOST_CLASSES,
     Gathered,
@@ -26,6 +25,7 @@ from falconet.data.sources.sharded import (
     source_of,
     splits_of,
 )
+from falconet.data.storage import BoxArray, Splits, proper
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
@@ -36,19 +36,19 @@ SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax
 WANTED = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
 
 MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
-WINDOW = 4096  # bytes looked at at once; all of a record but the image itself usually fits
+WINDOW = 4096  # bytes read at once; usually all of a record except the image fits
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
-Read = Callable[[int, int], bytes]  # from where, how many
+Read = Callable[[int, int], bytes]  # offset, count
 
 
 class MalformedError(Exception):
-    """Bytes that are no Example; the text is the reason, in a few words."""
+    """Bytes that are not an Example; the text is the reason in a few words."""
 
 
 class Example(NamedTuple):
     skip: int  # bytes of the record before the image
     length: int  # bytes of the image
-    label: int  # as it is stored
+    label: int  # as stored
     name: str  # of the class; empty if the record has none
     boxes: BoxArray
 
@@ -56,7 +56,7 @@ class Example(NamedTuple):
 def parse_example(read: Read, size: int) -> Example:
     """The Example in a record of `size` bytes."""
     image: list[tuple[int, int]] = []
-    small: dict[bytes, bytes] = {}  # features but the image, taken along as they are passed
+    small: dict[bytes, bytes] = {}  # all features except the image
     for number, begin, end in _fields(read, 0, size):
         for inner, entry, entry_end in _fields(read, begin, end) if number == 1 else ():
             key, place, place_end = _entry(read, entry, entry_end) if inner == 1 else (b"", 0, 0)
@@ -65,10 +65,10 @@ def parse_example(read: Read, size: int) -> Example:
             elif key in WANTED:
                 small[key] = read(place, min(place_end - place, MOST_SMALL))
     if not image or LABEL not in small:
-        raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}' in it")
+        raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}'")
     labels = _integers(small[LABEL])
     if len(image) != 1 or len(labels) != 1:
-        raise MalformedError(f"{len(image)} images and {len(labels)} labels in it, wanted one of each")
+        raise MalformedError(f"{len(image)} images and {len(labels)} labels, expected one of each")
     return Example(image[0][0], image[0][1] - image[0][0], labels[0], _name(small), _boxes(small))
 
 
@@ -85,23 +85,23 @@ def _boxes(small: dict[bytes, bytes]) -> BoxArray:
         return np.zeros((0, 4), np.float32)
     sides = [_floats(small[side]) for side in SIDES]
     if len({len(side) for side in sides}) != 1:
-        raise MalformedError("its object boxes have sides of different numbers")
+        raise MalformedError("its object boxes have different numbers of sides")
     return proper(np.array(sides, np.float32).T)
 
 
 def _entry(read: Read, begin: int, end: int) -> tuple[bytes, int, int]:
-    """Key, and the place of the value, of one entry of the map."""
+    """Key and value range of one entry of the map."""
     key, place = b"", (end, end)
     for number, inner, inner_end in _fields(read, begin, end):
         if number == 1:
-            key = read(inner, min(inner_end - inner, 64))  # longer ones are none of ours
+            key = read(inner, min(inner_end - inner, 64))  # longer keys are not ours
         elif number == 2:
             place = (inner, inner_end)
     return (key, *place)
 
 
 def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, int]]:
-    """The places of the values in a Feature that holds a list of this kind."""
+    """The ranges of the values in a Feature with a list of this kind."""
     return [
         (inner, inner_end)
         for number, values, values_end in _fields(read, begin, end)
@@ -112,7 +112,7 @@ def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, i
 
 
 def _lists(data: bytes, *, kind: int) -> list[bytes]:
-    """The values of a Feature that is at hand."""
+    """The values of a Feature that was already read."""
     places = _values(lambda at, count: data[at : at + count], 0, len(data), kind=kind)
     return [data[begin:end] for begin, end in places]
 
@@ -131,13 +131,13 @@ def _floats(data: bytes) -> list[float]:
     numbers: list[float] = []
     for packed in _lists(data, kind=2):
         if len(packed) % 4:
-            raise MalformedError("a list of numbers ends within one")
+            raise MalformedError("a list of numbers is cut short")
         numbers += struct.unpack(f"<{len(packed) // 4}f", packed)
     return numbers
 
 
 def _fields(read: Read, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Number, begin and end of each field of a message; a single number's bytes are its value."""
+    """Number, begin and end of each field of a message; for a plain number, of its encoding."""
     fields = []
     while begin < end:
         head = read(begin, min(20, end - begin))  # two varints at most
@@ -160,7 +160,7 @@ def _fields(read: Read, begin: int, end: int) -> list[tuple[int, int, int]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and where it ends."""
+    """A number, and the offset after it."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]
@@ -173,7 +173,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 NAME = re.compile(r"(train|validation|val)-(\d{5})-of-(\d{5})")
 HEAD, TAIL = 12, 4  # bytes before and after a record's data
-LARGEST = 1 << 30  # bytes of a record; a length beyond is a damaged file
+LARGEST = 1 << 30  # bytes of a record; a greater length means a damaged file
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
@@ -188,7 +188,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 
 def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
-    """Labels are stored from 1 on; here they begin at 0. Class names: synset, or text, or a file, or the number."""
+    """Labels start at 1 in the records and at 0 here. Class names: a file, else synset or text, else the numbers."""
     for split, paths in shards.items():
         _check_complete(data_dir, split, paths)
     every = [path for paths in shards.values() for path in paths]
@@ -196,7 +196,7 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
     def check(found: Found) -> None:
         known, count = check_class_names(found.facts["names"], most=MOST_CLASSES), found.facts["count"]
         if count != len(known):
-            raise ValueError("class names of another number")
+            raise ValueError("a different number of class names")
         for split, paths in shards.items():
             check_split(found.arrays, split, columns=COLUMNS, paths=paths, classes=len(known))
 
@@ -208,20 +208,20 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
 
 
 def _check_complete(data_dir: Path, split: str, paths: list[Path]) -> None:
-    """`-of-01024` says how many there should be."""
+    """Require all shards: `-of-01024` gives their number."""
     if not paths:
-        raise DataError(f"{data_dir}: TFRecords, but none is named {split}-00000-of-...")
+        raise DataError(f"{data_dir}: TFRecords, but none named {split}-00000-of-...")
     numbers = [NAME.fullmatch(path.name) for path in paths]
-    wanted = {match[3] for match in numbers if match}
-    if len(wanted) > 1:
-        raise DataError(f"{data_dir}: {split} shards of several sets: -of-{' and -of-'.join(sorted(wanted))}")
+    counts = {match[3] for match in numbers if match}
+    if len(counts) > 1:
+        raise DataError(f"{data_dir}: {split} shards of several sets: -of-{' and -of-'.join(sorted(counts))}")
     have = {int(match[2]) for match in numbers if match}
     if len(have) < len(paths):
         raise DataError(f"{data_dir}: {split} shards twice, in {' and '.join(sorted({str(p.parent) for p in paths}))}")
-    missing = next((number for number in range(int(min(wanted))) if number not in have), None)
+    missing = next((number for number in range(int(min(counts))) if number not in have), None)
     if missing is not None:
         raise DataError(
-            f"{data_dir}: no {split}-{missing:05}-of-{min(wanted)}; {len(have)} of {int(min(wanted))} are there"
+            f"{data_dir}: no {split}-{missing:05}-of-{min(counts)}; {len(have)} of {int(min(counts))} are there"
         )
 
 
@@ -260,7 +260,7 @@ def _search(shards: dict[str, list[Path]]) -> Found:
                     highest = max(highest, record.example.label)
                     counting.add()
             if not len(gathered):
-                raise DataError(f"{paths[0]}: no record in it, nor in the other {split} shards")
+                raise DataError(f"{paths[0]}: has no record, and neither do the other {split} shards")
             arrays |= gathered.arrays(split)
     known = [names.get(label, "") for label in range(1, highest + 1)]
     return Found(arrays, {"count": highest, "names": known}, every)
@@ -280,17 +280,17 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _record(file: int, path: Path, at: int, total: int) -> Record:
-    """One record, of which only what is not the image is read."""
+    """One record, read without its image."""
     window = pread(file, at, HEAD + WINDOW)
     if len(window) < HEAD:
         raise DataError(f"{path}: ends within the record at byte {at}; cut short?")
     size, stored = struct.unpack("<QI", window[:HEAD])
     if crc32c(window[:8]) != unmasked(stored) or size > LARGEST:
-        raise DataError(f"{path}: the record at byte {at} has a length that is not that of its checksum; damaged")
+        raise DataError(f"{path}: the record at byte {at} has a length that does not match its checksum")
     begin = at + HEAD
     if begin + size + TAIL > total:
         raise DataError(f"{path}: ends within the record at byte {at}; cut short?")
-    base = -HEAD  # where the window begins, from the record's data on
+    base = -HEAD  # offset of the window in the record's data
 
     def read(place: int, count: int) -> bytes:
         nonlocal window, base
@@ -305,7 +305,7 @@ def _record(file: int, path: Path, at: int, total: int) -> Record:
     except MalformedError as error:
         raise DataError(f"{path}: the record at byte {at} cannot be used: {error}") from None
     if not 1 <= parsed.label <= MOST_CLASSES:
-        wanted = f"1 to {MOST_CLASSES:,}"
-        raise DataError(f"{path}: the record at byte {at} has the label {parsed.label}; wanted {wanted}")
+        expected = f"1 to {MOST_CLASSES:,}"
+        raise DataError(f"{path}: the record at byte {at} has the label {parsed.label}; expected {expected}")
     (checksum,) = struct.unpack("<I", read(size, TAIL))
     return Record(begin, size, unmasked(checksum), parsed)

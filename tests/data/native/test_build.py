@@ -1,4 +1,4 @@
-"""The library is built by the ordinary compiler, and where there is none that is said, not hidden."""
+"""The library is built by the system's compiler; without one, the reason is reported."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ def elsewhere(tmp_path, monkeypatch):
     binding.load.cache_clear()
 
 
-def test_it_is_there_and_nothing_is_said(library):
+def test_the_library_is_there_without_a_reason(library):
     assert native.library() is library
     assert native.why_not() == ""
     assert library.processor in ("avx2", "portable")
@@ -34,7 +34,7 @@ def test_it_is_there_and_nothing_is_said(library):
 def test_not_built(elsewhere):
     (elsewhere / build.LIBRARY).unlink(missing_ok=True)
     assert native.library() is None
-    assert native.why_not() == "not built; a C++ compiler and `python -m falconet.data.native.build` make it"
+    assert native.why_not() == "not built; `python -m falconet.data.native.build` builds it with a C++ compiler"
 
 
 def test_built_from_other_sources(library, elsewhere):
@@ -67,7 +67,7 @@ def test_no_compiler(tmp_path, monkeypatch):
         build.build(tmp_path)
 
 
-def test_a_compiler_that_fails_leaves_nothing_behind(library, tmp_path, monkeypatch):
+def test_a_failing_compiler_leaves_no_files(library, tmp_path, monkeypatch):
     with pytest.raises(build.CannotBuildError, match=r"failed: .*error"):
         build.build(tmp_path / "made", flags=("--no-such-flag",))
     assert list((tmp_path / "made").iterdir()) == []

@@ -81,14 +81,14 @@ def test_every_quality_agrees_with_pillow(library, tmp_path, photo, jpeg, qualit
 
 
 @pytest.mark.parametrize("quality", [30, 75, 95, 100])
-def test_grey_at_its_own_size_is_libjpegs_transform_bit_for_bit(library, tmp_path, photo, jpeg, quality):
+def test_grey_at_full_size_equals_libjpeg_bit_for_bit(library, tmp_path, photo, jpeg, quality):
     data = jpeg(photo(120, 120, 3).convert("L"), quality=quality)
     pixels, status, _ = decoded(library, tmp_path, data, (0, 0, 120, 120), size=120)
     assert status == Status.OK
     np.testing.assert_array_equal(pixels, pillows(data, (0, 0, 120, 120), size=120))
 
 
-def test_colour_at_its_own_size_is_a_level_off_at_most(library, tmp_path, photo, jpeg):
+def test_colour_at_full_size_is_at_most_one_level_off(library, tmp_path, photo, jpeg):
     data = jpeg(photo(128, 128, 4), quality=92, subsampling=0)
     pixels, _, _ = decoded(library, tmp_path, data, (0, 0, 128, 128), size=128)
     assert np.abs(pixels.astype(int) - pillows(data, (0, 0, 128, 128), size=128)).max() <= 1
@@ -114,7 +114,7 @@ def test_every_output_size_and_layout(library, tmp_path, photo, jpeg, size, plan
     assert psnr(pixels.transpose(1, 2, 0) if planar else pixels, wanted) >= 45
 
 
-def test_nothing_is_written_beside_the_image_s_own_row(library, tmp_path, photo, jpeg):
+def test_only_the_row_of_the_image_is_written(library, tmp_path, photo, jpeg):
     (tmp_path / "a.jpg").write_bytes(jpeg(photo(90, 70, 7)))
     workspace = Workspace(library)
     for size in (5, 33, 61):
@@ -165,7 +165,7 @@ def test_the_portable_code_gives_the_same_bytes(library, tmp_path, photo, jpeg, 
             np.testing.assert_array_equal(one, two)
 
 
-def test_a_workspace_forgets_the_image_before(library, tmp_path, photo, jpeg, odd_jpeg):
+def test_a_workspace_forgets_the_previous_image(library, tmp_path, photo, jpeg, odd_jpeg):
     """Tables, planes and restart positions are used again, whatever was decoded before."""
     images = [
         jpeg(photo(300, 200, 1), quality=95, subsampling=0),
@@ -234,7 +234,7 @@ def refused(photo, jpeg, odd_jpeg):
 
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("box", [(0, 0, 80, 60), (10, 20, 60, 59)])
-def test_what_it_cannot_do_it_refuses(library, tmp_path, refused, box, portable):
+def test_unsupported_images_are_refused(library, tmp_path, refused, box, portable):
     got = {name: decoded(library, tmp_path, data, box, portable=portable)[1] for name, (data, _) in refused.items()}
     assert got == {name: wanted for name, (_, wanted) in refused.items()}
 
@@ -244,7 +244,7 @@ def test_a_crop_beyond_the_data_is_damaged(library, tmp_path, photo, jpeg):
     assert decoded(library, tmp_path, data, (0, 50, 80, 100))[1] == Status.DAMAGED
 
 
-def test_a_hole_in_the_scan_never_goes_unnoticed_where_codes_run_out(library, tmp_path, odd_jpeg, photo):
+def test_a_hole_in_the_scan_is_noticed(library, tmp_path, odd_jpeg, photo):
     """A run of ones is no code of the standard's tables: refused, in the crop and before it."""
     data = odd_jpeg(photo(64, 64, 1), ((1, 1), (1, 1), (1, 1)))
     start = data.index(b"\xff\xda") + 14
@@ -289,7 +289,7 @@ def test_decoding_more_than_was_opened_is_a_bad_request(library):
 
 
 def test_optional_bytes_between_markers_are_allowed(library, tmp_path, photo, jpeg):
-    """Fill bytes before markers, comments, an Adobe marker that says YCbCr, bytes behind the end."""
+    """Fill bytes before markers, comments, an Adobe marker for YCbCr, bytes after the end."""
     image = photo(80, 60, 11)
     plain = jpeg(image, subsampling=0)
     adobe = b"\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\1"

@@ -1,4 +1,4 @@
-"""Images opened from ranges of files, as shards hold them."""
+"""Images opened from ranges of files, as in shards."""
 
 import os
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from falconet.data.native.binding import Status, Workspace
-from falconet.data.source import Ranges
+from falconet.data.storage import Ranges
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ CASES = {
     "before the beginning": ([-1, 5, 0, 5], Status.BAD_REQUEST),
     "less than nothing": ([4, -5, 0, -5], Status.BAD_REQUEST),
     "an image longer than its range": ([4, 50, 0, 51], Status.BAD_REQUEST),
-    "an image behind its range": ([4, 50, 51, 0], Status.BAD_REQUEST),
+    "an image after its range": ([4, 50, 51, 0], Status.BAD_REQUEST),
     "a skip that overflows": ([4, 50, 2**62, 2**62], Status.BAD_REQUEST),
     "a size that no file has": ([4, 2**62, 0, 5], Status.TOO_LARGE),
     "an end that overflows": ([2**63 - 1, 50, 0, 50], Status.BAD_REQUEST),
@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("place", "status"), CASES.values(), ids=CASES)
-def test_a_range_that_cannot_be_is_refused_and_its_neighbour_is_read(library, file, place, status):
+def test_an_impossible_range_is_refused_and_its_neighbour_is_read(library, file, place, status):
     handle, first, _ = file
     good = [4, len(first), 0, len(first)]
     limits = {"most_bytes": 1000} if place[1] == 1001 else {}

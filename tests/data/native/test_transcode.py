@@ -1,4 +1,4 @@
-"""Restart marking: the same pixels in Pillow, markers where they were asked for, nothing that is not ours."""
+"""Restart marking: the same pixels in Pillow, and markers where they were requested."""
 
 import io
 
@@ -62,7 +62,7 @@ def test_the_native_decoder_gives_the_same_crop_of_both(library, tmp_path, photo
     np.testing.assert_array_equal(out[0], out[1])
 
 
-def test_what_is_not_ours_or_not_whole_is_refused(library, photo, jpeg):
+def test_unsupported_or_incomplete_files_are_refused(library, photo, jpeg):
     data = jpeg(photo(64, 64, 6))
     assert library.restart_marked(b"") == Status.NOT_JPEG
     assert library.restart_marked(jpeg(photo(64, 64, 6), progressive=True)) == Status.UNSUPPORTED

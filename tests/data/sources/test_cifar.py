@@ -1,4 +1,4 @@
-"""CIFAR in both layouts, made here in small, and every way it can be wrong."""
+"""CIFAR in both formats, in small, and every way it can be wrong."""
 
 import pickle
 import urllib.error
@@ -62,7 +62,7 @@ def write(root, kind, layout):
 
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
 @pytest.mark.parametrize("directly", [False, True])
-def test_both_layouts_are_read_in_the_folder_or_below_it(tmp_path, kind, layout, directly):
+def test_both_formats_are_read_from_the_folder_or_the_official_one_in_it(tmp_path, kind, layout, directly):
     folder = write(tmp_path, kind, layout)
     splits = cifar.load(folder if directly else tmp_path, kind=kind)
     stored = [records(kind, number) for number in range(len(file_names(CIFARS[kind].binary)))]
@@ -95,19 +95,19 @@ def test_the_hundred_names_are_in_order():
     assert list(names) == sorted(names)
 
 
-def test_a_cut_file_is_refused(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path):
     path = write(tmp_path, "cifar10", "binary") / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError) as caught:
         cifar.load(tmp_path, kind="cifar10")
-    wanted = f"{path}: {COUNT * 3073 - 1} bytes, wanted a whole number of records of 3073; cut short?"
+    wanted = f"{path}: {COUNT * 3073 - 1} bytes, expected a whole number of records of 3073; cut short?"
     assert str(caught.value) == wanted
 
 
 def test_an_empty_file_is_refused(tmp_path):
     path = write(tmp_path, "cifar100", "binary") / "test.bin"
     path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"test.bin: 0 bytes, wanted a whole number of records of 3074"):
+    with pytest.raises(DataError, match=r"test.bin: 0 bytes, expected a whole number of records of 3074"):
         cifar.load(tmp_path, kind="cifar100")
 
 
@@ -118,7 +118,7 @@ def test_a_label_out_of_range_names_file_and_record(tmp_path):
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         cifar.load(tmp_path, kind="cifar10")
-    assert str(caught.value) == f"{path}: record 2 has the label 10, wanted 0 to 9"
+    assert str(caught.value) == f"{path}: record 2 has the label 10, expected 0 to 9"
 
 
 @pytest.mark.parametrize(("label", "shown"), [(-1, "-1"), (10, "10"), (1 << 70, str(1 << 31))])
@@ -126,26 +126,26 @@ def test_a_label_out_of_range_in_a_python_file_is_named(tmp_path, label, shown):
     path = write(tmp_path, "cifar10", "python") / "test_batch"
     content = {b"data": records("cifar10", 0)[0], b"labels": [0, label, 1, 2]}
     path.write_bytes(pickle.dumps(content, protocol=4))
-    with pytest.raises(DataError, match=f"test_batch: record 1 has the label {shown}, wanted 0 to 9"):
+    with pytest.raises(DataError, match=f"test_batch: record 1 has the label {shown}, expected 0 to 9"):
         cifar.load(tmp_path, kind="cifar10")
 
 
 def test_a_missing_file_of_the_set_is_named(tmp_path):
     path = write(tmp_path, "cifar10", "binary") / "data_batch_5.bin"
     path.unlink()
-    with pytest.raises(DataError, match=r"data_batch_5.bin: not found, though the other files of its set are there"):
+    with pytest.raises(DataError, match=r"data_batch_5.bin: not found, although other files of the data set exist"):
         cifar.load(tmp_path, kind="cifar10")
 
 
 PYTHON_MISTAKES = {
-    "no 'data' of N x 3072 bytes in it": {b"labels": [1]},
+    "has no 'data' of N x 3072 bytes": {b"labels": [1]},
     "not a list of 2 whole numbers": {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]},
     "an array that is not of plain bytes": {b"data": np.zeros((2, 3072), np.float32), b"labels": [1, 1]},
 }
 
 
 @pytest.mark.parametrize(("message", "content"), PYTHON_MISTAKES.items())
-def test_a_python_file_without_the_right_things_is_refused(tmp_path, message, content):
+def test_a_python_file_without_its_entries_is_refused(tmp_path, message, content):
     path = write(tmp_path, "cifar10", "python") / "data_batch_1"
     path.write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(DataError, match=message):
@@ -153,7 +153,7 @@ def test_a_python_file_without_the_right_things_is_refused(tmp_path, message, co
 
 
 @pytest.mark.parametrize("kind", ["cifar10", "cifar100"])
-def test_without_data_and_network_one_line_says_what_to_put_where(tmp_path, kind):
+def test_without_data_or_network_one_line_explains_what_to_put_where(tmp_path, kind):
     (tmp_path / "unrelated").write_text("")
     with pytest.raises(DataError) as caught:
         cifar.load(tmp_path, kind=kind)

@@ -1,5 +1,6 @@
-"""Class folders: what is found, in which order, and what is refused."""
+"""Class folders: what is listed, what is refused, and their md5."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 from falconet.data.sources import folder
+from falconet.data.sources.folder import folder_md5, is_imagenet
 from falconet.errors import DataError
 
 
@@ -45,17 +47,17 @@ def test_validation_has_the_numbers_of_the_training_classes(root):
     assert validation.class_names == ("cat", "dog")
 
 
-def test_validation_may_be_the_folders_full_name(root):
+def test_the_validation_folder_may_have_its_full_name(root):
     (root / "val").rename(root / "validation")
     assert len(folder.load(root).validation) == 1
 
 
-def test_a_link_to_a_folder_above_does_not_go_round_in_circles(root):
+def test_a_link_to_a_parent_folder_does_not_loop(root):
     (root / "train/cat/again").symlink_to(root / "train/cat")
     assert len(folder.load(root).train) == 4
 
 
-def test_only_files_are_listed_and_what_else_there_is_is_named(root, capfd):
+def test_only_files_are_listed_and_other_entries_are_named(root, capfd):
     os.mkfifo(root / "train/dog/3.jpg")
     (root / "train/dog/4.jpg").symlink_to("nowhere")  # listed, so that the reader names it
     (root / "train/dog/5.jpg").symlink_to("5.jpg")  # likewise
@@ -77,16 +79,16 @@ def test_only_files_are_listed_and_what_else_there_is_is_named(root, capfd):
     ]
 
 
-def test_of_many_things_that_are_no_files_the_first_are_named(root, capfd):
+def test_only_the_first_skipped_entries_are_named(root, capfd):
     for number in range(10, 40):
         os.mkfifo(root / f"train/dog/{number}.jpg")
     folder.load(root)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 6
-    assert lines[-1] == f"{root}: 25 more were skipped, none of them a file"
+    assert lines[-1] == f"{root}: 25 more were skipped, because they are not files"
 
 
-def test_a_folder_that_cannot_be_read_is_told_in_one_line(root, monkeypatch):
+def test_an_unreadable_folder_is_reported_in_one_line(root, monkeypatch):
     def refused(folder, prefix, listing):
         raise PermissionError(13, "Permission denied", folder)
 
@@ -102,10 +104,10 @@ def empty(path):
 
 
 MISTAKES = {
-    "no such folder, wanted one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
+    "no such folder, expected one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
     "no folder train/ in it": (".", lambda root: (root / "train").rename(root / "training")),
     "no folder val/ or validation/ in it": (".", lambda root: (root / "val").rename(root / "test")),
-    "empty, wanted one folder a class": ("train", lambda root: empty(root / "train")),
+    "empty, expected one folder per class": ("train", lambda root: empty(root / "train")),
     "no image in this class folder": ("train/rat", lambda root: (root / "train/rat").mkdir()),
 }
 
@@ -120,7 +122,7 @@ def test_a_mistake_names_its_folder(root, message, place, change):
 
 def test_an_empty_validation_folder_is_named(root):
     empty(root / "val")
-    with pytest.raises(DataError, match="val: empty, wanted one folder a class"):
+    with pytest.raises(DataError, match="val: empty, expected one folder per class"):
         folder.load(root)
 
 
@@ -141,3 +143,32 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="no such folder"):
         folder.load(Path(tmp_path / "file"))
+
+
+def test_the_md5_of_a_folder_is_that_of_the_sorted_md5s_of_its_files(tmp_path):
+    contents = [b"one", b"two" * 1_000_000, b""]
+    (tmp_path / "deep").mkdir()
+    for place, content in zip(("b", "deep/a", "c"), contents, strict=True):
+        (tmp_path / place).write_bytes(content)
+    parts = sorted(hashlib.md5(content).hexdigest() for content in contents)
+    assert folder_md5(tmp_path, workers=2) == hashlib.md5("".join(parts).encode()).hexdigest()
+
+
+def test_an_unreadable_file_is_reported_in_one_line(tmp_path):
+    (tmp_path / "a").symlink_to("nowhere")
+    with pytest.raises(DataError) as caught:
+        folder_md5(tmp_path, workers=2)
+    assert str(caught.value) == f"{tmp_path}/a: cannot be read (No such file or directory)"
+
+
+@pytest.mark.parametrize(
+    ("digest", "split", "same"),
+    [
+        ("17aed950" + "0" * 20 + "aa95", "train", True),
+        ("17aed950" + "0" * 20 + "aa95", "validation", False),
+        ("8d6a57a7" + "0" * 20 + "d5bd", "validation", True),
+        ("17aed950" + "0" * 24, "train", False),
+    ],
+)
+def test_imagenet_is_recognised_by_the_ends_of_its_digest(digest, split, same):
+    assert is_imagenet(digest, split) is same

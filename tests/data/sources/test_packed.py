@@ -1,4 +1,4 @@
-"""Packed shards: what is stored comes back, and what was changed is named."""
+"""Packed shards: read as written, and changes are named."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.numpy import load, save
 
 import layouts
-from falconet.data.decode import UnreadableImageError
+from falconet.data.image_files import UnreadableImageError
 from falconet.data.shards import crc32c
 from falconet.data.sources import packed, photos
 from falconet.errors import DataError
@@ -42,8 +42,8 @@ def test_pixels_labels_and_names_are_those_of_the_files(folders, root):
             assert (source.labels[index], source.name(index)) == (label, f"{path.parent.name}/{path.name}")
 
 
-def test_the_index_lies_where_the_documentation_says(root):
-    """Read again with nothing of ours, as somebody else would."""
+def test_the_index_is_where_the_documentation_says(root):
+    """Read the format without our code."""
     data = (root / "train-00001.falconet").read_bytes()
     assert data[:16] == data[-16:] == b"falconet shard 1"
     begin, size = struct.unpack("<QQ", data[-72:-56])
@@ -68,14 +68,14 @@ def test_a_flipped_bit_of_an_image_is_named(root):
     path = root / "train-00002.falconet"
     source = photos.load_photos(root).train
     flipped(path, source._range(11)[0] + 30)
-    assert packed.verify(path) == [f"{path}: n01443537/n01443537_5.JPEG: its bytes do not have their checksum"]
-    with pytest.raises(UnreadableImageError, match="its bytes do not have their checksum"):
+    assert packed.verify(path) == [f"{path}: n01443537/n01443537_5.JPEG: checksum mismatch"]
+    with pytest.raises(UnreadableImageError, match="checksum mismatch"):
         source.encoded(11)
     assert source.where(11) == f"{path}: n01443537/n01443537_5.JPEG"
 
 
 @pytest.mark.parametrize("path", ["train-00000.falconet", "validation-00000.falconet"])
-def test_no_byte_of_a_shard_can_change_unseen(root, path):
+def test_any_changed_byte_of_a_shard_is_noticed(root, path):
     """A hundred flipped bits, one at a time, anywhere: refused on opening or found by verify."""
     whole = (root / path).read_bytes()
     for at in np.random.default_rng(0).integers(0, len(whole), 100).tolist():
@@ -97,11 +97,11 @@ def test_a_shard_that_was_cut_short_is_refused(root, length):
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
     assert str(caught.value) == (
-        f"{path}: not a whole packed shard of this version; `falconet data pack` makes it again"
+        f"{path}: not a complete packed shard of this version; recreate it with `falconet data pack`"
     )
 
 
-def test_a_label_cannot_change_unseen(root):
+def test_a_changed_label_is_noticed(root):
     path = root / "train-00000.falconet"
     flipped(path, path.stat().st_size - 72 - 10)  # within the index
     with pytest.raises(DataError, match="its index is damaged"):
@@ -124,19 +124,19 @@ def test_shards_of_two_sets_do_not_mix(root):
         writer.finish({**head.facts, "classes": ["cat"]})
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
-    assert str(caught.value) == f"{path}: belongs to another set than the shards beside it"
+    assert str(caught.value) == f"{path}: belongs to a different set from the other shards"
 
 
-def test_a_shard_under_another_ones_name_is_refused(root):
+def test_a_renamed_shard_is_refused(root):
     path = root / "train-00001.falconet"
     path.write_bytes((root / "train-00002.falconet").read_bytes())
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
-    assert str(caught.value) == f"{path}: says that it is train-00002.falconet; renamed, or a copy?"
+    assert str(caught.value) == f"{path}: its index says train-00002.falconet; renamed, or a copy?"
 
 
 @pytest.mark.parametrize("facts", [{"shards": "4"}, {"classes": "abc"}, {"classes": [1]}, {"split": None}])
-def test_facts_of_other_types_are_refused_though_they_have_their_checksum(root, facts):
+def test_facts_of_other_types_are_refused_even_with_a_valid_checksum(root, facts):
     path = root / "train-00001.falconet"
     head = packed.read_head(path)
     with path.open("wb") as file:
@@ -147,7 +147,7 @@ def test_facts_of_other_types_are_refused_though_they_have_their_checksum(root, 
         photos.load_photos(root)
 
 
-def test_columns_of_other_types_are_refused_though_they_have_their_checksum(root, monkeypatch):
+def test_columns_of_other_types_are_refused_even_with_a_valid_checksum(root, monkeypatch):
     path = root / "train-00001.falconet"
     head = packed.read_head(path)
     plain = packed.save
@@ -183,12 +183,12 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("facts", COUNTS.values(), ids=COUNTS.keys())
-def test_counts_out_of_range_are_refused_though_they_have_their_checksum(root, facts):
+def test_counts_out_of_range_are_refused_even_with_a_valid_checksum(root, facts):
     path = root / "train-00001.falconet"
     forge(path, facts=facts)
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
-    assert str(caught.value) == f"{path}: its index is damaged; `falconet data pack` makes it again"
+    assert str(caught.value) == f"{path}: its index is damaged; recreate it with `falconet data pack`"
 
 
 def test_an_index_larger_than_memory_is_not_read(root, monkeypatch):
@@ -202,7 +202,7 @@ NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1,
 
 @settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_numbers_an_index_holds_nothing_beyond_the_shard_is_read(root, data):
+def test_no_numbers_in_an_index_cause_reads_beyond_the_shard(root, data):
     path = root / "train-00001.falconet"
     whole = path.read_bytes()
     name = data.draw(st.sampled_from(sorted(packed.COLUMNS)))
@@ -227,7 +227,7 @@ def test_whatever_numbers_an_index_holds_nothing_beyond_the_shard_is_read(root, 
 
 @settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_bytes_a_tail_holds_it_is_refused_in_one_line(root, data):
+def test_any_damaged_tail_is_refused_in_one_line(root, data):
     path = root / "train-00001.falconet"
     whole = path.read_bytes()
     odd = data.draw(st.binary(min_size=1, max_size=24))

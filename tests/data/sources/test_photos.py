@@ -13,25 +13,25 @@ def test_every_layout_is_recognised(tmp_path, name, made):
     assert (splits.layout, len(splits.train), len(splits.validation)) == (name, 18, 6)
 
 
-def test_a_folder_with_nothing_of_all_this_says_what_was_wanted(tmp_path):
+def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
     with pytest.raises(DataError) as caught:
         photos.load_photos(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: none of these in it: train/<class>/, train-00000-of-01024 (TFRecords), tar archives with train in"
-        " their name, train-00000.falconet (packed shards)"
+        f"{tmp_path}: found no photos; expected train/<class>/, train-00000-of-01024 (TFRecords), tar archives with"
+        " train in their name, or train-00000.falconet (packed shards)"
     )
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ((), "none: no such folder, wanted one with train/ and val/"),
-        (("none/train",), "none/train: empty, wanted one folder a class"),
+        ((), "none: no such folder, expected one with train/ and val/"),
+        (("none/train",), "none/train: empty, expected one folder per class"),
         (("none/val",), "none: no folder train/ in it"),
         (("none/train/cat",), "none: no folder val/ or validation/ in it"),
     ],
 )
-def test_class_folders_that_are_not_whole_say_what_is_missing(tmp_path, made, message):
+def test_incomplete_class_folders_report_what_is_missing(tmp_path, made, message):
     for name in made:
         (tmp_path / name).mkdir(parents=True)
     if made == ("none/train",):
@@ -41,7 +41,7 @@ def test_class_folders_that_are_not_whole_say_what_is_missing(tmp_path, made, me
     assert str(caught.value) == f"{tmp_path}/{message}"
 
 
-def test_a_folder_that_may_not_be_looked_into_is_told_in_one_line(tmp_path, monkeypatch):
+def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
     def refused(place):
         raise PermissionError(13, "Permission denied", str(place))
 

@@ -1,33 +1,33 @@
-"""Data that is not there, by its published size."""
+"""Published sizes of data that is not there."""
 
 import pytest
 
-from falconet.data import dataset
+from falconet.data.sources.published import published
 
 SIZES = {"imagenet": (1_281_167, 50_000, 1000), "cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}
 
 
 @pytest.mark.parametrize(("kind", "sizes"), SIZES.items())
 def test_the_sizes_are_the_published_ones(kind, sizes, tmp_path):
-    splits = dataset.published_instead_of(kind, tmp_path / "nowhere")
+    splits = published(kind, tmp_path / "nowhere")
     assert (len(splits.train), len(splits.validation), len(splits.class_names)) == sizes
-    assert splits.layout == f"their published sizes, because they are not in {tmp_path / 'nowhere'}"
+    assert splits.layout == f"the published sizes, because {tmp_path / 'nowhere'} does not have them"
     assert set(splits.validation.labels.tolist()) == set(range(sizes[2]))
 
 
 def test_the_bytes_of_imagenet_are_those_of_its_archives(tmp_path):
     """As the archives of ILSVRC 2012 have them: 147,897,477,120 and 6,744,924,160 bytes."""
-    splits = dataset.published_instead_of("imagenet", None)
+    splits = published("imagenet", None)
     assert splits.train.places.sizes.sum(dtype=int) == pytest.approx(147_897_477_120, rel=1e-4)
     assert splits.validation.places.sizes.sum(dtype=int) == pytest.approx(6_744_924_160, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["folder", "digits", "generated"])
-def test_of_other_data_nobody_knows(kind, tmp_path):
-    assert dataset.published_instead_of(kind, tmp_path / "nowhere") is None
+def test_other_data_has_no_published_size(kind, tmp_path):
+    assert published(kind, tmp_path / "nowhere") is None
 
 
-def test_a_folder_that_is_there_is_read(tmp_path):
-    assert dataset.published_instead_of("imagenet", tmp_path) is None
+def test_existing_data_is_not_replaced_by_published_sizes(tmp_path):
+    assert published("imagenet", tmp_path) is None
     (tmp_path / "data_batch_1.bin").touch()
-    assert dataset.published_instead_of("cifar10", tmp_path) is None
+    assert published("cifar10", tmp_path) is None

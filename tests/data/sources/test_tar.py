@@ -18,7 +18,7 @@ def folders(tmp_path):
 @pytest.mark.parametrize(
     ("label", "names"), [("cls", ("0", "1", "2")), ("json", ("0", "1", "2")), ("txt", layouts.CLASSES)]
 )
-def test_images_and_labels_are_those_that_were_written(folders, tmp_path, label, names):
+def test_images_and_labels_are_read_as_written(folders, tmp_path, label, names):
     splits = photos.load_photos(layouts.tar_archives(folders, tmp_path / "tar", label=label))
     assert (splits.layout, splits.class_names) == ("tar archives", names)
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
@@ -28,7 +28,7 @@ def test_images_and_labels_are_those_that_were_written(folders, tmp_path, label,
     assert splits.train.name(7) == "n01443537_1.jpg"
 
 
-def test_names_come_from_a_file_beside_the_archives(folders, tmp_path):
+def test_names_come_from_a_file_next_to_the_archives(folders, tmp_path):
     root = layouts.tar_archives(folders, tmp_path / "tar")
     (root / "classnames.txt").write_text("tench\ngoldfish\nspaniel\n")
     assert photos.load_photos(root).class_names == ("tench", "goldfish", "spaniel")
@@ -48,7 +48,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_long_names_folders_and_odd_members_do_no_harm(root):
+def test_long_names_folders_and_odd_members_are_harmless(root):
     image, far = layouts.encoded(layouts.photo(2)), "f" * 120 + "/x"
     names = {"__MACOSX/a.jpg": b"", "readme": b"hi", f"{far}/k.1.JPG": image, f"{far}/k.cls": b"2", "._b.jpg": b""}
     archive(root / "train.tar", **names)
@@ -58,9 +58,9 @@ def test_long_names_folders_and_odd_members_do_no_harm(root):
 
 IMAGE = layouts.encoded(layouts.photo(1))
 MISTAKES = {
-    "a: an image without a label; wanted one in .cls, .json, .txt": {"a.jpg": IMAGE},
+    "a: an image without a label; expected one in .cls, .json, .txt": {"a.jpg": IMAGE},
     "a: a label without an image": {"a.cls": b"1"},
-    "no image in it, nor in the other train archives": {"readme": b""},
+    "has no image, and neither do the other train archives": {"readme": b""},
 }
 
 
@@ -76,20 +76,20 @@ def test_numbers_and_names_do_not_mix(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"dog"})
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
-    assert str(caught.value) == f"{root}: labels that are numbers, such as 1, and others that are not: 'dog'"
+    assert str(caught.value) == f"{root}: some labels are numbers, such as 1, and others are not, such as 'dog'"
 
 
-def test_a_label_that_no_class_can_have_is_refused(root):
+def test_an_impossible_label_is_refused(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"99999999999"})
-    with pytest.raises(DataError, match=r"the label 99999999999 in an archive; wanted less than 1,000,000"):
+    with pytest.raises(DataError, match=r"the label 99999999999 in an archive; expected less than 1,000,000"):
         photos.load_photos(root)
 
 
 @pytest.mark.parametrize("damage", [gzip.compress, lambda data: data[:700], lambda data: b"", lambda data: b"x" * 5000])
-def test_what_is_no_plain_archive_is_refused(root, damage):
+def test_anything_but_a_plain_archive_is_refused(root, damage):
     path = root / "train.tar"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=r"train.tar: .*(not a whole|cut short|no image in it)"):
+    with pytest.raises(DataError, match=r"train.tar: .*(not a complete|cut short|has no image)"):
         photos.load_photos(root)
 
 
@@ -100,7 +100,7 @@ def test_archives_without_a_validation_set_are_refused(root):
 
 
 @pytest.mark.parametrize("at", [0, 100, 148])  # its name, its mode, its checksum
-def test_a_damaged_header_in_the_middle_does_not_end_the_archive_unseen(root, at):
+def test_a_damaged_header_in_the_middle_is_noticed(root, at):
     path = root / "train.tar"
     with tarfile.open(path) as whole:
         second = whole.getmembers()[2].offset
@@ -109,10 +109,12 @@ def test_a_damaged_header_in_the_middle_does_not_end_the_archive_unseen(root, at
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)
-    assert str(caught.value) == (f"{path}: not a whole, uncompressed tar archive (a damaged header at byte {second})")
+    assert str(caught.value) == (
+        f"{path}: not a complete, uncompressed tar archive (a damaged header at byte {second})"
+    )
 
 
-def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
+def test_a_member_of_negative_size_is_refused(root):
     path = root / "train.tar"
     with tarfile.open(path) as whole:
         last = whole.getmembers()[-1].offset
@@ -121,7 +123,9 @@ def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
     data[last + 148 : last + 156] = b" " * 8
     data[last + 148 : last + 156] = b"%06o\0 " % sum(data[last : last + 512])
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"train.tar: not a whole, uncompressed tar archive \(a member of -512 bytes\)"):
+    with pytest.raises(
+        DataError, match=r"train.tar: not a complete, uncompressed tar archive \(a member of -512 bytes\)"
+    ):
         photos.load_photos(root)
 
 
@@ -129,7 +133,7 @@ def test_a_member_of_negative_size_is_refused_and_not_read_for_ever(root):
     ("name", "label", "message"),
     [("a.cls", b"7" * 5000, "a: a label of 5000 digits"), ("a.json", b"[" * 100_000, "a: an image without a label")],
 )
-def test_a_label_made_to_be_unreadable_is_refused_in_one_line(root, name, label, message):
+def test_a_hostile_label_is_refused_in_one_line(root, name, label, message):
     archive(root / "train.tar", **{"a.jpg": IMAGE, name: label})
     with pytest.raises(DataError) as caught:
         photos.load_photos(root)

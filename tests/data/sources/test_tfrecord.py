@@ -7,7 +7,7 @@ import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 import layouts
-from falconet.data.decode import UnreadableImageError
+from falconet.data.image_files import UnreadableImageError
 from falconet.data.sources import photos, tfrecord
 from falconet.errors import DataError
 
@@ -24,7 +24,7 @@ def records(folders, tmp_path):
     return layouts.tfrecords(folders, tmp_path / "records", boxes=BOXES)
 
 
-def test_images_labels_and_names_are_those_that_were_written(folders, records):
+def test_images_labels_and_names_are_read_as_written(folders, records):
     splits = photos.load_photos(records)
     assert splits.layout == "TFRecords"
     assert splits.class_names == layouts.CLASSES
@@ -34,7 +34,7 @@ def test_images_labels_and_names_are_those_that_were_written(folders, records):
         assert source.labels.tolist() == [label for _, label in written]
 
 
-def test_boxes_come_along(records):
+def test_boxes_are_read(records):
     objects = photos.load_photos(records).train.objects
     assert objects.annotated == 18
     np.testing.assert_allclose(objects[7], BOXES, rtol=1e-6)
@@ -48,7 +48,7 @@ def test_the_inner_folder_of_the_original_is_searched(records, tmp_path, inner):
     assert len(photos.load_photos(records).train) == 18
 
 
-def test_records_may_lie_in_a_folder_a_split(records):
+def test_records_may_be_in_one_folder_per_split(records):
     for split in ("train", "validation"):
         (records / split).mkdir()
         for path in records.glob(f"{split}-*"):
@@ -71,14 +71,14 @@ def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
     assert splits.class_names == ("0", "1", "2")
 
 
-def test_names_come_from_a_file_where_records_have_none(tmp_path):
+def test_names_come_from_a_file_if_records_have_none(tmp_path):
     image = layouts.encoded(layouts.photo(1))
     for split in ("train", "validation"):
         layouts.write_records(tmp_path / f"{split}-00000-of-00001", [layouts.example(image, 2)])
     (tmp_path / "labels.txt").write_text("cat\ndog\nrat\n")
     assert photos.load_photos(tmp_path).class_names == ("cat", "dog", "rat")
     (tmp_path / "labels.txt").write_text("cat\n")
-    with pytest.raises(DataError, match=r"labels.txt: names 1 class, the labels go to 1, from 0"):
+    with pytest.raises(DataError, match=r"labels.txt: names 1 class, but labels go from 0 to 1"):
         photos.load_photos(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_a_flipped_bit_in_an_image_is_named_when_it_is_read(records, monkeypatch
     begin, _, skip, _ = source._range(2)
     flipped(records / "train-00000-of-00003", begin + skip + 40)
     source.encoded(1)
-    with pytest.raises(UnreadableImageError, match="its bytes do not have their checksum"):
+    with pytest.raises(UnreadableImageError, match="checksum mismatch"):
         source.encoded(2)
     assert source.where(2) == f"{records / 'train-00000-of-00003'}: image at byte {begin + skip}"
 
@@ -120,26 +120,26 @@ def unlabelled(path):
 
 
 DAMAGE = {
-    "the record at byte 0 has a length that is not that of its checksum; damaged": lambda path: flipped(path, 2),
-    "the record at byte 0 has a length that is not that of its checksum; damaged ": huge,
+    "the record at byte 0 has a length that does not match its checksum": lambda path: flipped(path, 2),
+    "the record at byte 0 has a length that does not match its checksum ": huge,
     "ends within the record at byte 0; cut short?": lambda path: path.write_bytes(path.read_bytes()[:500]),
     "ends within the record at byte 0; cut short? ": lambda path: path.write_bytes(path.read_bytes()[:7]),
     "the record at byte 0 cannot be used: not a tf.train.Example": text,
-    "the record at byte 0 cannot be used: no 'image/class/label' in it": unlabelled,
-    "the record at byte 0 has the label 0; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+    "the record at byte 0 cannot be used: no 'image/class/label'": unlabelled,
+    "the record at byte 0 has the label 0; expected 1 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", 0)]
     ),
-    f"the record at byte 0 has the label {2**62}; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+    f"the record at byte 0 has the label {2**62}; expected 1 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", 2**62)]
     ),
-    "the record at byte 0 has the label -1; wanted 1 to 1,000,000": lambda path: layouts.write_records(
+    "the record at byte 0 has the label -1; expected 1 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", -1)]
     ),
 }
 
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGE.items())
-def test_damage_that_would_lead_astray_is_named(records, message, damage):
+def test_damage_is_named(records, message, damage):
     path = records / "train-00001-of-00003"
     damage(path)
     with pytest.raises(DataError) as caught:
@@ -156,7 +156,7 @@ def test_a_missing_shard_is_named(records):
 
 def test_records_without_a_validation_set_are_refused(records):
     (records / "validation-00000-of-00001").unlink()
-    with pytest.raises(DataError, match="TFRecords, but none is named validation-00000-of-"):
+    with pytest.raises(DataError, match="TFRecords, but none named validation-00000-of-"):
         photos.load_photos(records)
 
 
@@ -166,7 +166,7 @@ def test_shards_of_two_sets_are_refused(records):
         photos.load_photos(records)
 
 
-def test_a_shard_that_is_there_twice_is_not_read_twice(records):
+def test_a_duplicate_shard_is_refused(records):
     (records / "train").mkdir()
     (records / "train/train-00001-of-00003").write_bytes((records / "train-00001-of-00003").read_bytes())
     with pytest.raises(DataError) as caught:
@@ -174,14 +174,14 @@ def test_a_shard_that_is_there_twice_is_not_read_twice(records):
     assert str(caught.value) == f"{records}: train shards twice, in {records} and {records}/train"
 
 
-def test_a_folder_in_place_of_a_shard_is_told_in_one_line(records):
+def test_a_folder_in_place_of_a_shard_is_reported_in_one_line(records):
     (records / "train-00001-of-00003").unlink()
     (records / "train-00001-of-00003").mkdir()
     with pytest.raises(DataError, match=r"cannot be opened \(a folder, not a file\)"):
         photos.load_photos(records)
 
 
-def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
+def test_any_bytes_are_read_as_an_example_or_refused(tmp_path):
     """A thousand random changes of a record: an Example or a MalformedError, nothing else."""
     from falconet.data.sources.tfrecord import MalformedError, parse_example
 
@@ -201,7 +201,7 @@ def test_any_bytes_as_an_example_are_refused_or_read(tmp_path):
     assert seen == {"read", "refused"}
 
 
-def test_only_the_heads_are_read_for_the_index(records, monkeypatch):
+def test_indexing_does_not_read_the_images(records, monkeypatch):
     """A record of 500 kB takes a few pages: ImageNet's 150 GB are not read to know what is in them."""
     image = bytes(500_000)
     layouts.write_records(records / "train-00000-of-00003", [layouts.example(image, 1, synset="n01440764")] * 3)

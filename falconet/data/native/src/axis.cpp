@@ -1,4 +1,4 @@
-// Enlarging a component and resizing the result are both linear, so their weights are multiplied out here, once an
+// Enlarging a component and resizing the result are both linear, so their weights are multiplied out here, once per
 // axis, and the component is never enlarged: what other decoders do in two steps is one short sum over its own samples.
 #include "axis.hpp"
 
@@ -22,7 +22,7 @@ bool Axis::build(const AxisRequest& request) {
     weights_.assign(outputs * static_cast<size_t>(stride_), 0);
     pixel_weights_.resize(static_cast<size_t>(most_pixels));
     sample_weights_.resize(static_cast<size_t>(stride_));
-    // What is flipped there is flipped before it is sampled, so that an output begins at the other end of its pixels.
+    // What is flipped there is flipped before it is sampled, so that an output starts at the other end of its pixels.
     const double middle = 0.5 + (request.flip ? scale - 1 : 0);
     const int begin = request.sampled ? static_cast<int>(request.begin) : 0;
     const int box_end = static_cast<int>(std::ceil(request.end));

@@ -27,7 +27,7 @@ public:
 
     int lowest() const { return lowest_; }    // sample that any weight refers to
     int highest() const { return highest_; }  // one beyond the last
-    // With `origin` the sample that stands first in the plane. To be asked for once.
+    // `origin`: the first sample in the plane. Call it once.
     AxisView view(int origin);
 
 private:

@@ -16,7 +16,7 @@
 namespace falconet {
 namespace {
 
-// The next bits stand at the top of `window`. Only the low six bits of `count` mean anything: how many of them are
+// The next bits are at the top of `window`. Only the low six bits of `count` have a meaning: how many of them are
 // certain (0..63). The rest of the window holds true bits as well or zeros, so that or-ing them in again is harmless.
 // A refill never looks at the end: the caller pads the stream and looks at `next` after every MCU.
 struct BitReader {
@@ -84,7 +84,7 @@ inline uint8_t* unstuff(const uint8_t*& in, const uint8_t* end, uint8_t* out) {
         from += plain;
         out += plain;
 #endif
-        if (end - from < 2) {  // nothing left, or an FF with nothing behind it
+        if (end - from < 2) {  // nothing left, or an FF with nothing after it
             from = end;
             break;
         }

@@ -84,7 +84,7 @@ void open_all(Workspace& workspace, int32_t count, int32_t* sizes, int8_t* statu
 
 }  // namespace
 
-// A digest of the sources it was built from: binding.py refuses a library that is not theirs.
+// A digest of the sources it was built from: binding.py refuses a library built from others.
 FALCONET_API const char* falconet_sources() { return FALCONET_SOURCES; }
 
 FALCONET_API const char* falconet_processor() { return falconet::best_kernels().name; }
@@ -107,7 +107,7 @@ FALCONET_API void falconet_open(void* handle, int32_t count, const char* const* 
 }
 
 // The same from ranges of open files. ranges: count x (begin, size, skip, length), see files.hpp; checksums: count, or
-// null where there are none.
+// null if there are none.
 FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_t* files, const int64_t* ranges,
                                        const uint32_t* checksums, int32_t* sizes, int8_t* statuses) {
     Workspace& workspace = *static_cast<Workspace*>(handle);
@@ -115,7 +115,7 @@ FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_
         const int64_t* r = ranges + 4 * static_cast<size_t>(i);
         return falconet::Range{files[i], r[0], r[1], r[2], r[3], checksums != nullptr ? checksums[i] : 0};
     };
-    // A disk or a network likes many requests at once.
+    // Disks and networks are faster with many requests at once.
     for (int32_t i = 0; i < count; ++i) falconet::expect(range(i), workspace.limits.bytes);
     open_all(workspace, count, sizes, statuses, [&](int32_t i, Image& image) {
         return falconet::read_range(range(i), checksums != nullptr, workspace.limits.bytes, image.file, image.size);

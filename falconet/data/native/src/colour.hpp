@@ -92,7 +92,7 @@ inline void colour_row(const int16_t* y, const int16_t* cb, const int16_t* cr, i
             store_pixels(rgb, out, plane);
             continue;
         }
-        uint8_t tail[96];  // the row ends inside the vector: by way of here, so that nothing behind it is touched
+        uint8_t tail[96];  // the row ends inside the vector: by way of here, so that nothing after it is written
         store_pixels(rgb, tail, plane != 0 ? 32 : 0);
         const size_t left = static_cast<size_t>(size - x);
         if (plane == 0) std::memcpy(out, tail, 3 * left);

@@ -1,4 +1,4 @@
-// Eight bytes a step: by the processor's own instruction where it has one (9 GB/s), else by eight tables (2 GB/s).
+// Eight bytes per step: by the processor's instruction if it has one (9 GB/s), else by eight tables (2 GB/s).
 #include "crc32c.hpp"
 
 #include <array>

@@ -15,7 +15,7 @@ public:
 
     // What the header says; not ok: the image is left to another decoder.
     Status measure(const uint8_t* data, size_t size, int& width, int& height) const;
-    // Crops, resizes and flips into `out`: size x size x 3 bytes. Nothing in it has a meaning unless the answer is ok.
+    // Crops, resizes and flips into `out`: size x size x 3 bytes. Its content is undefined unless the result is ok.
     Status decode(const uint8_t* data, size_t size, const Request& request, uint8_t* out);
 
     const Kernels& kernels() const { return kernels_; }
@@ -35,7 +35,7 @@ private:
     Buffer<int16_t> sideways_, columns_[3], rows_;
 };
 
-// Where the restart intervals of a scan begin, and where the last one ends. False: they are not what they should be.
+// Where the restart intervals of a scan start, and where the last one ends. False: they are invalid.
 bool find_restarts(const uint8_t* data, const uint8_t* end, const Header& header, std::vector<size_t>& restarts);
 
 }  // namespace falconet

@@ -1,4 +1,4 @@
-// Huffman-coded blocks: decoding one, and passing over one whose values nobody needs.
+// Huffman-coded blocks: decoding one, and skipping one whose values are not needed.
 #pragma once
 #include "bits.hpp"
 #include "huffman.hpp"
@@ -34,7 +34,7 @@ __attribute__((noinline)) Entry long_code(const HuffmanTable& table, uint64_t wi
     return entry_of(0, 1, invalid_code, false) | incomplete;
 }
 
-// The next code's entry, and a whole window behind its code. Every symbol is followed by a refill and takes at most
+// The next code's entry, and a full window after its code. Every symbol is followed by a refill and takes at most
 // 31 of the window's bits, so that enough are left to look the next one up before that refill, whose work is then done
 // in the time the table takes to answer.
 template <int index_bits>
@@ -89,7 +89,7 @@ FALCONET_INLINE uint64_t skip_block(const HuffmanTable& table, BitReader& in, ui
     return position;
 }
 
-// The coefficients up to zig-zag position `last`; the rest is passed over.
+// The coefficients up to zig-zag position `last`; the rest is skipped.
 FALCONET_INLINE uint64_t ac_block_until(const HuffmanTable& table, BitReader& in, uint64_t last, int16_t* block) {
     uint64_t position = 0;
     while (position < last) ac_symbol(table, in, position, block);

@@ -42,7 +42,7 @@ Status check(const Range& range, int64_t most) {
 void expect(const Range& range, int64_t most) {
     if (check(range, most) != Status::ok) return;
 #if defined(POSIX_FADV_WILLNEED)
-    constexpr int64_t request = 128 << 10;  // of a longer one Linux reads only a beginning
+    constexpr int64_t request = 128 << 10;  // Linux reads only this much of a longer one
     for (int64_t done = 0; done < range.size; done += request)
         posix_fadvise(range.file, static_cast<off_t>(range.begin + done),
                       static_cast<off_t>(std::min(request, range.size - done)), POSIX_FADV_WILLNEED);

@@ -21,10 +21,10 @@ struct Range {
 // Whether such a range can be, whatever its file holds, and has at most `most` bytes; the two below ask it first.
 Status check(const Range& range, int64_t most);
 
-// Asks the system to begin reading; nothing waits for it.
+// Asks the system to start reading; nothing waits for it.
 void expect(const Range& range, int64_t most);
 
-// Reads a range of at most `most` bytes and leaves the image alone at the beginning of `buffer`.
+// Reads a range of at most `most` bytes and leaves the image alone at the start of `buffer`.
 Status read_range(const Range& range, bool checked, int64_t most, Buffer<uint8_t>& buffer, size_t& size);
 
 }  // namespace falconet

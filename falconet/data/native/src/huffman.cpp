@@ -1,4 +1,4 @@
-// Building the look-up tables of huffman.hpp; a few microseconds a table, and most photographs bring their own.
+// Building the look-up tables of huffman.hpp; a few microseconds per table, and most photos have their own.
 #include "huffman.hpp"
 
 #include <cstring>
@@ -46,7 +46,7 @@ void HuffmanTable::fill_fast(const uint8_t lengths[256], int index_bits, bool ac
     for (int place = 0; place < size && lengths[place] <= index_bits; ++place) {
         const int symbol = symbols[place], moves = ac ? advance(symbol) : 0;
         const bool valued = (symbol & 15) != 0, sign_known = lengths[place] < index_bits;
-        // The bit behind the code is the sign where there is a value.
+        // The bit after the code is the sign if there is a value.
         for (int sign = 0; sign < 2; ++sign) {
             const Entry one =
                 valued && !sign_known ? incomplete : entry_of(symbol, lengths[place], moves, valued && sign == 0);

@@ -15,9 +15,9 @@ namespace falconet {
 using Entry = uint64_t;
 constexpr Entry incomplete = 0x40;
 
-constexpr int ac_bits = 10;    // of the index: 8 KiB a table, and with two of them half of the nearest cache
+constexpr int ac_bits = 10;    // of the index: 8 KiB per table, and with two of them half of the nearest cache
 constexpr int dc_bits = 8;     // 2 KiB
-constexpr int skip_bits = 10;  // 4 KiB; several symbols at once, for blocks whose values nobody needs
+constexpr int skip_bits = 10;  // 4 KiB; several symbols at once, for blocks whose values are not needed
 
 // How far the end-of-block code moves on. A block ends well at position 63 exactly, or beyond 128 by this code; what
 // ends between has run over its end, and an invalid code is given the distance 64 so that it ends there too.
@@ -25,7 +25,7 @@ constexpr int end_of_block = 128;
 constexpr int invalid_code = 64;
 
 struct HuffmanTable {
-    // As the file has it.
+    // As in the file.
     bool present = false;     // defined in this image
     uint8_t counts[17] = {};  // codes of each length 1..16
     uint8_t symbols[256] = {};

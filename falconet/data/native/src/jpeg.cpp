@@ -1,4 +1,4 @@
-// Parsing of markers. Every length is checked against the bytes there are before anything behind it is read.
+// Parsing of markers. Every length is checked against the bytes there are before anything after it is read.
 #include "jpeg.hpp"
 
 #include <cstring>
@@ -37,11 +37,11 @@ struct Segment {
 
 Status read_frame(const Segment& s, Header& header) {
     if (s.size < 6) return Status::damaged;
-    if (s.byte(0) != 8) return Status::unsupported;  // bits a sample
+    if (s.byte(0) != 8) return Status::unsupported;  // bits per sample
     header.height = s.word(1);
     header.width = s.word(3);
     header.components = s.byte(5);
-    // A height of 0 is given behind the scan (DNL); nobody writes that.
+    // A height of 0 means that it follows the scan (DNL); no encoder writes that.
     if (header.width == 0 || header.height == 0) return Status::unsupported;
     if (header.components != 1 && header.components != 3) return Status::unsupported;
     if (s.size != 6 + 3 * header.components) return Status::damaged;
@@ -105,7 +105,7 @@ Status read_quantisation(const Segment& s, Tables& tables) {
 
 Status read_scan(const Segment& s, Header& header) {
     const int components = s.size > 0 ? s.byte(0) : 0;
-    if (components != header.components) return Status::unsupported;  // one component a scan, or several scans
+    if (components != header.components) return Status::unsupported;  // one component per scan, or several scans
     if (s.size != 1 + 2 * components + 3) return Status::damaged;
     for (int c = 0; c < components; ++c) {
         Component& component = header.component[c];
@@ -117,7 +117,7 @@ Status read_scan(const Segment& s, Header& header) {
     return Status::ok;
 }
 
-// Whether the three components are YCbCr, by the rules libjpeg goes by; where it is not certain, it is not ours.
+// Whether the three components are YCbCr, by libjpeg's rules; an uncertain case is left to Pillow.
 bool is_ycbcr(const Header& header) {
     if (header.components == 1) return true;
     if (header.adobe_transform == 0) return false;

@@ -21,7 +21,7 @@ struct Header {
     int max_across = 1, max_down = 1;
     int restart_interval = 0;  // MCUs; 0: none
     int adobe_transform = -1;  // -1: no Adobe marker
-    size_t scan = 0;           // where the entropy-coded bytes begin
+    size_t scan = 0;           // where the entropy-coded bytes start
 
     int mcus_across() const { return (width + 8 * max_across - 1) / (8 * max_across); }
     int mcus_down() const { return (height + 8 * max_down - 1) / (8 * max_down); }
@@ -33,7 +33,7 @@ struct Tables {
     alignas(32) int16_t quant[4][64];  // row by row, as the coefficients are
 };
 
-// Reads the markers of `size` bytes. Without tables it only says what the image is, and whether it is one of ours.
+// Reads the markers of `size` bytes. Without tables it only says what the image is, and whether this decoder supports it.
 Status read_header(const uint8_t* data, size_t size, Header& header, Tables* tables);
 
 // Makes the look-up tables the image's components need. `skipping`: some blocks' values are not needed.

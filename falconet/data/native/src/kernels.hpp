@@ -9,25 +9,25 @@
 
 namespace falconet {
 
-// A component of the scan and where its pixels go. A plane lies on its side, column after column, because the blocks
+// A component of the scan and where its pixels go. A plane is stored sideways, column after column, because the blocks
 // come out of the transform that way and the first resize runs down the columns; pixels are value - 128.
 struct ScanComponent {
     const HuffmanTable* dc;
     const HuffmanTable* ac;
     const int16_t* quant;
     int across, down;      // blocks in an MCU
-    int wide, high;        // pixels a block is decoded to: 8, or 4, 2, 1 of a picture that is much too large
+    int wide, high;        // pixels a block is decoded to: 8, or 4, 2, 1 of a picture that is much larger than the output
     uint64_t last_needed;  // zig-zag position of the highest frequency among those
     int8_t* plane;
     ptrdiff_t stride;  // from one column to the next
     int8_t* spare;     // 8 columns for the second block where there is no second one
 };
 
-// Which MCUs of an entropy-coded scan are wanted: columns x0 to x1, rows y0 to y1.
+// Which MCUs of an entropy-coded scan are needed: columns x0 to x1, rows y0 to y1.
 struct Scan {
     const uint8_t* data;     // what follows the SOS marker
     const uint8_t* end;      // of the file
-    const size_t* restarts;  // where each restart interval begins, relative to data, and where the last one ends
+    const size_t* restarts;  // where each restart interval starts, relative to data, and where the last one ends
     int restart_interval;    // MCUs; 0: none, and no `restarts`
     int components;
     ScanComponent component[3];

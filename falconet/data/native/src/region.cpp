@@ -22,7 +22,7 @@ int side_for(const Request& request) {
     return side;
 }
 
-bool lies_in(const Request& request, const Header& header) {  // written so that a NaN lies nowhere
+bool lies_in(const Request& request, const Header& header) {  // written so that a NaN is outside
     return request.x0 >= 0 && request.x0 < request.x1 && request.x1 <= header.width && request.y0 >= 0 &&
            request.y0 < request.y1 && request.y1 <= header.height;
 }

@@ -31,7 +31,7 @@ struct Region {
     Axis across[3], down[3];
 
     Status plan(const Header& header, const Request& request, const Limits& limits);
-    // Whether some MCUs before the last wanted one are not wanted themselves.
+    // Whether some MCUs before the last needed one are not needed.
     bool skips(const Header& header) const { return mcu_x0 > 0 || mcu_y0 > 0 || mcu_x1 < header.mcus_across(); }
     int padded_size(const Request& request) const {
         return (request.size + vector_pixels - 1) / vector_pixels * vector_pixels;

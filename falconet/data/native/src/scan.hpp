@@ -1,4 +1,4 @@
-// The wanted MCUs of a scan, from entropy-coded bytes to planes of pixels.
+// The needed MCUs of a scan, from entropy-coded bytes to planes of pixels.
 #pragma once
 #include "idct.hpp"
 #include "kernels.hpp"
@@ -122,7 +122,7 @@ Status decode_interval(ScanState& state, const uint8_t* clean_end, int64_t first
     return inside && state.valid ? Status::ok : Status::damaged;
 }
 
-// Whether any MCU of first to last is wanted.
+// Whether any MCU of first to last is needed.
 bool interval_wanted(const Scan& scan, int64_t first, int64_t last) {
     const int64_t across = scan.mcus_across;
     const int64_t from = first / across < scan.y0 ? scan.y0 : first / across;
@@ -153,7 +153,7 @@ Status decode_scan(const Scan& scan) {
             end = scan.data + scan.restarts[number + 1];
         }
         uint8_t* clean_end = unstuff(from, end, scan.clean);
-        // Without restarts the scan has to be whole, down to the end-of-image marker behind it.
+        // Without restarts the scan has to be whole, up to the end-of-image marker after it.
         if (scan.restart_interval == 0 && (end - from < 2 || from[1] != marker_eoi)) return Status::damaged;
         std::memset(clean_end, 0, clean_zeros);
         status = decode_interval(state, clean_end, first, last);

@@ -1,5 +1,5 @@
 // Decodes the symbols twice, once to count them and once to write them again: slower than keeping the coefficients, but
-// it takes no memory to speak of, and an image is packed only once.
+// it takes hardly any memory, and an image is packed only once.
 #include "transcode.hpp"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ int bits_of(int value) {
     return size != 0 ? 32 - __builtin_clz(size) : 0;
 }
 
-// Every block of the scan in order: visit(component, first of a restart interval, coefficients), which says false to
+// Every block of the scan in order: visit(component, first of a restart interval, coefficients), which returns false to
 // stop.
 template <class Visit>
 Status each_block(const uint8_t* data, size_t size, const Header& header, const Tables& tables,

@@ -1,4 +1,4 @@
-// The same JPEG with restart markers, so that a crop is decoded without what lies before it. Lossless: the quantised
+// The same JPEG with restart markers, so that a crop is decoded without what precedes it. Lossless: the quantised
 // coefficients are the same, so every decoder gives the same pixels.
 #pragma once
 #include <cstddef>

@@ -1,7 +1,8 @@
-"""Work on threads: in order, bounded, and gone when it is no longer wanted."""
+"""Jobs on threads: in order, bounded, and ended when they are no longer needed."""
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -9,11 +10,11 @@ from falconet.data.loader import in_order
 
 
 class Square:
-    """A job of two parts; notes when it is begun."""
+    """A job of two parts; notes when it is started."""
 
-    def __init__(self, number, begun=None, fails=False):
-        if begun is not None:
-            begun.append(number)
+    def __init__(self, number, started=None, fails=False):
+        if started is not None:
+            started.append(number)
         self.number, self.done, self.fails = number, [], fails
 
     def parts(self):
@@ -21,7 +22,7 @@ class Square:
 
     def do(self, part):
         if self.fails:
-            raise FileNotFoundError("a job's own error")
+            raise FileNotFoundError("the job's error")
         time.sleep(0.002 * (self.number % 3))  # later jobs finish first
         self.done.append(part)
 
@@ -41,33 +42,34 @@ def test_results_come_in_order(workers):
 
 
 @pytest.mark.parametrize(("workers", "most"), [(0, 1), (1, 4), (3, 4)])
-def test_no_more_jobs_are_begun_than_asked(workers, most):
-    begun = []
-    results = in_order((Square(number, begun) for number in range(100)), workers=workers, ahead=6)
+def test_no_more_jobs_are_started_than_allowed(workers, most):
+    started = []
+    results = in_order((Square(number, started) for number in range(100)), workers=workers, ahead=6)
     next(results)
-    assert len(begun) == most
+    assert len(started) == most
     next(results)
-    assert len(begun) == most + 1
+    assert len(started) == most + 1
     results.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_comes_out_as_it_was_raised_and_ends_the_threads(workers):
+def test_an_error_is_raised_unchanged_and_ends_the_threads(workers):
     results = in_order((Square(number, fails=number == 3) for number in range(20)), workers=workers, ahead=8)
     given = [next(results) for _ in range(3)]
-    with pytest.raises(FileNotFoundError, match="a job's own error"):
+    with pytest.raises(FileNotFoundError, match="the job's error"):
         next(results)
     assert given == [0, 1, 4]
     assert data_threads() == []
 
 
 def test_leaving_early_ends_the_threads():
-    for result in in_order(map(Square, range(1000)), workers=3, ahead=12):
-        if result == 4:
-            break
-    deadline = time.monotonic() + 60
-    while data_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    results = in_order(map(Square, range(1000)), workers=3, ahead=12)
+    assert next(results) == 0
+    threads = data_threads()
+    assert threads
+    del results  # what a loop does that is left by a break
+    for thread in threads:
+        thread.join(timeout=60)
     assert data_threads() == []
 
 
@@ -87,23 +89,35 @@ class Rows:
         return [part for number, part in list(self.all) if number == self.number]
 
 
-def settled(done, expected):
-    """How many parts were done when nothing moves any more."""
-    deadline = time.monotonic() + 60  # the threads may wait for a core
-    while len(done) < expected and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.05)
-    return len(done)
-
-
 @pytest.mark.parametrize(("ahead", "parts"), [(0, 0), (1, 0), (2, 1), (5, 2), (8, 4), (13, 6)])
-def test_rows_beyond_the_job_handed_over_are_bounded_within_a_job_too(ahead, parts):
+def test_rows_beyond_the_job_handed_over_are_bounded_within_a_job_too(ahead, parts, monkeypatch):
+    """An executor that works at once shows all that was given to the threads, without waiting."""
+
+    class AtOnce:
+        def __init__(self, workers, **names):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def submit(self, do, part):
+            do(part)
+            done_at_once = Future()
+            done_at_once.set_result(None)
+            return done_at_once
+
+        def shutdown(self, **how):
+            pass
+
+    monkeypatch.setattr("falconet.data.loader.ThreadPoolExecutor", AtOnce)
     done = []
     results = in_order((Rows(number, done) for number in range(50)), workers=2, ahead=ahead)
     for number in range(3):
         assert sorted(next(results)) == [(0, 2), (2, 4), (4, 6), (6, 8)]
-        expected = 4 * (number + 1) + parts
-        assert settled(done, expected) == expected
+        assert len(done) == 4 * (number + 1) + parts
     results.close()
 
 

@@ -1,4 +1,4 @@
-"""Decoding on the device: the host's crops and flips, close to Pillow, and the host for what the device refuses."""
+"""Decoding on the device: the host's crops and flips, close to Pillow; the host decodes what the device refuses."""
 
 import io
 import threading
@@ -9,18 +9,18 @@ import pytest
 import torch
 from PIL import Image
 
-from falconet.data.buffers import Allowance
 from falconet.data.crops import Crops
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Feed, Intake, Loader
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader
-from falconet.data.source import FileSource
+from falconet.data.readers import PillowReader
+from falconet.data.storage import FileSource
 
 pytestmark = pytest.mark.gpu
 
 PREPROCESSING = Preprocessing(image_size=64, resize=73, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 COUNT = 24
+DEVICE = torch.device("cuda", 0)
 
 
 def photo(number, side=160):
@@ -70,17 +70,23 @@ def _png(image):
 SAMPLED = replace(PREPROCESSING, antialias=False)
 
 
-def landing_of(source, augment, preprocessing=PREPROCESSING):
-    from falconet.data.gpu import DeviceLanding, bytes_of
+def device_rows(source, augment, preprocessing=PREPROCESSING):
+    from falconet.data.gpu import DeviceRows
 
-    crops = Crops.of(preprocessing, augment=augment, seed=6, objects=None)
-    return DeviceLanding(torch.device("cuda", 0), encoded=bytes_of(source), crops=crops, allowance=Allowance(portion=7))
+    crops, host = Crops(preprocessing=preprocessing, augment=augment, seed=6), pillow(source, augment, preprocessing)
+    return DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7)
+
+
+def resources(workers):
+    from falconet.data.gpu import DeviceBuffers
+
+    return Resources(workers=workers, device=DEVICE, buffers=DeviceBuffers(DEVICE))
 
 
 def pillow(source, augment, preprocessing=PREPROCESSING):
     bad = BadImages(100, note=lambda message: None)
-    crops = Crops.of(preprocessing, augment=augment, seed=6, objects=None)
-    return FileReader(source, crops=crops, bad=bad)
+    crops = Crops(preprocessing=preprocessing, augment=augment, seed=6, objects=None)
+    return PillowReader(source, crops=crops, bad=bad)
 
 
 def decibels(one, other):
@@ -89,13 +95,13 @@ def decibels(one, other):
 
 @pytest.mark.parametrize("preprocessing", [PREPROCESSING, SAMPLED], ids=["antialiased", "sampled"])
 @pytest.mark.parametrize("augment", ["crop-flip", "none"])
-def test_rows_agree_with_pillow_and_what_the_device_refuses_is_pillows_own(source, augment, preprocessing):
+def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, augment, preprocessing):
     indices, host = np.arange(COUNT), pillow(source, augment, preprocessing)
     wanted = np.empty((COUNT, 64, 64, 3), np.uint8)
     wanted_read = host.read(indices, epoch=3, out=wanted)
-    landing = landing_of(source, augment, preprocessing)
-    images = landing.room(COUNT, size=64).images
-    read = landing.fill(images, host, indices, epoch=3)
+    rows = device_rows(source, augment, preprocessing)
+    images = resources(0).batch_for(rows, COUNT).images.permute(0, 2, 3, 1)
+    read = rows.read(indices, epoch=3, out=images)
     found = images.cpu().numpy()
     assert read[:-1].tolist() == wanted_read[:-1].tolist()  # the last one is garbage to both
     whole = COUNT - 8
@@ -107,16 +113,15 @@ def test_rows_agree_with_pillow_and_what_the_device_refuses_is_pillows_own(sourc
     assert (found[whole + 1 : whole + 7] == wanted[whole + 1 : whole + 7]).all()
 
 
-def intake(source, workers, augment="crop-flip"):
-    reader, landing = pillow(source, augment), landing_of(source, augment)
-    return Intake(reader=reader, labels=source.labels, workers=workers, landing=landing)
+def loader_of(source, workers, **shape):
+    rows, shape = device_rows(source, "crop-flip"), BatchShape(**shape)
+    return Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources(workers))
 
 
 def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
     def batches(workers):
-        loader = Loader(intake(source, workers), shape=BatchShape(micro_batch=6, accumulation=2), seed=6)
-        feed = Feed(loader.streamed(1), device=torch.device("cuda", 0), ring=loader.ring)
-        return [(batch.images.cpu(), batch.labels.cpu()) for update in feed for batch in update]
+        updates = loader_of(source, workers, micro_batch=6, accumulation=2).updates(1)
+        return [(batch.images.cpu(), batch.labels.cpu()) for update in updates for batch in update]
 
     one, three = batches(1), batches(3)
     assert len(one) == 4
@@ -128,7 +133,8 @@ def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
 
 
 def test_evaluation_pads_with_black(source):
-    loader = EvaluationLoader(intake(source, 2, "none"), shape=BatchShape(micro_batch=16))
+    rows, shape = device_rows(source, "none"), BatchShape(micro_batch=16)
+    loader = EvaluationLoader(rows, labels=source.labels, shape=shape, resources=resources(2))
     *_, last = loader.batches()
     assert last.labels[COUNT - 16 :].eq(-1).all()
     assert last.images[COUNT - 16 :].sum().item() == 0
@@ -136,30 +142,18 @@ def test_evaluation_pads_with_black(source):
 
 def test_memory_is_not_reused_while_the_consumer_computes(source):
     """Batches held for a while keep their pixels, though others are decoded meanwhile."""
-    device = torch.device("cuda", 0)
-    loader = Loader(intake(source, 3), shape=BatchShape(micro_batch=4), seed=6)
-    busy = torch.randn(4096, 4096, device=device)
+    loader = loader_of(source, 3, micro_batch=4)
+    busy = torch.randn(4096, 4096, device=DEVICE)
     sums, wanted = [], []
     for epoch in range(4):
-        for update in Feed(loader.streamed(epoch), device=device):
+        for update in loader.updates(epoch):
             for _ in range(5):
                 busy = busy @ busy * 1e-3
             sums.append(update[0].images.long().sum())
             del update
     torch.cuda.synchronize()
     for epoch in range(4):
-        for update in Feed(loader.streamed(epoch), device=device):
+        for update in loader.updates(epoch):
             wanted.append(update[0].images.long().sum())
             torch.cuda.synchronize()
     assert torch.equal(torch.stack(sums), torch.stack(wanted))
-
-
-def test_no_more_is_read_ahead_than_the_allowance_says():
-    from falconet.data.gpu import DeviceLanding
-
-    crops = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
-    landing = DeviceLanding(
-        torch.device("cuda", 0), encoded=lambda _: None, crops=crops, allowance=Allowance(most=10 * 64 * 64 * 3)
-    )
-    assert landing.ahead(256, size=64) == 10
-    assert landing.ahead(4, size=64) == 4

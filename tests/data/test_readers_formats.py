@@ -1,4 +1,4 @@
-"""What is found under the names of photos: decoded right, or refused by name and counted, from every kind of source."""
+"""Files that photo folders contain in practice: decoded correctly, or named and counted, from every kind of source."""
 
 import io
 
@@ -8,7 +8,8 @@ from PIL import Image
 
 import layouts
 from falconet.data import crops, readers
-from falconet.data.decode import BadImages
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.sources import photos
@@ -112,11 +113,11 @@ def decoder(request, monkeypatch):
 
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
-def test_each_is_decoded_right_or_refused_by_name_and_counted(roots, decoder, name):
+def test_each_file_is_decoded_correctly_or_named_and_counted(roots, decoder, name):
     train = photos.load_photos(roots[name]).train
     said = []
     bad = BadImages(len(REFUSED), note=said.append)
-    reader = reader_for(train, preprocessing=PREPROCESSING, augment="none", seed=0, bad=bad)
+    reader = reader_for(train, crops=Crops(preprocessing=PREPROCESSING, augment="none", seed=0), bad=bad)
     count = len(EVERY)
     indices = np.arange(1, count + 1)  # after the one ordinary photo of the class
     out = np.full((count, 32, 32, 3), 255, np.uint8)

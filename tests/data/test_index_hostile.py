@@ -1,4 +1,4 @@
-"""An index that somebody else wrote, checksum and all: refused with one line and made again, or harmless."""
+"""A forged index with a valid checksum: refused in one line and made again, or harmless."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from safetensors.numpy import load
 import layouts
 from falconet.data import index
 from falconet.data.index import FOLDER, Found
-from falconet.data.sources import photos
+from falconet.data.sources import bounding_boxes, photos
 
 XML = (
     "<a><size><width>9</width><height>9</height></size><object><bndbox>"
@@ -23,7 +23,7 @@ XML = (
 
 
 def old(root):
-    """As if all of it had been made long ago: an index is not believed beside what has just changed."""
+    """Date everything back: an index is not used if something has just changed."""
     for path in (root, *root.rglob("*")):
         os.utime(path, ns=(10**18, 10**18))
 
@@ -44,9 +44,7 @@ def made(tmp_path_factory):
     for root in roots.values():
         old(root)
         photos.load_photos(root)
-    photos.read_boxes(
-        roots["class folders"]
-    )  # the index is beside what it is of, so that no user's folder is looked into
+    bounding_boxes.read_boxes(roots["class folders"] / "bbox")
     return {name: (root, next((root / FOLDER).glob("[ft]*.safetensors"))) for name, root in roots.items()} | {
         "boxes": (roots["class folders"], roots["class folders"] / FOLDER / "boxes-bbox.safetensors")
     }
@@ -72,7 +70,7 @@ def forged(made, capfd):
 def seen(layout, root):
     """What is found in a folder, as plain values; every file that would be read is below it."""
     if layout == "boxes":
-        return {name: own.tolist() for name, own in photos.read_boxes(root)[0].items()}
+        return {name: own.tolist() for name, own in bounding_boxes.read_boxes(root / "bbox").items()}
     splits = photos.load_photos(root)
     every = []
     for source in (splits.train, splits.validation):
@@ -162,12 +160,12 @@ FORGERIES = {
     "a file above to look at": ("class folders", stamped(b"../../secret")),
     "a file elsewhere to look at": ("class folders", stamped(b"/etc/shadow")),
     "a file by a detour": ("class folders", stamped(b"train/../../x")),
-    "a place behind the file": ("TFRecords", rewritten(train__begins=at(0, 10**9))),
+    "a range after the end of the file": ("TFRecords", rewritten(train__begins=at(0, 10**9))),
     "a place before the file": ("tar archives", rewritten(train__begins=at(0, -5))),
     "a place that overflows": ("tar archives", rewritten(train__begins=at(2, 2**63 - 1))),
     "a size beyond the file": ("TFRecords", rewritten(train__sizes=at(1, 2**32 - 1))),
     "an image longer than its record": ("TFRecords", rewritten(train__lengths=at(1, 2**32 - 1))),
-    "an image behind its record": ("TFRecords", rewritten(train__skips=at(1, 2**32 - 1))),
+    "an image after the end of its record": ("TFRecords", rewritten(train__skips=at(1, 2**32 - 1))),
     "a shard that is not there": ("TFRecords", rewritten(train__shards=at(0, 3))),
     "a shard before the first": ("tar archives", rewritten(validation__shards=at(0, -1))),
     "a column that does not belong": ("tar archives", rewritten(train__checksums=np.zeros(2, np.uint32))),
@@ -197,13 +195,13 @@ def test_a_forged_index_is_refused_in_one_line_and_made_again(made, forged, layo
     assert lines[0].endswith(f"); searching {root} again")
 
 
-def test_an_index_that_is_right_is_used_without_a_word(made, forged):
+def test_a_valid_index_is_used_silently(made, forged):
     for layout, (root, _) in made.items():
         assert forged(layout, rewritten()) == (seen(layout, root), [])
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a folder"])
-def test_an_index_that_is_no_file_is_as_if_it_were_not_there(made, tmp_path, kind):
+def test_an_index_that_is_not_a_file_is_ignored(made, tmp_path, kind):
     root = shutil.copytree(made["tar archives"][0], tmp_path / "tar")
     place = root / FOLDER / "tar.safetensors"
     place.unlink()
@@ -226,7 +224,7 @@ QUIET = settings(deadline=None, max_examples=60, suppress_health_check=list(Heal
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords", "tar archives", "boxes"])
 @QUIET
 @given(data=st.data())
-def test_whatever_numbers_an_index_holds_nothing_beyond_the_data_is_read(made, forged, layout, data):
+def test_no_numbers_in_an_index_cause_reads_beyond_the_data(made, forged, layout, data):
     """`seen` holds every place against the files; the numbers have their checksum."""
     arrays = sorted(load(made[layout][1].read_bytes()).items())
     name, column = data.draw(st.sampled_from(arrays))
@@ -247,7 +245,7 @@ def test_whatever_numbers_an_index_holds_nothing_beyond_the_data_is_read(made, f
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords"])
 @QUIET
 @given(data=st.data())
-def test_whatever_bytes_an_index_holds_the_same_images_are_found(made, forged, layout, data):
+def test_no_bytes_in_an_index_change_the_images_found(made, forged, layout, data):
     whole = made[layout][1].read_bytes()
     begin = data.draw(st.integers(0, len(whole) - 1))
     odd = data.draw(st.binary(min_size=1, max_size=20))

@@ -1,4 +1,4 @@
-"""Downloading: whole and checked, or one line and nothing left behind."""
+"""Downloading: complete and checked, or one line and no files."""
 
 import hashlib
 import io
@@ -65,15 +65,15 @@ def archive_of(address, content):
 GOOD = packed("set/train.bin", b"records" * 1000)
 
 
-def test_the_folder_is_unpacked_and_nothing_else_stays(tmp_path, serve):
-    download(archive_of(serve(GOOD), GOOD), into=tmp_path / "new", folder="set", wanted="set: not found")
+def test_the_folder_is_unpacked_and_nothing_else_remains(tmp_path, serve):
+    download(archive_of(serve(GOOD), GOOD), into=tmp_path / "new", folder="set", missing="set: not found")
     assert (tmp_path / "new/set/train.bin").read_bytes() == b"records" * 1000
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["set"]
 
 
 def refused(tmp_path, archive):
     with pytest.raises(DataError) as caught:
-        download(archive, into=tmp_path, folder="set", wanted="set: not found")
+        download(archive, into=tmp_path, folder="set", missing="set: not found")
     assert list(tmp_path.iterdir()) == []
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -82,7 +82,7 @@ def refused(tmp_path, archive):
 def test_a_wrong_checksum_is_refused(tmp_path, serve):
     archive = Archive(address=f"{serve(GOOD)}/set.tar.gz", md5="0" * 32)
     wanted = (
-        f"set: not found; {archive.address} came with md5 {hashlib.md5(GOOD).hexdigest()}, wanted {'0' * 32}; "
+        f"set: not found; {archive.address} has md5 {hashlib.md5(GOOD).hexdigest()}, expected {'0' * 32}; "
         "put set.tar.gz, unpacked, there"
     )
     assert refused(tmp_path, archive) == wanted
@@ -106,7 +106,7 @@ def test_a_connection_refused_is_named(tmp_path, monkeypatch):
     assert "cannot be reached ([Errno 111] Connection refused)" in message
 
 
-def test_an_archive_that_reaches_outside_is_refused(tmp_path, serve):
+def test_an_archive_with_paths_outside_is_refused(tmp_path, serve):
     hostile = packed("../outside", b"x")
     message = refused(tmp_path, archive_of(serve(hostile), hostile))
     assert "download failed" in message
@@ -127,17 +127,17 @@ def test_a_connection_that_breaks_is_named(tmp_path, monkeypatch):
     assert "cannot be reached (garbled answer)" in refused(tmp_path, archive)
 
 
-def test_a_place_that_is_no_folder_is_named_and_the_answer_closed(tmp_path, monkeypatch):
+def test_a_target_that_is_not_a_folder_is_named_and_the_response_closed(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     answer = io.BytesIO(GOOD)
     monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: answer)
     with pytest.raises(DataError, match="download failed"):
-        download(archive_of("http://x", GOOD), into=tmp_path / "file", folder="set", wanted="set: not found")
+        download(archive_of("http://x", GOOD), into=tmp_path / "file", folder="set", missing="set: not found")
     assert answer.closed
 
 
-def test_a_folder_that_came_meanwhile_is_kept(tmp_path, serve):
+def test_a_folder_created_meanwhile_is_kept(tmp_path, serve):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/train.bin").write_bytes(b"of another process")
-    download(archive_of(serve(GOOD), GOOD), into=tmp_path, folder="set", wanted="set: not found")
+    download(archive_of(serve(GOOD), GOOD), into=tmp_path, folder="set", missing="set: not found")
     assert (tmp_path / "set/train.bin").read_bytes() == b"of another process"

@@ -1,4 +1,4 @@
-"""Reading CIFAR's pickles: their numbers come out, their code does not run."""
+"""CIFAR's pickles: their numbers are read, their code does not run."""
 
 import io
 import os
@@ -41,7 +41,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_arrays_lists_and_bytes_come_out(tmp_path, way):
+def test_arrays_lists_and_bytes_are_read(tmp_path, way):
     path = tmp_path / "batch"
     path.write_bytes(way({b"data": DATA, b"labels": [3, 1, 2]}))
     stored = read_arrays(path)
@@ -67,7 +67,7 @@ def test_a_hostile_file_runs_nothing(tmp_path, protocol):
     assert not proof.exists()
 
 
-def test_the_hostile_file_would_run_elsewhere(tmp_path):
+def test_an_ordinary_unpickler_would_run_the_hostile_file(tmp_path):
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 
@@ -101,7 +101,7 @@ def test_anything_else_is_refused_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path):
+def test_damaged_bytes_are_either_read_or_refused(tmp_path):
     path = tmp_path / "batch"
     whole = np.frombuffer(as_python2({b"data": DATA, b"labels": [3, 1, 2]}), np.uint8)
     generator = np.random.default_rng(0)

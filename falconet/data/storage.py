@@ -1,16 +1,16 @@
-"""Boxes of annotated objects, image by image."""
+"""Where images are stored: in memory, in files, or in shards; with their labels, names and annotated objects."""
 
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from falconet.data.decode import UnreadableImageError, read_regular
+from falconet.data.image_files import UnreadableImageError, read_regular
 from falconet.data.keyed import IntArray
 from falconet.data.preprocessing import Channels, Preprocessing, short_side
 from falconet.data.shards import Readahead, Shards, crc32c
@@ -20,7 +20,7 @@ BoxArray = npt.NDArray[np.float32]  # M x 4: x0, y0, x1, y1 as shares of the ima
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """The objects of N images; those of image i are boxes[first[i] : first[i + 1]], possibly none."""
+    """Annotated objects of N images; those of image i are boxes[first[i] : first[i + 1]], possibly none."""
 
     boxes: BoxArray
     first: IntArray  # N + 1
@@ -39,21 +39,24 @@ class Objects:
     def __getitem__(self, image: int) -> BoxArray:
         return self.boxes[self.first[image] : self.first[image + 1]]
 
+    def subset(self, chosen: IntArray) -> "Objects":
+        return Objects.of([self[index] for index in chosen.tolist()])
+
     @property
     def annotated(self) -> int:
-        """Images with an object."""
+        """How many images have an object."""
         return int(np.count_nonzero(np.diff(self.first)))
 
 
 def proper(boxes: npt.NDArray[np.floating]) -> BoxArray:
-    """The boxes clipped to the image, without those that have no area; annotations have both mistakes."""
+    """Clip the boxes to the image and drop those without an area; annotations contain both mistakes."""
     clipped = np.clip(np.asarray(boxes, np.float32).reshape(-1, 4), 0.0, 1.0)
-    held = (clipped[:, 0] < clipped[:, 2]) & (clipped[:, 1] < clipped[:, 3])  # false for nan too
-    return clipped[held]
+    kept = (clipped[:, 0] < clipped[:, 2]) & (clipped[:, 1] < clipped[:, 3])  # false for nan too
+    return clipped[kept]
 
 
 def match(names: Sequence[str], table: Mapping[str, BoxArray]) -> Objects:
-    """Boxes by file name: `class/name` if the table has it, else the bare name, both without their ending."""
+    """Look boxes up by file name without its extension: `class/name` first, then the bare name."""
     none = np.zeros((0, 4), np.float32)
     found = []
     for name in names:
@@ -63,9 +66,9 @@ def match(names: Sequence[str], table: Mapping[str, BoxArray]) -> Objects:
 
 
 def key(name: str) -> str:
-    """A name without its ending."""
-    stem, dot, ending = name.rpartition(".")
-    return stem if dot and "/" not in ending else name
+    """A file name without its extension."""
+    stem, dot, extension = name.rpartition(".")
+    return stem if dot and "/" not in extension else name
 
 
 PixelArray = npt.NDArray[np.uint8]
@@ -74,7 +77,7 @@ ChecksumArray = npt.NDArray[np.uint32]
 
 
 class ImageArray(Protocol):
-    """What an ArraySource needs of its images: a numpy array has it, and so have images made when asked for."""
+    """What an ArraySource needs of its images: a numpy array, or images generated on request."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...  # N x H x W x 3
@@ -84,7 +87,7 @@ class ImageArray(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """Images of one size, all at hand."""
+    """Decoded images of one size."""
 
     images: ImageArray  # N x H x W x 3, uint8
     labels: IntArray  # N
@@ -93,13 +96,16 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def subset(self, chosen: IntArray) -> "ArraySource":
+        return replace(self, images=self.images[chosen], labels=self.labels[chosen])
+
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Many names in one block of bytes: about 28 bytes a name of 20 instead of 80."""
+    """Many names in one block of bytes: a name of 20 bytes takes about 28, not 80."""
 
     block: bytes  # end to end
-    offsets: IntArray  # N + 1, where each name begins
+    offsets: IntArray  # N + 1, where each name starts
 
     @classmethod
     def of(cls, names: Sequence[str]) -> "Names":
@@ -110,6 +116,9 @@ class Names:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def subset(self, chosen: IntArray) -> "Names":
+        return Names.of([self[index] for index in chosen.tolist()])
 
     def coded(self, index: int) -> bytes:
         begin, end = self.offsets[index : index + 2].tolist()
@@ -124,10 +133,10 @@ class FileSource:
     """Image files under root/<class name>/."""
 
     root: Path
-    names: Names  # relative to their class folder
+    names: Names  # relative to the class folder
     labels: IntArray  # N
     class_names: tuple[str, ...]
-    objects: Objects | None = None  # what random crops must overlap
+    objects: Objects | None = None  # random crops must overlap one
 
     @classmethod
     def of(
@@ -138,23 +147,27 @@ class FileSource:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def subset(self, chosen: IntArray) -> "FileSource":
+        objects = self.objects and self.objects.subset(chosen)
+        return replace(self, names=self.names.subset(chosen), labels=self.labels[chosen], objects=objects)
+
     def path(self, index: int) -> Path:
         return self.root / self.name(index)
 
     def name(self, index: int) -> str:
-        """With its class folder."""
+        """Relative to the root, with the class folder."""
         return f"{self.class_names[int(self.labels[index])]}/{self.names[index]}"
 
     def where(self, index: int) -> str:
-        """How a message names this image."""
+        """The image's name in messages."""
         return str(self.path(index))
 
     def opened(self, index: int) -> Path | BinaryIO:
-        """What Pillow opens."""
+        """What Pillow can open."""
         return self.path(index)
 
     def encoded(self, index: int) -> bytes:
-        """The file's bytes; OSError where it cannot be read."""
+        """The file's bytes; OSError if it cannot be read."""
         return read_regular(self.path(index))
 
 
@@ -162,22 +175,24 @@ class Ranges(NamedTuple):
     """Images within open files."""
 
     files: Sequence[int]  # N descriptors
-    places: (
-        IntArray  # N x (begin, size, skip, length): `size` bytes are read, the image is `length` of them from `skip`
-    )
+    places: IntArray  # N x (begin, size, skip, length): read `size` bytes; the image is `length` of them from `skip`
     checksums: ChecksumArray | None  # N, CRC-32C of the bytes read
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in the shards the images lie."""
+    """Where in the shards the images are."""
 
-    shards: npt.NDArray[np.int32]  # N, numbers
-    begins: IntArray  # N, where a shard is read from
-    sizes: npt.NDArray[np.uint32]  # N, bytes that are read
-    checksums: ChecksumArray | None = None  # N, of the bytes that are read
-    skips: npt.NDArray[np.uint32] | None = None  # N, bytes before the image; none: the image is all that is read
+    shards: npt.NDArray[np.int32]  # N, shard numbers
+    begins: IntArray  # N, first byte to read
+    sizes: npt.NDArray[np.uint32]  # N, bytes to read
+    checksums: ChecksumArray | None = None  # N, of the bytes read
+    skips: npt.NDArray[np.uint32] | None = None  # N, bytes before the image; None: the image is all that is read
     lengths: npt.NDArray[np.uint32] | None = None  # N, bytes of the image
+
+    def subset(self, chosen: IntArray) -> "Places":
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: column[chosen] for name, column in columns.items() if column is not None})
 
     def ranges(self, indices: IntArray) -> IntArray:  # N x (begin, size, skip, length), as in Ranges
         found = np.zeros((len(indices), 4), np.int64)
@@ -196,18 +211,27 @@ class ShardSource:
     places: Places
     labels: IntArray  # N
     class_names: tuple[str, ...]
-    names: Names | None = None  # as the archive has them, where it has them
+    names: Names | None = None  # as in the archive, if it has names
     objects: Objects | None = None
-    ahead: Readahead | None = None  # asked to go on with every reading
+    ahead: Readahead | None = None  # advanced with every read
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def subset(self, chosen: IntArray) -> "ShardSource":
+        return replace(
+            self,
+            places=self.places.subset(chosen),
+            labels=self.labels[chosen],
+            names=self.names and self.names.subset(chosen),
+            objects=self.objects and self.objects.subset(chosen),
+        )
 
     def name(self, index: int) -> str:
         return "" if self.names is None else self.names[index]
 
     def where(self, index: int) -> str:
-        """How a message names this image."""
+        """The image's name in messages."""
         begin, _, skip, _ = self._range(index)
         name = self.name(index) or f"image at byte {begin + skip}"
         return f"{self.shards.paths[int(self.places.shards[index])]}: {name}"
@@ -216,7 +240,7 @@ class ShardSource:
         return io.BytesIO(self.encoded(index))
 
     def encoded(self, index: int) -> bytes:
-        """The image's bytes, once they were found to have their checksum; else UnreadableImageError."""
+        """The image's bytes; UnreadableImageError if they are cut short or their checksum differs."""
         begin, size, skip, length = self._range(index)
         self.advance()
         try:
@@ -224,9 +248,9 @@ class ShardSource:
         except OSError as error:
             raise UnreadableImageError(error.strerror or "cannot be read") from None
         if len(data) < size:
-            raise UnreadableImageError("the shard ends before it")
+            raise UnreadableImageError("cut short")
         if self.places.checksums is not None and crc32c(data) != int(self.places.checksums[index]):
-            raise UnreadableImageError("its bytes do not have their checksum")
+            raise UnreadableImageError("checksum mismatch")
         return data[skip : skip + length]
 
     def advance(self) -> None:
@@ -248,22 +272,22 @@ def names_of(source: PhotoSource) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Two sources with the same classes, and the constants that normalise their pixels."""
+    """Training and validation images with the same classes, and the constants that normalise their pixels."""
 
     train: Source
     validation: Source
-    native_size: int | None  # side of an array source's images, pixels; files have any size
+    native_size: int | None  # side of an array source's images, pixels; photos vary
     mean: Channels
     std: Channels
     layout: str = ""  # how photos are stored: "class folders", "TFRecords", ...
-    centred: bool | None = None  # whether evaluation sees the centre of an image alone; None: of photos
+    centred: bool | None = None  # whether evaluation crops the centre of an image; None: of photos only
 
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.train.class_names
 
-    def preprocessing(self, image_size: int) -> Preprocessing:
-        """Arrays are resized whole; photographs are resized a little larger and cropped at their centre."""
+    def preprocessing_at(self, image_size: int) -> Preprocessing:
+        """Arrays are resized whole; photos are resized slightly larger and cropped at the centre."""
         centred = self.native_size is None if self.centred is None else self.centred
         resize = short_side(image_size) if centred else image_size
         return Preprocessing(image_size=image_size, resize=resize, mean=self.mean, std=self.std)

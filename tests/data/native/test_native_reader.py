@@ -1,22 +1,23 @@
-"""NativeReader: FileReader's contract and crops, with the native decoder's speed."""
+"""NativeReader: PillowReader's contract and crops, with the native decoder's speed."""
 
 import gc
 import hashlib
 import io
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from falconet.data.buffers import PixelRows
 from falconet.data.crops import Crops, crop_draws, flips, random_resized_crop
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.native.binding import Status, Workspace
-from falconet.data.native.decoder import NativeReader
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import FileReader, reader_for
-from falconet.data.source import FileSource
+from falconet.data.readers import NativeReader, PillowReader, reader_for
+from falconet.data.storage import FileSource
 from falconet.errors import ConfigError, DataError
 
 SIZE = 48
@@ -48,8 +49,8 @@ def folder(tmp_path_factory, photo):
 
 def readers(library, source, kind, *, allowed=0, noted=None):
     bad = BadImages(allowed, note=(noted if noted is not None else []).append)
-    crops = Crops.of(PREPROCESSING, augment=kind, seed=3, objects=source.objects)
-    pillow = FileReader(source, crops=crops, bad=bad)
+    crops = Crops(preprocessing=PREPROCESSING, augment=kind, seed=3, objects=source.objects)
+    pillow = PillowReader(source, crops=crops, bad=bad)
     native = NativeReader(source, library=library, crops=crops, pillow=pillow)
     return native, pillow
 
@@ -64,7 +65,7 @@ def psnr(a, b):
 
 
 @pytest.mark.parametrize("kind", ["crop-flip", "none"])
-def test_it_gives_pillows_pictures_with_the_same_crops(library, folder, kind):
+def test_the_native_reader_agrees_with_pillow(library, folder, kind):
     native, pillow = readers(library, folder, kind)
     for epoch in (0, 7):
         ours, ok = read(native, range(12), epoch=epoch)
@@ -74,7 +75,7 @@ def test_it_gives_pillows_pictures_with_the_same_crops(library, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["crop-flip", "none"])
-def test_what_it_leaves_alone_is_pillows_to_the_bit(library, folder, kind):
+def test_images_left_to_pillow_equal_pillows_bit_for_bit(library, folder, kind):
     native, pillow = readers(library, folder, kind)
     ours, _ = read(native, [10, 0, 11])
     theirs, _ = read(pillow, [10, 0, 11])
@@ -90,7 +91,7 @@ def test_a_picture_does_not_depend_on_its_neighbours(library, folder):
         np.testing.assert_array_equal(read(native, [index])[0][0], together[row])
 
 
-def test_no_image_at_all_is_read_as_none(library, folder):
+def test_an_empty_part_is_read(library, folder):
     for kind in ("crop-flip", "none"):
         images, ok = read(readers(library, folder, kind)[0], np.zeros(0, np.int64))
         assert (images.shape, len(ok)) == ((0, SIZE, SIZE, 3), 0)
@@ -107,21 +108,23 @@ def test_batches_are_the_same_for_any_number_of_threads(library, folder, monkeyp
     native, _ = readers(library, folder, "crop-flip")
     monkeypatch.setattr(NativeReader, "rows", 2)
 
-    def intake(workers):
-        return Intake(reader=native, labels=folder.labels, workers=workers)
+    shape, labels = BatchShape(micro_batch=5), folder.labels
 
     def training(workers):
-        loader = Loader(intake(workers), shape=BatchShape(micro_batch=5), seed=1)
+        resources = Resources(workers=workers)
+        loader = Loader(PixelRows(native), labels=labels, shape=shape, seed=1, resources=resources)
         return digest(batch for epoch in (0, 1) for update in loader.updates(epoch) for batch in update)
 
     assert len({training(workers) for workers in (0, 1, 3)}) == 1
-    evaluated = {
-        digest(EvaluationLoader(intake(workers), shape=BatchShape(micro_batch=5)).batches()) for workers in (0, 3)
-    }
-    assert len(evaluated) == 1
+
+    def evaluated(workers):
+        resources = Resources(workers=workers)
+        return digest(EvaluationLoader(PixelRows(native), labels=labels, shape=shape, resources=resources).batches())
+
+    assert evaluated(0) == evaluated(3)
 
 
-def test_a_thread_s_memory_goes_with_it(library, folder, monkeypatch):
+def test_the_memory_of_a_thread_is_freed_with_it(library, folder, monkeypatch):
     native, _ = readers(library, folder, "none")
     gc.collect()  # what other tests left is not counted
     freed = []
@@ -160,11 +163,11 @@ def test_bad_images_are_black_named_and_counted_as_pillow_counts_them(library, t
 
 def test_one_bad_image_too_many_ends_the_run(library, tmp_path, photo, jpeg):
     native, _ = readers(library, bad_files(tmp_path, photo, jpeg), "none", allowed=1)
-    with pytest.raises(DataError, match=r"empty\.jpg: cannot be decoded .*; 2 bad images, --bad-images-allowed 1"):
+    with pytest.raises(DataError, match=r"empty\.jpg: cannot be decoded .*; 2 bad images, at most 1 allowed"):
         read(native, range(5))
 
 
-def test_pillows_limit_on_pixels_holds_here_too(library, folder, monkeypatch):
+def test_pillows_limit_on_pixels_applies(library, folder, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
     native, _ = readers(library, folder, "none", allowed=12)
     assert not read(native, range(12))[1].any()
@@ -193,17 +196,18 @@ def test_names_of_any_bytes_are_opened(library, tmp_path, photo):
     assert statuses.tolist() == [Status.OK]
 
 
-def test_the_reader_of_files_is_native_where_it_can_be(library, folder):
-    options = {"preprocessing": PREPROCESSING, "seed": 1, "bad": BadImages(0, note=print)}
-    assert isinstance(reader_for(folder, augment="crop-flip", **options), NativeReader)
-    with pytest.raises(ConfigError, match="augment: got 'shift'"):
-        reader_for(folder, augment="shift", **options)
+def test_photos_are_read_natively_if_possible(library, folder):
+    bad = BadImages(0, note=print)
+    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip")
+    assert isinstance(reader_for(folder, crops=crops, bad=bad), NativeReader)
+    with pytest.raises(ConfigError, match="augmentation of photos: got 'shift'"):
+        reader_for(folder, crops=replace(crops, augment="shift"), bad=bad)
 
 
 def test_without_the_library_pillow_reads(folder, monkeypatch):
     monkeypatch.setattr("falconet.data.native.library", lambda: None)
-    reader = reader_for(folder, augment="none", preprocessing=PREPROCESSING, seed=1, bad=BadImages(0, note=print))
-    assert isinstance(reader, FileReader)
+    reader = reader_for(folder, crops=Crops(preprocessing=PREPROCESSING), bad=BadImages(0, note=print))
+    assert isinstance(reader, PillowReader)
 
 
 def test_the_box_is_drawn_from_the_size_in_the_header(library, folder):

@@ -1,4 +1,4 @@
-"""Files to be read, and nothing else: a pipe would be waited for, and a device may do anything."""
+"""Image files: opened only if they are regular files, decoded by Pillow, counted if they are bad."""
 
 import errno
 import os
@@ -27,7 +27,10 @@ KINDS = {
 
 
 def open_descriptor(path: Path) -> int:
-    """The file, links followed; OSError where there is none, or where it is of another kind."""
+    """Open a file, following links; OSError if it does not exist or is a pipe, a device or a folder.
+
+    Opening a pipe would wait, and opening a device may have any effect.
+    """
     _check(path, path.stat().st_mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a pipe since
     try:
@@ -39,7 +42,7 @@ def open_descriptor(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The same as Python's object."""
+    """The same as a file object."""
     return os.fdopen(open_descriptor(path), "rb")
 
 
@@ -49,7 +52,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def kind(mode: int) -> str:
-    """What an entry is that is no file, in words."""
+    """What a directory entry is that is not a file, in words."""
     return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
@@ -58,11 +61,11 @@ def _check(path: Path, mode: int) -> None:
         raise OSError(errno.EINVAL, f"{kind(mode)}, not a file", str(path))
 
 
-# Pillow warns of odd metadata, which changes no pixel, and of sizes that are refused below.
+# Pillow warns about odd metadata, which changes no pixel, and about sizes that are refused below.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-# What Pillow's plugins raise on damaged bytes, besides OSError.
+# What Pillow's plugins raise for damaged bytes, besides OSError.
 DAMAGE = (
     SyntaxError,
     ValueError,
@@ -73,19 +76,19 @@ DAMAGE = (
     TypeError,
     ArithmeticError,
     MemoryError,
-    RuntimeError,  # of which NotImplementedError is one
+    RuntimeError,  # includes NotImplementedError
 )
 
 
 class UnreadableImageError(Exception):
-    """An image that cannot be decoded; its text is the reason, in a few words."""
+    """An image that cannot be decoded; the text is the reason in a few words."""
 
 
 def open_rgb(file: Path | BinaryIO) -> Image.Image:
     """The decoded image in mode RGB, or UnreadableImageError.
 
-    As torchvision's and timm's loaders do: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
-    orientation ignored. Unlike theirs, 16-bit grey keeps its range (divided by 256) instead of being clipped.
+    Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
+    orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
     if isinstance(file, Path):
         try:
@@ -109,13 +112,13 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """All that Pillow reads by itself; for PostScript, under whatever name, it would start Ghostscript."""
+    """All formats that Pillow reads itself; for PostScript, whatever the file's name, it would start Ghostscript."""
     Image.init()
     return tuple(sorted(Image.OPEN.keys() - {"EPS"}))
 
 
 def _check_size(image: Image.Image) -> None:
-    """Pillow refuses what is twice as large as its limit and only warns of what is beyond it."""
+    """Pillow only warns beyond its limit, and refuses twice that."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and image.width * image.height > limit:
         raise Image.DecompressionBombError
@@ -129,7 +132,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         wide = np.asarray(image).astype(np.int64)
         return Image.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB gives the same colours and a warning
+        image = image.convert("RGBA")  # directly to RGB gives the same colours and a warning
     return image.convert("RGB")
 
 
@@ -138,7 +141,7 @@ def _why_unidentified(file: BinaryIO) -> str:
 
 
 def _os_reason(error: OSError) -> str:
-    if error.strerror:  # of the system, not of the decoder
+    if error.strerror:  # from the system, not from the decoder
         return error.strerror
     return "truncated" if "truncated" in str(error).lower() else f"damaged: {_one_line(error)}"
 
@@ -148,9 +151,9 @@ def _one_line(error: BaseException) -> str:
 
 
 class BadImages:
-    """The images that could not be read: each is noted once, and one too many ends the run.
+    """Images that could not be read: each is reported once, and one too many ends the run.
 
-    `count`: the number of different ones that all processes of a run found, a new one included; without it, our own.
+    `count` gives the number of different ones found by all processes, including a new one; by default by this process.
     """
 
     def __init__(self, allowed: int, *, note: Callable[[str], None], count: Callable[[str], int] | None = None) -> None:
@@ -172,5 +175,5 @@ class BadImages:
             what = f"{where}: cannot be decoded ({reason})"
             if count > self.allowed:
                 images = "1 bad image" if count == 1 else f"{count} bad images"
-                raise DataError(f"{what}; {images}, --bad-images-allowed {self.allowed}")
+                raise DataError(f"{what}; {images}, at most {self.allowed} allowed")
             self._note(f"{what}; skipped, bad image {count} of {self.allowed} allowed")

@@ -1,14 +1,20 @@
-"""Decoding: every kind of file Pillow reads becomes RGB, every broken one gets its reason."""
+"""Image files: what is decoded and how, what is refused and why."""
 
 import contextlib
 import io
+import os
+import socket
 import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.decode import BadImages, UnreadableImageError, open_rgb
+from falconet.data.image_files import BadImages, UnreadableImageError, open_regular, open_rgb, read_regular
+from falconet.data.shards import open_shard
+from falconet.data.sources import photos
+from falconet.data.sources.bounding_boxes import parse_xml
+from falconet.data.storage import FileSource
 from falconet.errors import DataError
 
 
@@ -22,7 +28,7 @@ def written(path, image, **options):
     return path
 
 
-def test_rgb_is_read_as_it_is(tmp_path):
+def test_rgb_is_read_unchanged(tmp_path):
     path = written(tmp_path / "a.png", Image.fromarray(gradient()))
     np.testing.assert_array_equal(np.asarray(open_rgb(path)), gradient())
 
@@ -108,7 +114,7 @@ def test_a_broken_file_gets_its_reason(tmp_path, name, content, reason):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata; the package silences them
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"])
-def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
+def test_damaged_bytes_are_either_read_or_refused(tmp_path, kind):
     buffer = io.BytesIO()
     Image.fromarray(gradient()).save(buffer, kind)
     generator = np.random.default_rng(0)
@@ -121,7 +127,7 @@ def test_damaged_bytes_are_read_or_refused_never_anything_else(tmp_path, kind):
             assert open_rgb(path).mode == "RGB"
 
 
-def test_postscript_is_refused_before_another_program_is_started_for_it(tmp_path, monkeypatch):
+def test_postscript_is_refused_without_starting_ghostscript(tmp_path, monkeypatch):
     from PIL import EpsImagePlugin
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript was started"))
@@ -155,12 +161,12 @@ def test_bad_images_are_noted_once_and_counted_up_to_the_limit():
     ]
     with pytest.raises(DataError) as caught:
         bad.add("data/train/cat/7.jpg", "truncated")
-    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, --bad-images-allowed 2"
+    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, at most 2 allowed"
     assert str(caught.value) == wanted
 
 
 def test_with_none_allowed_the_first_bad_image_ends_the_run():
-    with pytest.raises(DataError, match="1 bad image, --bad-images-allowed 0"):
+    with pytest.raises(DataError, match="1 bad image, at most 0 allowed"):
         BadImages(0, note=lambda message: None).add("a.jpg", "empty file")
 
 
@@ -175,3 +181,77 @@ def test_threads_may_report_bad_images_together():
     for thread in work:
         thread.join()
     assert len(bad) == len(notes) == 200
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def link_to_pipe(path):
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def folder(path):
+    path.mkdir()
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+KINDS = {pipe: "a pipe", link_to_pipe: "a pipe", device: "a device", folder: "a folder", listening: "a socket"}
+
+
+@pytest.mark.parametrize(("make", "what"), KINDS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_anything_but_a_regular_file_is_refused_at_once(tmp_path, monkeypatch, make, what):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    path = type(tmp_path)("x.jpg")
+    make(path)
+    for opened in (open_regular, read_regular):
+        with pytest.raises(OSError, match=f"{what}, not a file"):
+            opened(path)
+    with pytest.raises(UnreadableImageError, match=f"^{what}, not a file$"):
+        open_rgb(path)
+    with pytest.raises(DataError, match=f"x.jpg: cannot be opened .{what}, not a file"):
+        open_shard(path)
+    with pytest.raises(OSError, match=f"{what}, not a file"):
+        parse_xml(path)
+    source = FileSource.of(tmp_path.parent, names=["x.jpg"], labels=[0], class_names=(tmp_path.name,))
+    with pytest.raises(OSError, match=f"{what}, not a file"):
+        source.encoded(0)
+
+
+def test_a_file_and_a_link_to_one_are_opened(tmp_path):
+    (tmp_path / "a").write_bytes(b"words")
+    (tmp_path / "b").symlink_to("a")
+    assert read_regular(tmp_path / "a") == read_regular(tmp_path / "b") == b"words"
+
+
+def test_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "a.jpg").symlink_to("b.jpg")
+    (tmp_path / "b.jpg").symlink_to("a.jpg")
+    with pytest.raises(UnreadableImageError, match="Too many levels of symbolic links"):
+        open_rgb(tmp_path / "a.jpg")
+
+
+SHARDS = {
+    "train-00000-of-00001": "validation-00000-of-00001",
+    "train-0.tar": "val-0.tar",
+    "train-00000.falconet": "validation-00000.falconet",
+}
+
+
+@pytest.mark.parametrize(("name", "other"), SHARDS.items())
+def test_a_pipe_under_a_shards_name_is_refused_in_one_line(tmp_path, name, other):
+    os.mkfifo(tmp_path / name)
+    (tmp_path / other).touch()
+    with pytest.raises(DataError) as caught:
+        photos.load_photos(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name}: cannot be ")
+    assert str(caught.value).endswith(" (a pipe, not a file)")

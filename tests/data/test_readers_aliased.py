@@ -50,15 +50,15 @@ def cropped(image, box, *, flip):
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("case", BOXES)
-def test_a_crop_is_tensorflows_to_the_rounding(case, flip):
+def test_a_crop_equals_tensorflows_up_to_rounding(case, flip):
     width, height, box = BOXES[case]
     image = noise(width, height)
-    found = readers.resized_by_nearest(image, box, size=SIZE, flip=flip)
+    found = readers.resized_aliased(image, box, size=SIZE, flip=flip)
     assert np.abs(found - cropped(image, box, flip=flip)).max() <= 0.5 + 1e-9
 
 
 @pytest.mark.parametrize("shape", [(90, 61), (61, 90), (64, 64), (333, 200)])
-def test_evaluation_is_resizing_all_of_it_and_cutting_out_the_middle(shape):
+def test_evaluation_resizes_the_image_and_crops_its_centre(shape):
     width, height = shape
     resize, crop = 36, 32
     image = noise(width, height)
@@ -66,13 +66,13 @@ def test_evaluation_is_resizing_all_of_it_and_cutting_out_the_middle(shape):
     whole = tensorflows(image.astype(float), (int(height * resize / short), int(width * resize / short)))
     top, left = round((whole.shape[0] - crop) / 2), round((whole.shape[1] - crop) / 2)
     box = evaluation_box(width, height, resize=resize, crop=crop)
-    found = readers.resized_by_nearest(image, box, size=crop, flip=False)
+    found = readers.resized_aliased(image, box, size=crop, flip=False)
     assert np.abs(found - whole[top : top + crop, left : left + crop]).max() <= 0.5 + 1e-6
 
 
 @pytest.mark.parametrize("sampling", ["4:4:4", "4:2:0"])
 @pytest.mark.parametrize("flip", [False, True])
-def test_the_native_decoder_takes_the_same_pixels(tmp_path, sampling, flip):
+def test_the_native_decoder_samples_the_same_pixels(tmp_path, sampling, flip):
     library = native.library()
     if library is None:
         pytest.skip("the native decoder is not built")
@@ -91,11 +91,11 @@ def test_the_native_decoder_takes_the_same_pixels(tmp_path, sampling, flip):
         assert np.abs(out[0] - cropped(image, box, flip=flip)).mean() <= 0.7, case
 
 
-def test_far_apart_outputs_pass_over_what_lies_between():
+def test_pixels_between_distant_outputs_are_ignored():
     """A grid of single bright lines: antialiasing makes it grey, sampling finds all of a line or nothing."""
     image = np.zeros((96, 96, 3), np.uint8)
     image[:, ::8] = 255
-    found = readers.resized_by_nearest(image, (0, 0, 96, 96), size=12, flip=False)
+    found = readers.resized_aliased(image, (0, 0, 96, 96), size=12, flip=False)
     assert found.min() == 255
-    shifted = readers.resized_by_nearest(np.roll(image, 3, axis=1), (0, 0, 96, 96), size=12, flip=False)
+    shifted = readers.resized_aliased(np.roll(image, 3, axis=1), (0, 0, 96, 96), size=12, flip=False)
     assert shifted.max() == 0

@@ -7,11 +7,13 @@ import pytest
 
 import layouts
 from falconet.data import readers
-from falconet.data.decode import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Intake, Loader
+from falconet.data.buffers import PixelRows
+from falconet.data.crops import Crops
+from falconet.data.image_files import BadImages
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.sources import photos
+from falconet.data.sources import bounding_boxes, photos
 
 PREPROCESSING = Preprocessing(image_size=24, resize=27, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 SHAPE = BatchShape(micro_batch=4)
@@ -38,13 +40,15 @@ def reader(splits, split, augment):
 
     bad = BadImages(0, note=refuse)
     source = splits.train if split == "train" else splits.validation
-    return reader_for(source, preprocessing=PREPROCESSING, augment=augment, seed=3, bad=bad), source.labels
+    objects = source.objects if split == "train" else None
+    crops = Crops(preprocessing=PREPROCESSING, augment=augment, seed=3, objects=objects)
+    return reader_for(source, crops=crops, bad=bad), source.labels
 
 
 def training(splits, *, workers=2, skip=0, epochs=(0, 1)):
     """The digest of each update's batches."""
     found, labels = reader(splits, "train", "crop-flip")
-    loader = Loader(Intake(reader=found, labels=labels, workers=workers), shape=SHAPE, seed=3)
+    loader = Loader(PixelRows(found), labels=labels, shape=SHAPE, seed=3, resources=Resources(workers=workers))
     digests = []
     for epoch in epochs:
         for update in loader.updates(epoch, skip=skip):
@@ -58,8 +62,8 @@ def training(splits, *, workers=2, skip=0, epochs=(0, 1)):
 def validation(splits, *, workers=2):
     found, labels = reader(splits, "validation", "none")
     total = hashlib.sha256()
-    intake = Intake(reader=found, labels=labels, workers=workers)
-    for batch in EvaluationLoader(intake, shape=SHAPE).batches():
+    loader = EvaluationLoader(PixelRows(found), labels=labels, shape=SHAPE, resources=Resources(workers=workers))
+    for batch in loader.batches():
         total.update(np.ascontiguousarray(batch.images.numpy()).tobytes() + batch.labels.numpy().tobytes())
     return total.hexdigest()
 
@@ -76,18 +80,19 @@ def decoder(request, monkeypatch):
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_every_layout_gives_the_batches_of_class_folders(roots, decoder, name):
     plain, other = photos.load_photos(roots["class folders"]), photos.load_photos(roots[name])
-    plain, other = photos.without_objects(plain), photos.without_objects(other)
+    plain, other = bounding_boxes.without_objects(plain), bounding_boxes.without_objects(other)
     assert training(other) == training(plain)
     assert validation(other) == validation(plain)
 
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
-def test_crops_that_look_at_boxes_are_the_same_in_every_layout(roots, decoder, name):
+def test_object_crops_are_the_same_in_every_layout(roots, decoder, name):
     plain, other = (
-        photos.with_objects(photos.load_photos(roots[layout]), roots[layout]) for layout in ("class folders", name)
+        bounding_boxes.with_objects(photos.load_photos(roots[layout]), roots[layout])
+        for layout in ("class folders", name)
     )
     assert training(other) == training(plain)
-    assert training(other) != training(photos.without_objects(plain))
+    assert training(other) != training(bounding_boxes.without_objects(plain))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 5])
@@ -100,7 +105,7 @@ def test_any_number_of_threads_gives_the_same_batches(roots, name, workers):
 
 @pytest.mark.parametrize(("before", "after"), [("class folders", "packed shards"), ("TFRecords", "tar archives")])
 def test_a_run_continues_with_the_same_batches_from_another_layout(roots, before, after):
-    straight = training(photos.without_objects(photos.load_photos(roots[before])), epochs=(1,))
-    continued = training(photos.without_objects(photos.load_photos(roots[after])), epochs=(1,), skip=2)
+    straight = training(bounding_boxes.without_objects(photos.load_photos(roots[before])), epochs=(1,))
+    continued = training(bounding_boxes.without_objects(photos.load_photos(roots[after])), epochs=(1,), skip=2)
     assert straight[2:] == continued
     assert len(continued) == 2

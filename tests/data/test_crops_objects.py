@@ -1,12 +1,13 @@
-"""Crops that overlap an annotated object, checked by another way to count: pixels of a mask."""
+"""Crops that overlap an annotated object, checked by counting the pixels of a mask."""
 
 import numpy as np
 import pytest
 
+from falconet.config.options import Augmentation
 from falconet.data import crops as augment
 from falconet.data.crops import OBJECT_COVERED, Crops, covered
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.source import Objects
+from falconet.data.storage import Objects
 
 PREPROCESSING = Preprocessing(image_size=32, resize=36, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 WIDTH, HEIGHT = 200, 120
@@ -15,7 +16,7 @@ CORNER = (0.0, 0.0, 0.1, 0.1)
 
 
 def crops(objects, seed=5):
-    return Crops.of(PREPROCESSING, augment="crop-flip", seed=seed, objects=objects)
+    return Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=seed, objects=objects)
 
 
 def boxes(objects, *, epoch=0, count=COUNT, indices=None):
@@ -62,13 +63,13 @@ def test_crops_have_the_areas_and_ratios_of_plain_ones():
 
 
 @pytest.mark.parametrize("whose", ["an object", "no object"])
-def test_crops_are_as_small_as_they_may_be_and_no_smaller(whose):
+def test_crops_are_as_small_as_allowed_and_no_smaller(whose):
     """5 % for those that must overlap an object, 10 % for the others, as in the TensorFlow program."""
     large, count = (4000, 4000), 3000
     own = [(0.0, 0.0, 0.001, 0.001), (0.999, 0.999, 1.0, 1.0), (0.5, 0.5, 0.501, 0.501)] if whose == "an object" else []
     objects = Objects.of([np.array(own, np.float32).reshape(-1, 4)] * count)
-    areas = augment.CropRule(least=0.1, least_of_object=0.05)
-    drawn = Crops.of(PREPROCESSING, augment="crop-flip", seed=1, objects=objects, rule=areas)
+    areas = Augmentation(crop_area=0.1, object_crop_area=0.05)
+    drawn = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=1, objects=objects, augmentation=areas)
     found = drawn.boxes(np.arange(count), np.tile(large, (count, 1)), epoch=0)
     shares = (found[:, 2:] - found[:, :2]).prod(axis=1) / np.prod(large)
     least = 0.05 if whose == "an object" else 0.1
@@ -83,22 +84,22 @@ def test_an_image_without_an_object_has_the_plain_crop():
     assert not np.array_equal(found[1::2], plain[1::2])
 
 
-def test_a_crop_is_the_images_own_whoever_else_is_in_the_batch():
+def test_a_crop_does_not_depend_on_the_batch():
     objects, order = every(CORNER), np.random.default_rng(0).permutation(COUNT)
     assert np.array_equal(boxes(objects)[order], boxes(objects, indices=order))
     assert not np.array_equal(boxes(objects), boxes(objects, epoch=1))
 
 
-def test_where_no_attempt_covers_the_object_the_whole_image_is_taken(monkeypatch):
+def test_the_whole_image_is_used_if_no_attempt_covers_an_object(monkeypatch):
     monkeypatch.setattr(augment, "OBJECT_COVERED", 1.1)
     far = every((0.0, 0.0, 1.0, 1.0))  # nothing covers more of it than all
     assert np.array_equal(boxes(far, count=20), np.tile([0.0, 0.0, WIDTH, HEIGHT], (20, 1)))
 
 
-def test_evaluation_does_not_look_at_objects():
+def test_evaluation_ignores_objects():
     sizes = np.tile([WIDTH, HEIGHT], (4, 1))
-    own = Crops.of(PREPROCESSING, augment="none", seed=0, objects=every(CORNER))
-    none = Crops.of(PREPROCESSING, augment="none", seed=0, objects=None)
+    own = Crops(preprocessing=PREPROCESSING, augment="none", seed=0, objects=every(CORNER))
+    none = Crops(preprocessing=PREPROCESSING, augment="none", seed=0, objects=None)
     assert np.array_equal(own.boxes(np.arange(4), sizes, epoch=0), none.boxes(np.arange(4), sizes, epoch=0))
 
 

@@ -1,4 +1,4 @@
-"""TensorFlow's random crops against one image at a time, written down from the operation's description."""
+"""TensorFlow's random crops against a plain implementation of the operation's description."""
 
 import math
 import random
@@ -6,13 +6,14 @@ import random
 import numpy as np
 import pytest
 
-from falconet.data.crops import CROP_DRAWS, CropRule, Crops, random_resized_crop
+from falconet.config.options import Augmentation
+from falconet.data.crops import CROP_DRAWS, Crops, random_resized_crop
 from falconet.data.keyed import Purpose, uniform
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.source import Objects
+from falconet.data.storage import Objects
 
 PREPROCESSING = Preprocessing(image_size=32, resize=36, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-TENSORFLOW = CropRule(draw="height", least=0.05)
+TENSORFLOW = Augmentation(crop_draw="height", crop_area=0.05)
 COUNT = 4000
 OBJECTS = {
     "none": [],
@@ -62,15 +63,15 @@ def cropped(numbers, size, objects, least=0.05):
     return 0, 0, width, height
 
 
-def ours(size, objects, *, count=COUNT, seed=3, rule=TENSORFLOW):
+def ours(size, objects, *, count=COUNT, seed=3, augmentation=TENSORFLOW):
     every = Objects.of([np.array(objects, np.float32).reshape(-1, 4)] * count)
-    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=seed, objects=every, rule=rule)
+    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=seed, objects=every, augmentation=augmentation)
     return crops.boxes(np.arange(count), np.tile(size, (count, 1)), epoch=0)
 
 
 @pytest.mark.parametrize("objects", OBJECTS.values(), ids=OBJECTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_same_numbers_give_the_same_crop(size, objects):
+def test_the_same_draws_give_the_same_crop(size, objects):
     count = 300
     draws = uniform(seed=3, epoch=0, indices=np.arange(count), purpose=Purpose.OBJECT_CROP, draws=400)
     expected = [cropped(iter(numbers), size, objects) for numbers in draws.tolist()]
@@ -85,7 +86,7 @@ def apart(left, right):
 
 
 @pytest.mark.parametrize("objects", list(OBJECTS.values())[:3], ids=list(OBJECTS)[:3])
-def test_other_numbers_give_the_same_distribution(objects):
+def test_independent_draws_give_the_same_distribution(objects):
     size, source = (200, 150), random.Random(1)
     numbers = iter(source.random, None)
     expected = np.array([cropped(numbers, size, objects) for _ in range(COUNT)])
@@ -94,19 +95,19 @@ def test_other_numbers_give_the_same_distribution(objects):
         assert apart(made(found), made(expected)) < 1.3  # four columns, three cases
 
 
-def test_heights_are_even_and_areas_are_not():
+def test_heights_are_uniform_and_areas_are_not():
     """What sets it apart from the crops by area, whose areas are even."""
     size = (1000, 1000)
-    found, by_area = ours(size, []), ours(size, [], rule=CropRule(least=0.1))
+    found, by_area = ours(size, []), ours(size, [], augmentation=Augmentation(crop_area=0.1))
     shares = [(b[:, 2:] - b[:, :2]).prod(axis=1) / np.prod(size) for b in (found, by_area)]
     assert np.median(shares[0]) == pytest.approx(0.38, abs=0.02)  # of heights from 0.32 to about 0.93: (0.62)^2
     assert np.median(shares[1]) > 0.45
     assert shares[0].min() == pytest.approx(0.1, abs=0.005)  # a photo without objects is one itself
 
 
-def test_a_crop_is_the_images_own_whoever_else_is_in_the_batch():
+def test_a_crop_does_not_depend_on_the_batch():
     order = np.random.default_rng(0).permutation(200)
-    crops = Crops.of(PREPROCESSING, augment="crop-flip", seed=3, objects=None, rule=TENSORFLOW)
+    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=3, objects=None, augmentation=TENSORFLOW)
     sizes = np.random.default_rng(1).integers(20, 600, (200, 2))
     together = crops.boxes(np.arange(200), sizes, epoch=0)
     assert np.array_equal(together[order], crops.boxes(order, sizes[order], epoch=0))
@@ -123,14 +124,14 @@ def test_tiny_images_are_cropped_within_their_bounds(size):
 
 
 @pytest.mark.parametrize("own", [(0.0, 0.0, 0.1, 0.1), (0.0, 0.0, 0.3, 0.5), (0.2, 0.1, 0.9, 0.9)])
-def test_the_first_crop_that_an_object_fills_is_taken_or_the_tenth(own):
+def test_the_first_crop_that_an_object_fills_is_used_else_the_tenth(own):
     size, count = (200, 120), 200
     draws = uniform(seed=3, epoch=0, indices=np.arange(count), purpose=Purpose.OBJECT_CROP, draws=10 * CROP_DRAWS)
     taken = []
     for numbers in draws.reshape(count, 10, CROP_DRAWS):
-        plain = random_resized_crop(np.full(10, size[0]), np.full(10, size[1]), numbers)  # torchvision's: test_augment
+        plain = random_resized_crop(np.full(10, size[0]), np.full(10, size[1]), numbers)  # see test_crops
         taken.append(next((box for box in plain if _filled(box, size, own) >= 0.1), plain[-1]))
-    assert np.array_equal(ours(size, [own], count=count, rule=CropRule(overlap="crop")), taken)
+    assert np.array_equal(ours(size, [own], count=count, augmentation=Augmentation(object_overlap="crop")), taken)
 
 
 def _filled(box, size, own):

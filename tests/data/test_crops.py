@@ -36,7 +36,7 @@ class NumbersFor:
 
 @pytest.mark.parametrize("least", [0.08, 0.05, 0.1, 1.0])
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (32, 32), (1, 1), (3, 400), (400, 3), (2, 5)])
-def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, least, monkeypatch):
+def test_a_random_crop_equals_torchvisions_for_the_same_draws(size, least, monkeypatch):
     width, height = size
     image = torch.empty(3, height, width)
     draws = crops.crop_draws(np.arange(50, dtype=np.int64), seed=9, epoch=0)
@@ -47,7 +47,7 @@ def test_a_random_crop_is_torchvisions_for_the_same_numbers(size, least, monkeyp
         assert box == [left, top, left + columns, top + rows]
 
 
-def test_random_crops_of_many_sizes_at_once_lie_inside_their_images():
+def test_random_crops_stay_inside_images_of_any_size():
     generator = np.random.default_rng(0)
     widths, heights = generator.integers(1, 700, (2, len(INDICES)))
     boxes = crops.random_resized_crop(widths, heights, crops.crop_draws(INDICES, seed=1, epoch=0))
@@ -58,7 +58,7 @@ def test_random_crops_of_many_sizes_at_once_lie_inside_their_images():
     assert ((y0 < y1) & (y1 <= heights)).all()
 
 
-def test_the_area_of_random_crops_is_uniform_where_every_box_fits():
+def test_the_area_of_random_crops_is_uniform_if_every_box_fits():
     # A ratio of 1 and a square image: each first attempt fits, so the area is the drawn one.
     draws = crops.crop_draws(INDICES, seed=1, epoch=0)
     draws[:, 1:20:2] = 0.5
@@ -84,23 +84,23 @@ def test_shifts_take_every_value_within_an_eighth_equally_often(side, reach):
 
 
 @pytest.mark.parametrize(("kind", "share"), [("none", 0), ("shift", 0), ("shift-flip", 0.5), ("crop-flip", 0.5)])
-def test_half_the_images_are_flipped_where_the_kind_flips(kind, share):
+def test_half_the_images_are_flipped_if_the_augmentation_flips(kind, share):
     flipped = crops.flips(kind, INDICES, seed=1, epoch=0).mean()
     assert flipped == pytest.approx(share, abs=5 * 0.5 / math.sqrt(len(INDICES)) if share else 0)
 
 
-def test_another_epoch_draws_other_crops():
+def test_each_epoch_draws_different_crops():
     first, second = (crops.shifts(INDICES, side=32, seed=1, epoch=epoch) for epoch in (0, 1))
     assert (first == second).all(axis=1).mean() < 0.05
 
 
 @pytest.mark.parametrize("size", [(1, 1), (333, 500), (500, 333), (7, 5000), (256, 256), (227, 226)])
-def test_the_evaluation_box_lies_inside_the_image(size):
+def test_the_evaluation_box_is_inside_the_image(size):
     x0, y0, x1, y1 = crops.evaluation_box(*size, resize=256, crop=224)
     assert 0 <= x0 < x1 <= size[0]
     assert 0 <= y0 < y1 <= size[1]
 
 
-def test_a_rounding_error_does_not_carry_the_box_over_the_border():
+def test_a_rounding_error_does_not_push_the_box_over_the_border():
     assert 224 * (29 / 224) > 29  # the case at hand, in floating point
     assert crops.evaluation_box(29, 29, resize=224, crop=224) == (0, 0, 29, 29)

@@ -1,4 +1,4 @@
-"""Which files the device may decode: whole baseline JPEGs in grey or YCbCr, and no others."""
+"""Which files the device may decode: complete baseline JPEGs in grey or YCbCr, and no others."""
 
 import io
 
@@ -52,7 +52,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("data", PLAIN.values(), ids=PLAIN.keys())
-def test_plain_files_are_taken_with_their_size(data):
+def test_plain_files_are_accepted_with_their_size(data):
     assert plain_size(data) == Size(37, 21)
     assert plain_size(bytearray(data)) == Size(37, 21)
 
@@ -63,7 +63,7 @@ def test_all_others_are_left_to_the_host(data):
     assert plain_size(data) is None
 
 
-def test_no_beginning_of_a_file_and_no_changed_byte_is_an_error():
+def test_truncated_or_changed_files_raise_no_error():
     for end in range(len(WHOLE)):
         plain_size(WHOLE[:end])
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Images of shards as they are found, and the source that they become."""
+"""The index of images in shards: its columns, its checks, and the source made from it."""
 
 import os
 from array import array
@@ -10,7 +10,7 @@ import numpy as np
 from falconet.data.index import Array, check_below, check_boxes, check_lengths, check_offsets, check_ranges, check_types
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from falconet.data.shards import Readahead, Shards
-from falconet.data.source import BoxArray, Names, Objects, Places, ShardSource, Splits
+from falconet.data.storage import BoxArray, Names, Objects, Places, ShardSource, Splits
 from falconet.errors import DataError
 from falconet.report.console import counted
 
@@ -20,8 +20,8 @@ LABEL_FILES = (
 )
 
 
-MOST_CLASSES = 1_000_000  # a label beyond is a damaged file, not a class
-COLUMNS = {  # typecode while they grow, and type when they are done
+MOST_CLASSES = 1_000_000  # a larger label means a damaged file
+COLUMNS = {  # typecode while growing, and final type
     "shards": ("i", np.int32),
     "begins": ("q", np.int64),
     "sizes": ("I", np.uint32),
@@ -30,11 +30,11 @@ COLUMNS = {  # typecode while they grow, and type when they are done
     "lengths": ("I", np.uint32),
     "labels": ("i", np.int32),
 }
-BLOCKS = {"names": np.uint8, "offsets": np.int64, "boxes": np.float32, "firsts": np.int64}  # where there are some
+BLOCKS = {"names": np.uint8, "offsets": np.int64, "boxes": np.float32, "firsts": np.int64}  # optional
 
 
 class Gathered:
-    """Columns of numbers, and blocks of names and boxes, instead of Python objects an image."""
+    """Images found so far, as columns of numbers and blocks of names and boxes instead of one Python object each."""
 
     def __init__(self, *columns: str) -> None:
         self._columns = {name: array(COLUMNS[name][0]) for name in columns}
@@ -70,7 +70,7 @@ class Gathered:
 def source_of(
     arrays: dict[str, Array], split: str, *, paths: Sequence[Path], class_names: tuple[str, ...]
 ) -> ShardSource:
-    """The source of one split's arrays; names, checksums, places within a record and objects where there are some."""
+    """The source of one split; names, checksums, skips, lengths and boxes are optional columns."""
 
     def part(name: str) -> Array | None:
         return arrays.get(f"{split}.{name}")
@@ -98,13 +98,13 @@ def source_of(
 def check_split(
     arrays: Mapping[str, Array], split: str, *, columns: Iterable[str], paths: Sequence[Path], classes: int
 ) -> None:
-    """That the source of one split's arrays can be made and reads within its files; else ValueError."""
+    """Require arrays that make a source which reads only within its files; else ValueError."""
     own = {name.removeprefix(f"{split}."): array for name, array in arrays.items() if name.startswith(f"{split}.")}
-    wanted: dict[str, type] = {name: COLUMNS[name][1] for name in columns}
-    if not wanted.keys() <= own.keys() <= {*wanted, *BLOCKS}:
-        raise ValueError("other columns than there should be")
-    check_types(own, wanted | {name: BLOCKS[name] for name in ("names", "offsets", "firsts") if name in own})
-    check_lengths(*(own[name] for name in wanted))
+    expected: dict[str, type] = {name: COLUMNS[name][1] for name in columns}
+    if not expected.keys() <= own.keys() <= {*expected, *BLOCKS}:
+        raise ValueError("unexpected columns")
+    check_types(own, expected | {name: BLOCKS[name] for name in ("names", "offsets", "firsts") if name in own})
+    check_lengths(*(own[name] for name in expected))
     if not len(own["labels"]):
         raise ValueError("no image")
     check_below(own["shards"], len(paths), what="shard numbers")
@@ -128,20 +128,20 @@ def splits_of(train: ShardSource, validation: ShardSource, *, layout: str) -> Sp
 
 
 def label_file(data_dir: Path) -> Path | None:
-    """The file beside the shards that names the classes, one a line in the order of the labels."""
+    """The file next to the shards with the class names, one per line in the order of the labels."""
     return next((data_dir / name for name in LABEL_FILES if (data_dir / name).is_file()), None)
 
 
 def class_names(data_dir: Path, *, count: int, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """From a file beside the shards, else what the shards themselves say, else the numbers."""
+    """From a file next to the shards, else from the shards themselves, else the numbers."""
     path = label_file(data_dir)
     if path is not None:
         try:
             lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         except UnicodeDecodeError:
-            raise DataError(f"{path}: is not a text file; wanted the name of one class a line") from None
+            raise DataError(f"{path}: not a text file; expected one class name per line") from None
         if len(lines) < count:
-            raise DataError(f"{path}: names {counted(len(lines), 'class')}, the labels go to {count - 1}, from 0")
+            raise DataError(f"{path}: names {counted(len(lines), 'class')}, but labels go from 0 to {count - 1}")
         return lines
     if len(known) == count and len(set(known)) == count and all(known):
         return tuple(known)
