@@ -40,9 +40,9 @@ lint: .venv/installed-for-tests
 	$(BIN)/lint-imports
 
 docs: .venv/installed-for-tests
-	$(BIN)/python -m falconet.config.docs options > docs/options.md
-	$(BIN)/python -m falconet.config.docs configs > docs/configs.md
-	$(BIN)/python -m falconet.legacy.migration > docs/migration.md
+	$(BIN)/python -m falconet.config.docs options > docs/knowing/options.md
+	$(BIN)/python -m falconet.config.docs configs > docs/knowing/configs.md
+	$(BIN)/python -m falconet.legacy.migration > docs/originals/migration.md
 
 # The originals' targets. TurboJPEG's place is taken by our own decoder, whose source is here: nothing is fetched.
 all: install get-data install-turbojpeg

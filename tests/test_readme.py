@@ -1,33 +1,39 @@
-"""The README's commands run as printed."""
+"""The README's commands run as printed, and every page's links lead somewhere."""
 
 import re
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```console\n(.*?)```", README, re.S)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("falconet ")]
-NEED_DATA = [line for line in COMMANDS if "--data-dir" in line]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "compat/README.md"])
 
 
-def test_the_readme_is_short():
+def commands(text: str) -> list[str]:
+    """The falconet lines of console blocks."""
+    blocks = re.findall(r"```console\n(.*?)```", text, re.S)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("falconet ")]
+
+
+NEED_DATA = [line for line in commands(README) if "--data-dir" in line]
+
+
+def test_readme_is_short():
     assert len(README.splitlines()) < 150
 
 
-def test_the_commands_run_in_the_order_printed(falconet):
-    for line in COMMANDS:
+def test_commands_run_in_the_order_printed(falconet):
+    for line in commands(README):
         if line not in NEED_DATA:
             answer = falconet(line.removeprefix("falconet "))
             assert answer.code == 0, f"{line}: {answer.err}"
 
 
 @pytest.mark.parametrize("line", NEED_DATA)
-def test_a_command_that_needs_data_fails_only_for_want_of_it(falconet, line, monkeypatch):
-    import urllib.request
-
-    def no_network(*args, **kwargs):
+def test_command_that_needs_data_fails_only_without_it(falconet, line, monkeypatch):
+    def no_network(*args: object, **kwargs: object) -> None:
         raise OSError("no network in tests")
 
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
@@ -36,12 +42,20 @@ def test_a_command_that_needs_data_fails_only_for_want_of_it(falconet, line, mon
     assert re.search(r"falconet train: (photos|cifar10).*", answer.err), answer.err
 
 
-def test_the_files_it_points_to_are_there():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not missing
 
 
-def test_the_make_targets_it_names_are_there():
+def test_index_names_every_page():
+    index = ROOT / "docs/README.md"
+    named = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)]+)\)", index.read_text())}
+    assert not {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != index} - named
+
+
+def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)`", README) + re.findall(r"^make (\w+)$", README, re.M):
+    for target in re.findall(r"`make ([\w-]+)`", README) + re.findall(r"^make ([\w-]+)$", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target

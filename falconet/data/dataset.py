@@ -17,7 +17,7 @@ from falconet.errors import CheckpointError, ConfigError, DataError, named_optio
 from falconet.models import zoo
 from falconet.report.console import counted
 
-DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/log.md)
+DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/maintaining/log.md)
 
 UseObjects = Literal["no", "if there", "yes"]
 

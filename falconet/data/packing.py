@@ -22,7 +22,7 @@ from falconet.data.sources import packed
 from falconet.data.storage import FileSource
 from falconet.errors import NO_ROOM, DataError
 
-INTERVAL = 8  # MCUs between restart markers: docs/data.md explains the trade-off
+INTERVAL = 8  # MCUs between restart markers: docs/using/data.md explains the trade-off
 QUALITY = 90  # of photos that are encoded again
 WINDOW = 4  # images in progress per worker
 

@@ -123,7 +123,7 @@ def _create_squeezenet(options: Model, *, classes: int) -> nn.Module:
     """torchvision's SqueezeNet with the original's initial weights, after Glorot and Bengio.
 
     With torchvision's larger ones the bypass, which has no norm to limit it, overflows within ten updates at the
-    original's learning rate, and the last layer's rectified logits stay at zero (docs/log.md has both).
+    original's learning rate, and the last layer's rectified logits stay at zero (docs/maintaining/log.md has both).
     """
     from torchvision.models.squeezenet import Fire, SqueezeNet
 

@@ -4,7 +4,7 @@
 
 A shard is a magic line, the images' bytes end to end, an index in the safetensors format, and a tail of 72 bytes: where
 the index starts and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 of zeros), the
-SHA-256 of everything before the tail, and the magic line again. docs/data.md describes the format.
+SHA-256 of everything before the tail, and the magic line again. docs/using/data.md describes the format.
 """
 
 import hashlib

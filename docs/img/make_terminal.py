@@ -1,0 +1,55 @@
+"""Draw docs/img/train.svg: a real `falconet train` in a temporary folder, as the terminal shows it."""
+
+import io
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+SHOWN = (1, 2, 30)  # epochs; the others are replaced by one line that says so
+COLUMNS = 100
+
+
+def trained() -> list[str]:
+    """The lines of the run, standard output alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", "falconet", "train", "--run-dir", "runs/first"]
+        done = subprocess.run(line, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """The same lines without the epochs that are not in SHOWN; what comes after the last epoch stays."""
+    epoch, kept, hidden = 0, [], []
+    for line in lines:
+        found = re.fullmatch(r"Epoch (\d+)/\d+", line)
+        epoch = int(found[1]) if found else epoch
+        if epoch == 0 or epoch in SHOWN:
+            if hidden:
+                kept.append(f"[ epochs {hidden[0]} to {hidden[-1]} not shown ]")
+                hidden = []
+            kept.append(line)
+        elif found:
+            hidden.append(epoch)
+    return kept
+
+
+def draw(lines: list[str], target: Path) -> None:
+    """Write an SVG that fetches no fonts."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(Text.assemble(("$ ", "bold green"), ("falconet train --run-dir runs/first", "bold")))
+    for line in lines:
+        style = "bold" if line.startswith("validation accuracy") else "dim" if line.startswith("[ ") else ""
+        console.print(Text(line, style=style))
+    svg = console.export_svg(title="falconet train", theme=MONOKAI)
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace("Fira Code, monospace", "monospace")
+    target.write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    draw(shortened(trained()), Path(__file__).with_name("train.svg"))
