@@ -1,4 +1,4 @@
-"""Every update rule for half precision, for tests that compare its kernel with plain torch."""
+"""Every half-precision update rule, for tests that compare its kernel with plain torch."""
 
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
 
@@ -17,7 +17,7 @@ MAKERS = {
 
 
 def optimizer_of(name, model, rounding):
-    """Of a list of parameters: matrices are decayed and adapt, vectors do neither."""
+    """The optimizer of a list of parameters; matrices are decayed and adapt, vectors do neither."""
     matrices, vectors = ([p for p in model if (p.ndim > 1) == many] for many in (True, False))
     groups = [
         {"params": matrices, "weight_decay": 0.1, "adapts": True},

@@ -101,7 +101,7 @@ def test_the_patterns_match_the_chosen_weights_of_the_model_and_no_others(name, 
     )
     if not found.unknown:
         patterns = tensorflow_variables.patterns(found.weights, every=tensorflow_variables.weights_of(network))
-        dotted = matching([each.replace("/", ".") for each in names], patterns, option="--trainable")
+        dotted = matching([each.replace("/", ".") for each in names], patterns)
         assert {each.replace(".", "/") for each in dotted} == chosen
 
 

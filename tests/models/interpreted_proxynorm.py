@@ -1,4 +1,4 @@
-"""Run by test_proxynorm in a process of its own: Triton must be imported as an interpreter from the start."""
+"""Run by test_proxynorm in a separate process, because Triton must be imported with its interpreter from the start."""
 
 import json
 

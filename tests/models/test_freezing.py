@@ -13,7 +13,7 @@ def frozen_weights(model):
     return {name for name, weight in model.named_parameters() if not weight.requires_grad}
 
 
-# The names of timm's modules stand in the order in which they run, so what is frozen can be told from the list.
+# timm lists its modules in the order in which they run, so the frozen ones can be found in that list.
 FIRST = {
     "resnet18": ("layer3/0", ("conv1", "bn1", "layer1", "layer2")),
     "resnet8-cifar": ("layer2.0", ("conv1", "bn1", "layer1")),
@@ -42,7 +42,7 @@ def test_block_can_be_frozen_in_part():
 
 
 class Scaled(nn.Module):
-    """A block with a weight of its own beside its layers."""
+    """A block with weights outside of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def test_layer_after_all_weights_is_refused():
         freeze(model, before="1")
 
 
-# What matches is trained; batch norm's statistics are named, and frozen, like weights.
+# Patterns, the trained weights, and the norms whose statistics move; statistics are named and frozen like weights.
 ONLY = {
     ("fc",): ({"fc.weight", "fc.bias"}, set()),
     ("layer3", "fc/bias"): (
@@ -132,9 +132,9 @@ def test_frozen_statistics_do_not_change_and_the_batch_is_still_normalised(stabl
     train_only(model, ["fc"])
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(images), free(images))  # as in training
+    torch.testing.assert_close(model(images), free(images))  # runs as in training
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    assert not torch.equal(model.eval()(images), free.eval()(images))  # whose statistics have moved
+    assert not torch.equal(model.eval()(images), free.eval()(images))  # whose statistics have changed
 
 
 def test_pattern_of_statistics_only_is_refused():
@@ -150,7 +150,7 @@ MEANT = {
     ("layer1/0/conv1",): {"layer1.0.conv1.weight"},
     (".*bias",): {"bn1.bias", "layer1.0.bn1.bias", "fc.bias"},
     (".*bn1/bias",): {"bn1.bias", "layer1.0.bn1.bias"},
-    ("bn1",): {"bn1.weight", "bn1.bias"},  # of the model itself alone: a pattern is for a whole name
+    ("bn1",): {"bn1.weight", "bn1.bias"},  # only the model's, because a pattern matches a whole name
     ("conv1", "fc/bias"): {"conv1.weight", "fc.bias"},
     (): set(),
 }

@@ -44,7 +44,7 @@ def truncated(deviation):
 
 
 def scaled(variance):
-    """TensorFlow's VarianceScaling, which divides by the number as it stands in its source."""
+    """TensorFlow's VarianceScaling, which divides by the same number."""
     return truncated(math.sqrt(variance) / 0.87962566103423978)
 
 
@@ -139,7 +139,7 @@ def test_norm_type_does_not_change_weights(kind):
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_default_weights_follow_torchvisions_rule(name):
-    """Normal of variance 2 / fan-out, torch's own classifier: the distributions of torchvision's constructor."""
+    """Normal of variance 2 / fan-out, torch's default classifier: the distributions of torchvision's constructor."""
     ours, theirs = layers(zoo.build(name, classes=1000, seed=0)), layers(getattr(torchvision_models, name)())
     for key, layer in theirs.items():
         mine, other = ours[key].weight.detach().flatten(), layer.weight.detach().flatten()
@@ -148,7 +148,7 @@ def test_default_weights_follow_torchvisions_rule(name):
 
 
 def scales(model):
-    """Names of norms whose scale begins at zero; all others are one."""
+    """Names of norms whose scale starts at zero; all others are one."""
     norms = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
     assert all(weight.unique().tolist() in ([0.0], [1.0]) for weight in norms.values())
     return {name for name, weight in norms.items() if not weight.any()}

@@ -1,4 +1,4 @@
-"""One-pass batch norm against float64 and torch's own: how wrong it is, and where."""
+"""One-pass batch norm against float64 and torch's: how large its error is, and where."""
 
 import copy
 
@@ -49,7 +49,7 @@ def test_error_grows_with_the_square_of_the_mean(mean, tolerance):
 
 
 def test_torchs_batch_norm_is_more_exact_far_from_zero():
-    """The reason why this is not the default."""
+    """Which is why one-pass batch norm is not the default."""
     x, dy = images(300.0), images(seed=2)
     errors = [
         (found(norm, x, dy)[0].double() - exact(norm, x, dy)[0]).abs().max().item()

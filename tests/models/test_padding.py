@@ -12,14 +12,14 @@ from falconet.models.padding import PaddedConv2d, SameConv2d, SameMaxPool2d, Sam
 
 
 def windows(size, *, kernel, stride):
-    """Where each window begins: ceil(size / stride) of them, centred, by the smaller half towards the beginning."""
+    """Where each window starts: ceil(size / stride) of them, centred, with the smaller half of the padding first."""
     count = (size + stride - 1) // stride
     total = max(kernel - (size % stride or stride), 0)
     return [place * stride - total // 2 for place in range(count)]
 
 
 def taken(image, down, right, kernel, *, outside):  # C x H x W
-    """A window of it, with `outside` where there is nothing."""
+    """One window of the image, filled with `outside` beyond its edges."""
     found = np.full((image.shape[0], kernel, kernel), outside)
     for row in range(kernel):
         for column in range(kernel):

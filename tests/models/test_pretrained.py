@@ -1,4 +1,4 @@
-"""Published weights: they fit the models here name by name, and what cannot be fetched is said at once."""
+"""Published weights fit our models by name and shape; a missing network is reported at once."""
 
 import pytest
 import timm
@@ -34,7 +34,7 @@ def test_missing_network_is_reported_at_once(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a closed port
     monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(CheckpointError, match=r"timm/resnet18.tv_in1k is not in .* http://127.0.0.1:9 cannot be"):
         pretrained.fetch(pretrained.published("resnet18"))

@@ -1,4 +1,4 @@
-"""Proxy norm against the Gaussian integrals it stands for, its gradients, its kernels, and the models that have it."""
+"""Proxy norm against Gaussian integrals and the paper's formula: gradients, kernels and whole models."""
 
 import importlib.util
 import json
@@ -76,7 +76,7 @@ def test_moments_equal_gaussian_integrals(channel, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("compute", [plain_proxy_norm, recomputed_proxy_norm])
 def test_gaussian_input_gives_mean_0_and_deviation_1(activation, compute):
-    """Whatever scale and shift are; that is what a batch norm would do, here without a look at the batch."""
+    """For any scale and shift, as batch norm would do, but without looking at the batch."""
     noise = torch.Generator().manual_seed(0)
     weight, bias = torch.rand(64, generator=noise) * 2 + 0.2, torch.randn(64, generator=noise)
     scale, shift = torch.rand(64, generator=noise) - 0.3, torch.randn(64, generator=noise) / 2
@@ -92,7 +92,7 @@ def test_gaussian_input_gives_mean_0_and_deviation_1(activation, compute):
 
 
 def by_definition(x, factors, activation):
-    """In numpy, from the paper's formula and torch's own quantiles."""
+    """In numpy, from the paper's formula and torch's quantiles."""
     z = torch.special.ndtri((torch.arange(200, dtype=torch.float64) + 0.5) / 200).numpy()
     f = (lambda v: v / (1 + np.exp(-v))) if activation == "silu" else (lambda v: np.maximum(v, 0))
     out = np.empty_like(x)
@@ -135,7 +135,7 @@ def test_gradients_equal_finite_differences_and_the_plain_formula(activation):
 
 @pytest.mark.parametrize(("keep", "tensors"), [(True, 1), (False, 3)])
 def test_recomputation_saves_only_the_input(keep, tensors):
-    """Of the input's size; without it the affine input, the centred activation and the input itself are kept."""
+    """Without it the affine input, the centred activation and the input itself are saved."""
     layer = ProxyNorm(16, activation="silu", recompute=keep)
     x = torch.randn(4, 16, 20, 20, requires_grad=True)
     kept = {}

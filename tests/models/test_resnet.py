@@ -1,4 +1,4 @@
-"""Shortcuts and first layers of the originals' residual networks, by parameters and by what they compute."""
+"""ResNets and ResNeXts: depths, shortcuts and stems, by their parameters and by what they compute."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from torchvision.models.resnet import Bottleneck
 
 from falconet.models import zoo
 
-# The TensorFlow program's own figures for ImageNet: a projection at the beginning of every stage.
+# The TensorFlow program's figures for ImageNet: a projection at the start of every stage.
 TENSORFLOW = {"resnet10": 5_423_016, "resnet18": 11_693_736, "resnet34": 21_801_896, "resnet50": 25_557_032}
 # Two projections, 16 to 32 and 32 to 64 channels, and their norms: 512 + 64 + 2,048 + 128 more than with option A.
 CIFAR = {
     "A": 269_722,
     "auto": 269_722,
     "B": 269_722 + 2_752,
-    # Also 16 to 16 at the beginning of the first stage ...
+    # Also 16 to 16 at the start of the first stage ...
     "stages": 269_722 + 2_752 + 256 + 32,
     # ... and in the two later blocks of each stage: 2 x (256 + 32 + 1,024 + 64 + 4,096 + 128).
     "C": 269_722 + 2_752 + 256 + 32 + 2 * 5_600,

@@ -1,4 +1,4 @@
-"""Stages one after the other are the model: outputs, gradients, statistics, names."""
+"""Consecutive stages equal the whole model: outputs, gradients, statistics and names."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ QUICK = {
 
 
 def legal_names(model):
-    """Every layer that a stage may begin with, in the order they run."""
+    """Every layer that a stage may start with, in running order."""
     return list(splits.beginnings(trace(model)))
 
 

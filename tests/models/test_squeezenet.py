@@ -42,7 +42,7 @@ def test_smaller_images_than_the_smallest_are_refused(name):
 
 
 def test_cifar_network_shrinks_small_images_less():
-    """Its last map of 32 x 32 pixels is 4 x 4, torchvision's a single pixel."""
+    """For 32 x 32 images its last map is 4 x 4, torchvision's a single pixel."""
     x = torch.randn(1, 3, 32, 32)
     sides = {name: zoo.build(name, classes=5, seed=0).features(x).shape[-1] for name in zoo.SQUEEZENETS}
     assert sides == {"squeezenet": 1, "squeezenet-cifar": 4}
@@ -89,7 +89,7 @@ def test_few_images_are_learned_by_heart(name, bypass):
 
 
 def test_initial_weights_have_the_originals_spread():
-    """Glorot's: as large as keeps the variance of values and of gradients about equal; biases are 0."""
+    """Glorot's, which keeps the variance of activations and gradients about equal; biases are 0."""
     for layer in zoo.build("squeezenet", classes=1000, seed=0).modules():
         if isinstance(layer, torch.nn.Conv2d):
             pixels = layer.weight[0, 0].numel()

@@ -1,4 +1,4 @@
-"""The models are timm's and torchvision's own, under the names of the originals."""
+"""Models equal timm's and torchvision's, under the names of the originals."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""One thread: the tensors are small, the machine is shared, and threads change bits."""
+"""One thread: the tensors are small, and results that are compared bit for bit depend on the number of threads."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""Every Triton kernel becomes machine code of an H100 or H200, on a machine without one.
+"""Every Triton kernel compiles for an H100 or H200, on a machine without one.
 
-The interpreter, which runs the same kernels elsewhere, takes types and shapes that the compiler refuses.
+The interpreter, which runs the kernels in other tests, accepts types and shapes that the compiler refuses.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-ARCHITECTURE = 90  # 80 takes them as well, tried by hand
+ARCHITECTURE = 90  # they also compile for 80, tried by hand
 NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """The names of the kernels that were launched, and so compiled instead; nothing runs."""
+    """The names of the kernels that were launched; they are compiled and do not run."""
     found = set()
 
     def compile_instead(kernel, *args, grid, warmup, **named):

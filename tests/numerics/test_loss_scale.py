@@ -1,4 +1,4 @@
-"""Loss scales against their formulas, and gradients that are not finite."""
+"""Loss scales against their formulas, and non-finite gradients."""
 
 import math
 

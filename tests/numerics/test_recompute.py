@@ -1,4 +1,4 @@
-"""Recomputing changes memory and nothing else: the same bits of outputs, gradients and statistics."""
+"""Recomputation changes memory and nothing else: outputs, gradients and statistics are equal bit for bit."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ MODELS = {
 
 
 def build(name):
-    # The models are beside the numerics, not below: only the tests know both.
+    # Imported late: models are above numerics.
     from falconet.models import zoo
 
     return zoo.build(name, classes=5, seed=0).train()
@@ -45,7 +45,7 @@ def step(model, x):
 
 
 def saved_bytes(model, x):
-    """What the backward pass keeps of the forward pass, each storage once."""
+    """Bytes that the backward pass needs of the forward pass, each storage once."""
     kept = {}
     weights = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
 
@@ -106,7 +106,7 @@ def test_prediction_for_named_layers_matches_what_is_stored():
 
 
 def counted(layers):
-    """How often each layer was begun, and how often it came to its end."""
+    """How often each layer was started, and how often it finished."""
     begun, ended = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
 
     def note(counts):
@@ -126,7 +126,7 @@ def test_layers_between_stored_ones_run_twice():
     _, ended = counted(list(model))
     recompute(model, ["1", "3"])
     model(torch.randn(2, 3)).sum().backward()
-    # 0 and 2 are recomputed; 1 and 3 end a stretch, and their own output is not needed again; then nothing is.
+    # 0 and 2 are recomputed; 1 and 3 end a segment, so their outputs are stored; the last segment is not recomputed.
     assert list(ended.values()) == [2, 1, 2, 1, 1, 1]
 
 
@@ -253,7 +253,7 @@ def test_prediction_without_recomputation_matches_autograd(name):
 
 
 def test_prediction_equals_a_calculation_by_hand():
-    """A block keeps its input and the outputs of two sigmoids, 128 bytes each; its output is the next one's input."""
+    """A block saves its input and the outputs of two sigmoids, 128 bytes each; its output is the next block's input."""
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(3))
     choice = automatic(nn.Sequential(*blocks), example=torch.empty(4, 8), budget_bytes=None)
     assert choice.without_bytes == 7 * 128

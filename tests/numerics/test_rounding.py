@@ -42,7 +42,7 @@ KEY = Key(seed=5, update=7, tensor=3)
 HALVES = [torch.float16, torch.bfloat16]
 SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: float.fromhex("0x1.fep127")}
-PRECISION = {torch.float16: 10, torch.bfloat16: 7}  # bits behind the point
+PRECISION = {torch.float16: 10, torch.bfloat16: 7}  # bits after the point
 MINIMUM_EXPONENT = {torch.float16: -14, torch.bfloat16: -126}
 
 
@@ -70,7 +70,7 @@ def test_value_becomes_one_of_its_two_neighbours(dtype, value, update):
     assert (torch.signbit(found) == (math.copysign(1, value) < 0)).all()
 
 
-# |z| beyond 6.8 has probability 1e-11; with the 23 cases here a right implementation fails once in 1e9 runs.
+# |z| beyond 6.8 has probability 1e-11; with the 23 cases here a correct implementation fails once in 1e9 runs.
 Z = 6.8
 NORMAL = [1.0002, -1.003, 3.14159265, -0.1, 65500.1]
 SAMPLES = {

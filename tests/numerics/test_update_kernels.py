@@ -18,7 +18,7 @@ from half_rules import MAKERS, optimizer_of
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Triton's interpreter in the place of its compiler, for kernels imported from now on."""
+    """Triton's interpreter instead of its compiler, for kernels that are imported from now on."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here")
     from falconet.numerics import kernels
@@ -34,7 +34,7 @@ def interpreter(monkeypatch):
 
 
 def network(dtype):
-    """Row-major and channels-last, smaller and larger than a chunk, subnormal and empty of meaning."""
+    """Row-major and channels-last, smaller and larger than a chunk, subnormal and scalar."""
     torch.manual_seed(0)
     model = nn.ParameterList(
         [
@@ -45,13 +45,13 @@ def network(dtype):
             torch.randn(()),
         ]
     ).to(dtype)
-    model.append(nn.Parameter(torch.randn(20)))  # fp32 among halves, as a norm's weights
+    model.append(nn.Parameter(torch.randn(20)))  # fp32 among half tensors, like a norm's weights
     return model
 
 
 def make(name, model, rounding):
     optimizer = optimizer_of(name, model, rounding)
-    optimizer._tables = Tables(chunk=512)  # small, so that there are whole and broken ones
+    optimizer._tables = Tables(chunk=512)  # small, so that there are full and partial chunks
     return optimizer
 
 
@@ -72,7 +72,7 @@ def check_equal(first, second, one, other):
             assert torch.equal(value, other.state[q][slot]), (slot, p.shape)
 
 
-# The interpreter cuts where it should round to bf16's nearest; the GPU's tests have that case.
+# The interpreter truncates to bf16 instead of rounding; the GPU tests cover that case.
 TYPES = {
     "fp16 stochastic": (torch.float16, Rounding(5)),
     "fp16 nearest": (torch.float16, None),
@@ -187,7 +187,7 @@ def test_memory_layouts_are_recognised():
 
 @pytest.mark.parametrize("name", ["momentum descent", "momentum rmsprop", "adamw"])
 def test_flat_pieces_are_updated_like_the_whole(name, interpreter):
-    """Cut where a process's share of the memory may end, which is no end of a row or a pixel."""
+    """Cut where a process's share of the memory may end, inside a row or a pixel."""
     whole, other = network(torch.float16), network(torch.float16)
     first = make(name, whole, Rounding(5))
     flat = [p.detach().as_strided((p.numel(),), (1,)) for p in other]

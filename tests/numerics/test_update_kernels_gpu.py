@@ -1,4 +1,4 @@
-"""The compiled kernels on the GPU against the plain torch rules on the CPU, and that nobody waits."""
+"""The compiled kernels on the GPU against the plain torch rules on the CPU, without waiting for the device."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A small network with every kind of parameter, and gradients that arrive as backward passes bring them."""
+"""A small network with every kind of parameter, and a keyed micro-batch."""
 
 from collections.abc import Callable, Iterator
 
@@ -46,7 +46,7 @@ def accumulate() -> Accumulate:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The tensors are tiny and the machine is shared; bits are compared, and threads change bits."""
+    """The tensors are tiny, and results that are compared bit for bit depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Half-precision update rules against float64 arithmetic, and what they leave alone."""
+"""Half-precision update rules against float64 arithmetic, and skipped updates."""
 
 import numpy as np
 import pytest

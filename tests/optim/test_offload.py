@@ -22,7 +22,7 @@ def network(dtype=torch.float32):
     layers = [nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Conv2d(16, 24, 3), nn.Conv2d(24, 8, 1), nn.Linear(50, 20)]
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last).to(dtype)
     model[1].float()
-    model.register_parameter("idle", nn.Parameter(torch.ones(3, 3)))  # no part in the loss until update 2
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, 3)))  # not in the loss until update 2
     return model
 
 
@@ -30,7 +30,7 @@ def gradients(model, update, late):
     noise = torch.Generator().manual_seed(update)
     for name, p in model.named_parameters():
         values = torch.randn(p.shape, generator=noise)
-        p.grad = None if name == "idle" and update < late else torch.empty_like(p).copy_(values)
+        p.grad = None if name == "unused" and update < late else torch.empty_like(p).copy_(values)
 
 
 def train(model, optimizer, step, updates):

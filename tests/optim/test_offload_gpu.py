@@ -1,4 +1,4 @@
-"""Optimizer state on the host, on CUDA: the same bits, less of the device's memory, and nobody waits."""
+"""Optimizer state on the host, on CUDA: the same bits, less device memory, and no waiting."""
 
 import pytest
 import torch

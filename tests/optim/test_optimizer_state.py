@@ -98,7 +98,7 @@ def test_python_count_is_restored_as_one(network, accumulate):
     optimizer = build_optimizer(model, Optimizer(optimizer="rmsprop_tf"))
     train(model, optimizer, accumulate, range(1))
     for p in model.parameters():
-        optimizer.state[p]["step"] = 7  # what older timm keeps
+        optimizer.state[p]["step"] = 7  # as in older versions of timm
     state = through_a_file(state_tensors(optimizer, model))
     assert state["step/conv.weight"].dtype == torch.int64
     load_state_tensors(optimizer, model, state)

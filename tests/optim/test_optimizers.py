@@ -81,7 +81,7 @@ def gradients(model, update):
 
 
 def give(p, gradient):
-    """As a backward pass does: onto what is there, else in the parameter's own layout."""
+    """Add a gradient as a backward pass does, in the parameter's layout."""
     if p.grad is None:
         p.grad = torch.zeros_like(p)
     p.grad += gradient
@@ -331,7 +331,7 @@ def test_trust_ratios_follow_the_formula_and_are_1_where_a_norm_is_zero():
 
 
 def test_lars_equals_timms_while_the_rate_is_constant(network, accumulate):
-    """timm keeps the rate outside the velocity, which makes no difference until the rate changes."""
+    """timm has the rate outside the velocity, which makes no difference while it is constant."""
     ours = network()
     theirs = copy.deepcopy(ours)
     groups = [
