@@ -1,4 +1,4 @@
-"""Photos a second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
+"""Photos per second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
 
     python bench/decode_device.py FOLDER                 any folder of JPEG files, flat or not
     python bench/decode_device.py FOLDER --images 8192 --workers 2 4 8 16

@@ -1,4 +1,4 @@
-"""Training from JPEG files beside training from synthetic data: images a second of each, their ratio, the time waited.
+"""Training from JPEG files compared with synthetic data: images per second of each, their ratio, and time waited.
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
     python bench/from_files.py FOLDER --decoders cpu cuda --rounds 3
@@ -21,7 +21,7 @@ from pathlib import Path
 ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
 OPTIONS = "--model resnet50 --image-size 224 --micro-batch-size 256 --precision 16.16 --loss-scaling 128"
-PARTS = 4  # log points; the first one is the warm-up
+PARTS = 4  # log points; the first one is warm-up
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:
@@ -39,7 +39,7 @@ def link_photos(folder: Path, images: int, into: Path) -> None:
 
 
 def run(data: str, args: argparse.Namespace, home: Path) -> tuple[float, float]:
-    """Images a second and the percentage of the time that the loop waited for data, after the warm-up."""
+    """Images per second and the percentage of time spent waiting for data, after warm-up."""
     with tempfile.TemporaryDirectory(dir=home) as folder:
         line = f"{args.options} {data} --epoch 1 --warmup-epoch 0 --validation-mode none --logs-per-epoch {PARTS}"
         words = [sys.executable, "-m", "falconet", "train", *line.split(), "--run-dir", str(Path(folder) / "run")]

@@ -44,7 +44,7 @@ from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import NativeReader, PillowReader, Reader
 from falconet.data.storage import FileSource
-from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
+from loader_peers import BATCH, RESIZE, SIZE, Epoch, Method, dali_method, ffcv_method, write_for_ffcv
 
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=RESIZE, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
@@ -74,7 +74,7 @@ def folder_source(root: Path, images: int, repeat: int = 1) -> FileSource:
 
 
 def restart_marked(photos: Photos, folder: Path) -> Photos:
-    """The same photos with a restart marker every 8 MCUs, in `folder`; what cannot be marked stays as it is."""
+    """The same photos with a restart marker every 8 MCUs, in `folder`; those that cannot be marked stay unchanged."""
     library = native.library()
     assert library is not None
     source = folder_source(photos.root, photos.images)
@@ -135,7 +135,7 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
 
 
 def readers(photos: Photos) -> tuple[Reader, Reader | None]:
-    """The Pillow reader and, where it is built, the native one."""
+    """The Pillow reader and, if it is built, the native one."""
     source, augment = photos.source(), "crop-flip" if photos.training else "none"
     crops = Crops(preprocessing=PREPROCESSING, augment=augment, seed=0, objects=None)
     pillow = PillowReader(source, crops=crops, bad=BadImages(len(source), note=print))
@@ -157,12 +157,8 @@ def methods(photos: Photos, workers: list[int], peers: list[str], scratch: Path)
             our_method("marked", _native(marked), marked, workers),
         ]
     if "dali" in peers:
-        from loader_peers import dali_method
-
         found.append(dali_method(photos.source(), workers, photos.training))
     if "ffcv" in peers:
-        from loader_peers import ffcv_method, write_for_ffcv
-
         files = write_for_ffcv(folder_source(photos.root, photos.images), scratch)
         same = Photos(files.jpegs, photos.images, photos.repeat, photos.training)
         found += [
@@ -185,7 +181,7 @@ def rate(epoch: Epoch, number: int, clock: Callable[[], float]) -> float:
 
 
 def measure(found: list[Method], workers: list[int], rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Images a second of each method and column, one number a round; the first round only warms up."""
+    """Images per second of each method and column, one number per round; the first round is warm-up."""
     rates: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
         for method in found:
@@ -200,7 +196,7 @@ def measure(found: list[Method], workers: list[int], rounds: int) -> dict[tuple[
 def table(rates: dict[tuple[str, str], list[float]], title: str) -> None:
     """Median rate, half its range over the rounds, and the median ratio to torchvision in the same round."""
     names, columns = list(dict.fromkeys(n for n, _ in rates)), list(dict.fromkeys(c for _, c in rates))
-    print(f"\n{title}: images a second (spread), times torchvision")
+    print(f"\n{title}: images per second (spread), times torchvision")
     print(f"{'':12}" + "".join(f"{column:>28}" for column in columns))
     for name in names:
         cells = []

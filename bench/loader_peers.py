@@ -1,12 +1,25 @@
-"""Other projects' loaders for bench/loader.py: NVIDIA DALI and FFCV, both on the CPU."""
+"""What bench/loader.py compares: a way to read photos, and those of NVIDIA DALI and FFCV on the CPU."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from falconet.data.storage import FileSource
-from loader_method import BATCH, RESIZE, SIZE, Epoch, Method
+
+SIZE, RESIZE, BATCH = 224, 256, 64
+Epoch = Callable[[int], int]  # reads every photo once; returns how many
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to read the photos: by one thread, and by loaders that persist between rounds."""
+
+    name: str
+    alone: Epoch
+    loaders: dict[int, Epoch]  # by workers
+    clock: Callable[[], float] = time.thread_time  # for `alone`; process time for one that uses other threads
 
 
 def dali_method(source: FileSource, workers: list[int], training: bool) -> Method:
@@ -35,7 +48,7 @@ def dali_method(source: FileSource, workers: list[int], training: bool) -> Metho
         batches = -(-len(files) // BATCH)
         return lambda _: sum(len(kept.run()[1]) for _ in range(batches))
 
-    # Nothing prefetched: what it does after its turn would be counted to nobody.
+    # No prefetching: work done outside its turn would not be counted.
     alone = loader(1, exec_async=False, exec_pipelined=False, prefetch_queue_depth=1)
     loaders = {count: loader(count, prefetch_queue_depth=2) for count in workers}
     return Method("dali", alone, loaders, clock=time.process_time)
@@ -43,7 +56,7 @@ def dali_method(source: FileSource, workers: list[int], training: bool) -> Metho
 
 @dataclass(frozen=True)
 class FfcvFiles:
-    """FFCV's own file, and the JPEG bytes in it as class folders."""
+    """FFCV's file, and the JPEG bytes in it as class folders."""
 
     own: Path
     jpegs: Path

@@ -1,4 +1,4 @@
-"""What a group norm costs on a GPU, forward and backward, in channels-last memory: ours against torch's own.
+"""What a group norm costs on a GPU, forward and backward, in channels-last memory: ours and torch's.
 
 python bench/norms.py
 """
@@ -28,7 +28,7 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
     dy = torch.randn_like(x)
 
     def both() -> None:
-        # As a network would: what follows a norm wants channels-last memory.
+        # As in a network, where the next layer expects channels-last memory.
         layer(x).contiguous(memory_format=torch.channels_last).backward(dy)
 
     return median(both)

@@ -19,11 +19,11 @@ from falconet.optim.offload import HostedState
 from falconet.optim.optimizers import build_optimizer
 
 ROUNDS, CALLS = 5, 10
-SIDE = 8192  # of the product that stands for computation
+SIDE = 8192  # of the matrices whose product stands in for computation
 
 
 def milliseconds(*parts: Callable[[], None]) -> float:
-    """Of one call of each, median over rounds of several."""
+    """Milliseconds per call, median over several rounds."""
     found = []
     for _ in range(ROUNDS + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -19,7 +19,7 @@ from falconet.numerics.rounding import Rounding
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSpropTF, HalfSGD
 from timing import milliseconds
 
-GOAL = 1.15  # of the time of torch's fused fp32 SGD
+GOAL = 1.15  # relative to torch's fused fp32 SGD
 REPEATS = 60
 
 RULES: dict[str, Callable[[list[Tensor], Rounding | None], HalfOptimizer]] = {

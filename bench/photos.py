@@ -1,4 +1,4 @@
-"""Photos for the benchmarks: any folder of JPEG files, listed again and again until there are enough."""
+"""Photos for the benchmarks: any folder of JPEG files, repeated until there are enough."""
 
 from pathlib import Path
 

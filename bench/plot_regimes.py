@@ -1,4 +1,4 @@
-"""Draw docs/img/regimes.png from docs/evidence/regimes.json, which holds what was measured; needs matplotlib."""
+"""Draw docs/img/regimes.png from docs/evidence/regimes.json, which holds the measurements; needs matplotlib."""
 
 import json
 from pathlib import Path

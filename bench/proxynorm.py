@@ -17,7 +17,7 @@ REPEATS = 40
 
 
 class Unfused(ProxyNorm):
-    """The same without kernels: torch's own functions, the input alone kept."""
+    """The same without kernels: torch's functions, the input alone kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))

@@ -29,7 +29,7 @@ def sampling_of(path: Path) -> str:
         return NAMES.get(layers[0][1:3], "other")
 
 
-def decibels(photos: Photos) -> np.ndarray:  # one a photo; 99 where nothing differs
+def decibels(photos: Photos) -> np.ndarray:  # one per photo; 99 where nothing differs
     pillow, fast = readers(photos)
     assert fast is not None, "the native decoder is not built"
     found = []

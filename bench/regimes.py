@@ -46,9 +46,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--parallel", type=int, default=8)
-    parser.add_argument("--extra", default="", help="further lines of `falconet train` to run beside, separated by ;")
+    parser.add_argument("--extra", default="", help="further `falconet train` lines to run as well, separated by ;")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    parser.add_argument("--no-speeds", action="store_true", help="accuracies alone")
+    parser.add_argument("--no-speeds", action="store_true", help="accuracies only")
     args = parser.parse_args()
     regimes = args.regimes
     home = Path(tempfile.mkdtemp())
@@ -62,7 +62,7 @@ def main() -> None:
     speeds: dict[str, dict[str, object]] = {}
 
     def keep() -> None:
-        """After every run: a borrowed machine may go at any moment."""
+        """Save after every run: a borrowed machine may be taken back at any time."""
         args.output.write_text(json.dumps({"runs": results, "speeds": speeds, "lines": lines}, indent=1))
 
     with ThreadPoolExecutor(args.parallel) as pool:

@@ -21,7 +21,7 @@ LINE = (
 
 
 def images_per_second(replicas: int, *, updates: int) -> float:
-    """Of a whole training run, without its start."""
+    """Images per second of a whole training run, without its start-up."""
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
         words = LINE.format(updates=updates, replicas=replicas, folder=folder).split()
@@ -36,7 +36,7 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=60, help="of one run; 64 images a replica each")
+    parser.add_argument("--updates", type=int, default=60, help="updates per run, of 64 images per replica")
     arguments = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     found: dict[int, list[float]] = {1: [], 2: []}

@@ -1,4 +1,4 @@
-"""A model behind the server beside the same model without it: images a second, and what limits the difference.
+"""A served model compared with the same model called directly: images per second, and what limits the difference.
 
     python bench/serving.py                                        ResNet-50 in 16 bits, 90 images a request
     python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40 --front-ends 1
@@ -58,11 +58,11 @@ def serve_nothing(args: argparse.Namespace) -> None:
         name="nothing", preprocessing=preprocessing, class_names=names, output="float16", max_batch=args.batch
     )
     policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
-    batcher, room = Batcher([lane, lane], policy), app.Room(1 << 34)
+    batcher, memory = Batcher([lane, lane], policy), app.Memory(1 << 34)
 
-    def fronts() -> list[app.Front]:
+    def fronts() -> list[app.FrontEnd]:
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
-        return [app.Front(served, way, counts=batcher.counts, room=room, max_delay=0.0) for way in ways]
+        return [app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=0.0) for way in ways]
 
     with app.Address(host="127.0.0.1", port=0).open() as listening:
         print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)
@@ -85,7 +85,7 @@ def nothing_served(args: argparse.Namespace, front_ends: int) -> Iterator[Target
 
 
 def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
-    """Images a second of all lanes, each fed by a thread from memory."""
+    """Images per second of all lanes, each fed from memory by a thread."""
     lanes = predictor.lanes()
     counts = [0] * len(lanes)
     end = time.monotonic() + seconds
@@ -105,7 +105,7 @@ def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
 
 
 def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, clients: int) -> tuple[float, str]:
-    """Images a second, and the latency in words."""
+    """Images per second, and a description of the latency."""
     window = WINDOW if kind == "ASYNC" else 1
     job = Job(
         host=target.host,
@@ -132,7 +132,7 @@ def compare(args: argparse.Namespace) -> None:
         0, 256, (HELD, args.batch, 3, args.image_size, args.image_size), dtype=np.uint8
     )
     where = torch.cuda.get_device_name() if classifier.device.type == "cuda" else "CPU"
-    print(f"{line}; {size / 1e6:.1f} MB a request; {where}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {os.cpu_count()} cores, torch {torch.__version__}")
     captured = Predictor(classifier, max_batch=args.batch)
     plain = local(Predictor(classifier, max_batch=args.batch, captured=False), images, args.seconds)
     print(f"local, launched kernel by kernel  {plain:10,.0f} images/s")
@@ -168,9 +168,9 @@ def main() -> None:
     parser.add_argument("--precision", default="16.16")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=90)
-    parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--requests", type=int, default=100, help="requests of each client")
     parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each local measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each local measurement")
     parser.add_argument("--nothing", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nothing:

@@ -1,7 +1,7 @@
 """Predicts ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
 
-Prints the table of docs/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it. A model, not
-a measurement: one GPU is what we could reach.
+Prints the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
+A model, not a measurement: we had one GPU.
 """
 
 import argparse
@@ -12,22 +12,22 @@ from pathlib import Path
 
 BATCH = 256  # images in a micro-batch
 PARAMETERS = 25_557_032  # of ResNet-50
-IMAGES_PER_SECOND = {"16.16": 6127.0, "16.32": 6056.0, "32.32": 3137.0}  # measured on one H200, docs/numerics.md
-GRADIENT_BYTES = {"16.16": 2, "16.32": 4, "32.32": 4}  # of one parameter, on the wire; weights have as many
-ACTIVATION_BYTES = {"16.16": 2, "16.32": 2, "32.32": 4}  # of one value between two stages
-BACKWARD = 2 / 3  # of the time of a micro-batch
+IMAGES_PER_SECOND = {"16.16": 6127.0, "16.32": 6056.0, "32.32": 3137.0}  # on one H200, docs/knowing/numerics.md
+GRADIENT_BYTES = {"16.16": 2, "16.32": 4, "32.32": 4}  # per parameter as sent; the same for weights
+ACTIVATION_BYTES = {"16.16": 2, "16.32": 2, "32.32": 4}  # per value sent between two stages
+BACKWARD = 2 / 3  # of a micro-batch's time
 NODE = 8  # GPUs with NVLink between them
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second out of one GPU, each way
-NVLINK_LATENCY, INFINIBAND_LATENCY = 2e-6, 5e-6  # seconds a message
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second out of one GPU, each way
+NVLINK_LATENCY, INFINIBAND_LATENCY = 2e-6, 5e-6  # seconds per message
 BUCKET = 25e6  # bytes; --bucket-size
 STAGES, MICRO_BATCHES = 4, 16  # of the pipeline, within a node
-BOUNDARY = 1024 * 14 * 14  # values an image between two stages; layer3 of ResNet-50
-RECOMPUTED = 1 / 3  # of the time of a micro-batch: its forward again, as pipelines do by default
+BOUNDARY = 1024 * 14 * 14  # values per image between two stages; layer3 of ResNet-50
+RECOMPUTED = 1 / 3  # of a micro-batch's time: its forward pass again, as pipelines do by default
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way that a message takes within a group of GPUs: rings within nodes, and rings across them."""
+    """The path of a message in a group of GPUs: rings within nodes, and rings across them."""
 
     gpus: int
 
@@ -36,7 +36,7 @@ class Link:
         return 2 * self.one_way(size)
 
     def one_way(self, size: float) -> float:
-        """Seconds of a reduce-scatter or of an all-gather: half of it."""
+        """Seconds of a reduce-scatter or an all-gather: half an all-reduce."""
         inside = min(self.gpus, NODE)
         nodes = math.ceil(self.gpus / NODE)
         within = (inside - 1) / inside * size / NVLINK + (inside - 1) * NVLINK_LATENCY
@@ -66,19 +66,19 @@ def gradients(regime: str) -> float:
 
 
 def replicas(gpus: int, regime: str, *, accumulation: int = 1, sharded: bool = False, overlap: float = 1.0) -> float:
-    """Efficiency: images a second on `gpus` GPUs, as a share of so many times those of one."""
+    """Efficiency: images per second on `gpus` GPUs, relative to `gpus` times those of one."""
     one, link, size = micro_batch_seconds(regime), Link(gpus), gradients(regime)
     if gpus == 1:
         return 1.0
     message = link.one_way if sharded else link.all_reduce
     lost = exposed(size, backward=overlap * BACKWARD * one, message=message)
-    if sharded:  # the updated weights, after the update: nothing to hide behind
+    if sharded:  # the updated weights, after the update: nothing overlaps this
         lost += math.ceil(size / BUCKET) * link.one_way(size / math.ceil(size / BUCKET))
     return accumulation * one / (accumulation * one + lost)
 
 
 def pipelined(gpus: int, regime: str, *, recomputed: float = RECOMPUTED) -> float:
-    """The same for pipelines of STAGES GPUs in one node, MICRO_BATCHES an update, replicated over all GPUs."""
+    """The same for pipelines of STAGES GPUs in one node, MICRO_BATCHES per update, replicated over all GPUs."""
     one = micro_batch_seconds(regime)
     sent = BATCH * BOUNDARY * ACTIVATION_BYTES[regime] / NVLINK + NVLINK_LATENCY
     turn = one * (1 + recomputed) / STAGES + 2 * sent  # one stage's share of a micro-batch: forward, backward, sends
@@ -120,7 +120,7 @@ def assumptions() -> list[str]:
         " are sent one after the other while it goes on",
         "divided state: reduce-scatter during the backward, all-gather of the weights after the update, not hidden",
         f"pipeline: equal stages in one node, bubble (S-1)/(M+S-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1}, the"
-        f" forward again ({RECOMPUTED:.2f} of the time), {BOUNDARY:,} values an image sent both ways, not hidden",
+        f" forward again ({RECOMPUTED:.2f} of the time), {BOUNDARY:,} values per image sent both ways, not hidden",
         "not in it: stragglers, input, validation, checkpoints, and whether so large a global batch still learns",
     ]
 

@@ -1,4 +1,4 @@
-"""What docs/data.md says of sources, measured: listing made-up files, and the same photos from several layouts.
+"""Measures sources for docs/using/data.md: listing made-up files, reading the same photos from several layouts.
 
 python bench/sources.py list 310000
 python bench/sources.py read photos photos-packed      # folders of the same photos, the first one compared with
@@ -30,13 +30,13 @@ AUGMENT: Augment = "crop-flip"
 
 
 def memory() -> int:
-    """Bytes that this process holds now."""
+    """Resident bytes of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
 
 
 def measure_listing(count: int) -> None:
-    """The first time, and from the index."""
+    """List for the first time, and from the index."""
     with tempfile.TemporaryDirectory() as folder:
         for split, share in (("train", 0.97), ("val", 0.03)):
             for label in range(CLASSES):
@@ -45,7 +45,7 @@ def measure_listing(count: int) -> None:
                 for number in range(round(count * share / CLASSES)):
                     (place / f"n{label:08}_{number}.JPEG").touch()
         for path in Path(folder).glob("*/*"):
-            os.utime(path, (0, 0))  # long ago, so that the index is believed
+            os.utime(path, (0, 0))  # long ago, so that the index is trusted
             os.utime(path.parent, (0, 0))
         for when in ("listed", "from the index"):
             before, began = memory(), time.perf_counter()
@@ -88,11 +88,11 @@ def measure_reading(roots: list[Path], *, cold: bool) -> None:
                 drop(root)
             own, clock, digest = read_all(reader_of(root)[0], order)
             rates[root].append(len(order) / (clock if cold else own))
-            print(f"{root}: {rates[root][-1]:.0f} images a second, pixels {digest}", file=sys.stderr)
+            print(f"{root}: {rates[root][-1]:.0f} images per second, pixels {digest}", file=sys.stderr)
     for root, own_rates in rates.items():
         ratios = [rate / first for rate, first in zip(own_rates, rates[roots[0]], strict=True)]
         print(
-            f"{root}: {statistics.median(own_rates):.0f} images a second, {statistics.median(ratios):.2f}x the first"
+            f"{root}: {statistics.median(own_rates):.0f} images per second, {statistics.median(ratios):.2f}x the first"
             f" ({min(ratios):.2f} to {max(ratios):.2f})"
         )
 

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, measured by its own clock; the comparisons beside this file use it."""
+"""Time calls on a GPU by its own clock; shared by the comparisons in this folder."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
-    """Of each of many calls, which the host issues without waiting."""
+    """Milliseconds of each of many calls, which the host issues without waiting."""
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         start.record()

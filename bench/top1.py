@@ -26,12 +26,12 @@ from falconet.data.readers import NativeReader, PillowReader, Reader
 from falconet.data.storage import FileSource
 
 BATCH = 50
-# As these weights were trained: 127 and 128 of 255.
+# As in the training of these weights: 127 and 128 of 255.
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
 
 
 def published_model(path: Path) -> nn.Module:
-    """timm's network with the package's weights, which come in the same order by other names."""
+    """timm's network with the package's weights, which are in the same order under other names."""
     model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     wanted, found = model.state_dict(), read_weights(path)
     if [tuple(value.shape) for value in wanted.values()] != [tuple(value.shape) for value in found.values()]:
@@ -49,7 +49,7 @@ def packaged_weights() -> Path:
 def folder_source(root: Path) -> FileSource:
     listed = ImageFolder(root)
     if len(listed.classes) != 1000:
-        sys.exit(f"{root}: {len(listed.classes)} classes, wanted the 1,000 of ImageNet")
+        sys.exit(f"{root}: {len(listed.classes)} classes, expected the 1,000 of ImageNet")
     names = [Path(path).name for path, _ in listed.samples]
     labels = [label for _, label in listed.samples]
     return FileSource.of(root, names=names, labels=labels, class_names=tuple(listed.classes))

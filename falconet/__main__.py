@@ -1,4 +1,4 @@
-"""`falconet`, and `python -m falconet` for machines where the command is not on the PATH."""
+"""`falconet`, and `python -m falconet` where the command is not on the PATH."""
 
 from typing import NoReturn
 
@@ -9,7 +9,7 @@ with exits.at_once():  # the first 0.3 s of every command
 
 
 def main() -> NoReturn:
-    """The command of this process's line."""
+    """Run this process's command line."""
     cli.end(cli.main())
 
 

@@ -1,4 +1,4 @@
-"""What went wrong, in one line a person can act on."""
+"""Errors, each one a line that the user can act on."""
 
 import difflib
 import errno
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class UserError(Exception):
-    """Something the user can mend: `cli` prints it as one line and exits with code 2."""
+    """Something that the user can fix: `cli` prints it as one line and exits with code 2."""
 
     def __str__(self) -> str:
-        """One line, also where a value that was typed has several."""
+        """One line, even if a typed value has several."""
         return super().__str__().replace("\n", "\\n")
 
 
@@ -25,22 +25,22 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is torn, foreign, newer, or of another model."""
+    """A checkpoint that is torn, foreign, too new, or of another model."""
 
 
 class DeviceError(UserError):
-    """A device that is not there, or cannot do what was asked."""
+    """A device that is missing, or cannot do what was asked."""
 
 
 class DiskError(UserError):
-    """A disk that has no room."""
+    """A disk without room."""
 
 
 class LinkError(UserError):
-    """A symbolic link where a file is to be written: it may lead to any file of the user."""
+    """A symbolic link where a file should be written: it may lead to any of the user's files."""
 
     def __init__(self, path: Path, option: str = "--run-dir") -> None:
-        """`option`: the one that chooses another folder."""
+        """`option`: the one that selects another folder."""
         self.path = path
         super().__init__(
             f"{path}: is a symbolic link; refusing to write through it; remove it or choose another {option}"
@@ -48,7 +48,7 @@ class LinkError(UserError):
 
 
 class NoRoom(NamedTuple):
-    """Why something could not be written, and what helps."""
+    """Why a file could not be written, and what helps."""
 
     why: str
     helps: str
@@ -66,11 +66,11 @@ class DivergedError(UserError):
 
 
 class SaidElsewhereError(UserError):
-    """A mistake that another process of the run prints."""
+    """A mistake that another process of the run reports."""
 
 
 class WorldError(Exception):
-    """A process that went away or did not answer: `cli` prints it as one line and exits with code 1."""
+    """A process that died or did not answer: `cli` prints it as one line and exits with code 1."""
 
 
 class Interrupted(Exception):  # noqa: N818, an interruption is not an error
@@ -88,8 +88,8 @@ def named_option(field: str) -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known word, or nothing if none is near."""
-    if word.isdigit():  # a number that looks alike is no nearer to what was meant
+    """`; did you mean 'x'?` for the nearest known word, or nothing if none is close."""
+    if word.isdigit():  # a similar number is no more likely to be meant
         return ""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,7 +1,7 @@
-"""Files below a folder, written so that no symbolic link inside it leads elsewhere.
+"""Write files below a folder without following symbolic links inside it.
 
-The folder itself is named by the user and may be a link. Everything below it is opened from its descriptor, part by
-part, without following links: a run folder or a data folder may come from another person.
+The user names the folder itself, which may be a link. Everything below it is opened from its descriptor, part by part,
+without following links: a run folder or a data folder may come from another person.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from falconet.errors import LinkError
 MODE, FOLDER_MODE = 0o666, 0o777  # before the umask
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking: opening a pipe would wait for its reader.
+# Non-blocking, because opening a pipe would wait for its reader.
 _GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def replace(folder: Path, name: str, content: str | bytes) -> None:
-    """Write a file whole: under a name that cannot be foreseen, then renamed. `name` may be `subfolder/file`."""
+    """Write a whole file under an unpredictable name, then rename it. `name` may be `subfolder/file`."""
     data = content.encode() if isinstance(content, str) else content
     with _below(folder, name) as (parent, last):
         _refuse_link(folder / name, last, parent)
@@ -38,10 +38,10 @@ def replace(folder: Path, name: str, content: str | bytes) -> None:
 
 
 def growing(folder: Path, name: str) -> int:
-    """The descriptor of a file to read and to append to, made where there is none; the caller closes it."""
+    """The descriptor of a file to read and append to, created if missing; the caller closes it."""
     with _below(folder, name) as (parent, last):
         _refuse_link(folder / name, last, parent)
-        handle = os.open(last, _GROWING, MODE, dir_fd=parent)  # a link made since is refused here, as ELOOP
+        handle = os.open(last, _GROWING, MODE, dir_fd=parent)  # fails with ELOOP if it has become a link since
         state = os.fstat(handle)
         if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
             return handle
@@ -49,25 +49,25 @@ def growing(folder: Path, name: str) -> int:
             if not stat.S_ISREG(state.st_mode):
                 raise OSError(f"{folder / name}: is not a regular file")
             content = file.read()
-    replace(folder, name, content)  # the other names of the file keep what they have
+    replace(folder, name, content)  # other hard links keep the old content
     return growing(folder, name)
 
 
 def subfolder(folder: Path, name: str) -> Path:
-    """A folder in a folder, made where there is none."""
+    """A folder in a folder, created if missing."""
     with _below(folder, f"{name}/any"):
         return folder / name
 
 
 def probe(folder: Path) -> None:
-    """Raise what writing into a folder would raise."""
+    """Raise the error that writing to a folder would raise."""
     with _below(folder, f".writable-{secrets.token_hex(8)}") as (parent, name):
         os.close(os.open(name, _NEW, MODE, dir_fd=parent))
         os.unlink(name, dir_fd=parent)
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Before hours of work: what would be refused when it is written."""
+    """Refuse before hours of work what would be refused when it is written."""
     with _below(folder, "any") as (parent, _):
         for name in names:
             _refuse_link(folder / name, name, parent)
@@ -75,7 +75,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _below(folder: Path, name: str) -> Iterator[tuple[int, str]]:
-    """The descriptor of the folder that holds `name`, and the last part of the name; subfolders are made."""
+    """The descriptor of the folder that holds `name`, and the last part of the name; subfolders are created."""
     *subfolders, last = name.split("/")
     assert last not in ("", ".", ".."), name
     parent, path = os.open(folder, _FOLDER), folder
@@ -91,14 +91,14 @@ def _below(folder: Path, name: str) -> Iterator[tuple[int, str]]:
         yield parent, last
     except OSError as error:
         if error.filename is not None and not isinstance(error.filename, int):
-            error.filename = str(folder / name)  # not only its part below the descriptor
+            error.filename = str(folder / name)  # the whole path, not only the part below the descriptor
         raise
     finally:
         os.close(parent)
 
 
 def _refuse_link(path: Path, name: str, parent: int) -> None:
-    """In words; the flags refuse it in any case."""
+    """Refuse a link with a clear message; the open flags refuse it anyway."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             raise LinkError(path)

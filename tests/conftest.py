@@ -14,6 +14,7 @@ from PIL import Image
 
 import watched
 from falconet.cli import main
+from falconet.legacy.conventions import CONVENTIONS
 
 # Variables that a terminal, a launcher or a user may have set and that change what Falconet does.
 INHERITED = re.compile(
@@ -78,13 +79,13 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def falconet(capfd, tmp_path, monkeypatch) -> Callable[[str], Answer]:
-    """Run a command line in an empty folder."""
+def falconet(capfd, tmp_path, monkeypatch) -> Callable[..., Answer]:
+    """Run a command line in an empty folder, with our conventions or an original's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DATA_DIR", raising=False)
 
-    def call(line: str) -> Answer:
-        code = main(line.split())
+    def call(line: str, conventions: str = "falconet") -> Answer:
+        code = main(line.split(), CONVENTIONS[conventions])
         return Answer(code, *capfd.readouterr())
 
     return call

@@ -1,4 +1,4 @@
-"""Several gloo processes for a test: forked from a server that has imported everything once."""
+"""Several gloo processes for a test, forked from a server that has imported everything once."""
 
 import itertools
 import multiprocessing
@@ -19,18 +19,18 @@ MODULES = [
     "torch",
     "torch.distributed",
     "timm",
-    "falconet.train.phase",
+    "falconet.train.run",
     "gloo",
     "replica_scenarios",
     "pipeline_scenarios",
 ]
 LIMIT = 300  # seconds for one scenario
-PORTS = range(20_000, 32_000)  # the system gives those above to whoever asks for any, at any time
-WORKERS = 16  # at most, that do not share ports
+PORTS = range(20_000, 32_000)  # the system hands out those above at any time
+WORKERS = 16  # pytest workers, at most, that do not share ports
 
 
 def _ports() -> Iterator[int]:
-    """In turn, from anywhere: another run of the tests may be under way. Those of two workers have none in common."""
+    """Ports in turn from a random start, because other tests may be running; no two workers share any."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
     own = PORTS[worker::WORKERS]
     begin = random.SystemRandom().randrange(len(own))
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def errors_in_world(size: int, scenario: Callable[..., Any], *args: object, expected: int) -> dict[int, str]:
-    """The last lines of the errors of the first `expected` processes that fail, by rank."""
+    """The last lines of the first `expected` errors, by rank."""
     found: dict[int, str] = {}
 
     def note(rank, error):
@@ -64,7 +64,7 @@ def errors_in_world(size: int, scenario: Callable[..., Any], *args: object, expe
 
 
 def in_world(size: int, scenario: Callable[..., Any], *args: object, on_error=None) -> list[Any]:
-    """What `scenario(world, *args)` returns in each of `size` processes; its first error is raised here."""
+    """Run `scenario(world, *args)` in `size` processes; return the results or raise the first error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
     port, results = free_port(), context.SimpleQueue()
@@ -96,7 +96,7 @@ def in_world(size: int, scenario: Callable[..., Any], *args: object, on_error=No
 
 
 def _next_of(results, waiting) -> tuple[int, Any, str | None]:
-    """The next answer; a process that ended without one would be waited for for ever."""
+    """The next answer; raise if a process exits without one."""
     ready = wait([results._reader, *(process.sentinel for process in waiting.values())], LIMIT)
     died = {rank: process.exitcode for rank, process in waiting.items() if process.sentinel in ready}
     assert results._reader in ready, f"ended without an answer: {died}" if died else f"nothing came within {LIMIT} s"
@@ -110,7 +110,7 @@ def _run(rank, size, port, results, scenario, args) -> None:
     try:
         with join(place, torch.device("cpu"), timeout=LIMIT) as world:
             result = scenario(world, *args)
-    except BaseException:  # noqa: BLE001, it is the parent's to raise
+    except BaseException:  # noqa: BLE001, the parent raises it
         results.put((rank, None, traceback.format_exc()))
     else:
         results.put((rank, result, None))

@@ -1,4 +1,4 @@
-"""A tiny run at half resolution, and what it leaves behind."""
+"""A tiny run at half resolution, and what it writes."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def metrics(run):
 
 
 def logged(run):
-    """The last number logged for each update; speeds are left out."""
+    """The last number logged for each update, except speeds."""
     kept = ("loss", "accuracy", "lr", "loss_scale")
     lines = ((line["update"], name, value) for line in metrics(run) for name, value in line.items())
     return {(update, name): value for update, name, value in lines if name.rpartition("/")[2] in kept}

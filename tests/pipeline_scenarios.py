@@ -1,4 +1,4 @@
-"""What the processes of tests/parallel/test_pipeline.py do: the real wiring of a run, without its launcher."""
+"""What the processes of tests/parallel/test_pipeline.py do: build a real run, without its launcher."""
 
 import os
 import shutil
@@ -18,17 +18,17 @@ from falconet.errors import Interrupted
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
-from falconet.train import build, phase, processes
+from falconet.train import build, plan_text, processes
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.pipeline_step import non_finite_of_stages
-from falconet.train.run import identity_of
+from falconet.train.run import begin, identity_of
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 
 
 def run_of(world, line, checkpoint=None):
-    """A run of `world` instead of one that it opens itself."""
+    """The first phase of a run in `world`, instead of one that it opens itself."""
     if world.size > 1:
         os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     kind = RestoreOptions if checkpoint else TrainOptions
@@ -36,13 +36,13 @@ def run_of(world, line, checkpoint=None):
     restored = format.Checkpoint(folder, format.read_manifest(folder)) if folder else None
     settings = from_line(line.split(), options_of(kind))
     loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
-    real = phase.open_world
+    real = build.open_world
     try:
         launch = processes.prepare(loaded, restored)
-        phase.open_world = lambda *_, **__: world
-        return phase.Run(launch)
+        build.open_world = lambda *_, **__: world
+        return build.BuiltPhase(launch, build.open_site(launch))
     finally:
-        phase.open_world = real
+        build.open_world = real
         for name in VARIABLES:
             os.environ.pop(name, None)
 
@@ -50,8 +50,8 @@ def run_of(world, line, checkpoint=None):
 def trained(world, line, *, updates=3, checkpoint=None, save=None):
     """The whole state after some updates, their losses, and an evaluation."""
     run = run_of(world, line, checkpoint)
-    lines = run.plan_lines()
-    state = run.begin()
+    lines = plan_text.describe(run)
+    state = begin(run)
     step, loader = run.step(state), run.placement.loader()
     return _result(run, state, step, loader.updates(0, skip=state.progress.update), updates) | {
         "lines": lines,
@@ -60,11 +60,10 @@ def trained(world, line, *, updates=3, checkpoint=None, save=None):
 
 
 def together(line, *, replicas, updates=3):
-    """One process whose micro-batches are those of several replicas side by side, as a span over them sees them."""
+    """One process whose micro-batches are those of several replicas side by side, as a batch-norm span sees them."""
     world = World(device=torch.device("cpu"))
     run = run_of(world, line)
-    run.plan_lines()
-    state = run.begin()
+    state = begin(run)
     step, size = run.step(state), run.shape.micro_batch // replicas
     loaders = []
     for replica in range(replicas):
@@ -84,7 +83,7 @@ def _beside(batches):
 
 
 def _result(run, state, step, feed, updates):
-    losses, meter = [], Meter(state.progress, run.world, replicas=run.plan.replicas)
+    losses, meter = [], Meter(state.progress, run.site.world, replicas=run.plan.replicas)
     for micro_batches, _ in zip(feed, range(updates), strict=False):
         meter.add(step(micro_batches, update=state.progress.update, lr=0.05))
         state.progress.update += 1
@@ -92,10 +91,10 @@ def _result(run, state, step, feed, updates):
     evaluate = run.placement.evaluator()
     found = evaluate(state.model, never)
     averaged = evaluate(state.ema.model, never) if state.ema else None
-    folder = Path(run.world.once(tempfile.mkdtemp))
+    folder = Path(run.site.world.once(tempfile.mkdtemp))
     _saved(run, state, folder / "c")
-    tensors = _read(folder / "c") if run.world.is_first else {}
-    if run.world.is_first:
+    tensors = _read(folder / "c") if run.site.world.is_first else {}
+    if run.site.world.is_first:
         shutil.rmtree(folder)
     return {
         "tensors": tensors,
@@ -117,9 +116,9 @@ def _saved(run, state, folder):
         "metrics": {},
         **identity_of(run, folder.parent).content,
     }
-    with build.checkpoint_writer(run.world, timeout=60.0) as writer:
+    with build.checkpoint_writer(run.site.world, timeout=60.0) as writer:
         writer.save_state(folder, state, content)
-    run.world.barrier("saving")
+    run.site.world.barrier("saving")
     return str(folder)
 
 
@@ -142,7 +141,7 @@ def alone(line, **how):
 
 
 def non_finite(world):
-    """What each stage is told when none, the second, and both have found something; they have 0, 2 and 1, 4."""
+    """What each stage learns when none, the second, or both found something; their places are 0, 2 and 1, 4."""
     everywhere = non_finite_of_stages(divide(world, stages=2), [[0, 2], [1, 4]][world.rank])
     cases = [(-1, -1), (-1, 1), (1, 0)]
     told = [
@@ -156,10 +155,9 @@ def saving(world, line, updates, checkpoint, save):
 
 
 def left(world, line, *, rank, after):
-    """How often each process was asked whether it wishes to stop, and what came of it; one says yes from a time on."""
+    """How often each process was asked whether to stop, and the outcome; one answers yes after a while."""
     run = run_of(world, line)
-    run.plan_lines()
-    state, asked = run.begin(), []
+    state, asked = begin(run), []
 
     def stopping():
         asked.append(None)
@@ -170,5 +168,5 @@ def left(world, line, *, rank, after):
         outcome = measure(state.model, stopping).images
     except Interrupted:
         outcome = "left"
-    # The world is in order: a validation after it comes to its end.
+    # The processes still agree: another validation completes.
     return outcome, len(asked), measure(state.model, never).images

@@ -1,4 +1,4 @@
-"""What the processes of tests/parallel do; importable, because they are other processes."""
+"""What the processes in tests/parallel run; importable, because they are other processes."""
 
 import copy
 import math
@@ -31,15 +31,15 @@ from falconet.numerics.precision import REGIMES
 from falconet.numerics.rounding import Rounding
 from falconet.optim.offload import HostedState
 from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
-from falconet.parallel import collectives as liveness
-from falconet.parallel import collectives as processes
+from falconet.parallel import collectives
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.data_parallel import digest
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
-from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer, sharded_step
+from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer
 from falconet.train.evaluate import evaluate
+from falconet.train.placement import sharded_step
 from falconet.train.step import Elsewhere, LocalStep, Loss, Moving, PlainMove, ScaledMove
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
@@ -71,11 +71,11 @@ def own_part(batch, world, accumulation):
     return parts[world.rank * accumulation : (world.rank + 1) * accumulation]
 
 
-RATES = {"adamw": 0.001, "rmsprop_tf": 0.005, "lars": 1.0}  # of the size that people use; others: 0.05
+RATES = {"adamw": 0.001, "rmsprop_tf": 0.005, "lars": 1.0}  # as used in practice; 0.05 for the others
 
 
 def train(world, kind, rule, accumulation=1, bucket=0.05, updates=UPDATES):
-    """The state after some updates of the same global batches, and the mean loss of each."""
+    """The state after some updates on the same global batches, and the mean loss of each."""
     model = model_of(kind)
     step = stepper(model, rule, build_replicas(model, world, bucket=bucket, sharded=False))
     losses = []
@@ -97,7 +97,7 @@ def spanning(world, name, span, updates=2):
 
 
 def one_layer(world, span, kind):
-    """Output, gradients and statistics of one layer on this replica's part of a batch, for a loss that weighs them."""
+    """Output, gradients and statistics of one layer on this replica's part of a batch."""
     torch.manual_seed(0)
     layer = nn.BatchNorm2d(5) if kind == "plain" else BatchNormAct2d(5)
     layer.momentum = None if kind == "cumulative" else 0.1
@@ -115,7 +115,7 @@ def one_layer(world, span, kind):
 
 
 def groups_made(world, stages, span):
-    """The ranks of every group that this process takes part in making, in order, and those of the one it uses."""
+    """The ranks of every group that this process creates, in order, and of the one it uses."""
     grid, made, plain = divide(world, stages=stages), [], dist.new_group
     dist.new_group = lambda ranks, **kept: made.append(ranks) or plain(ranks, **kept)
     layer = nn.BatchNorm2d(5) if grid.stages.rank == 0 else nn.Identity()  # a stage may have no batch norm at all
@@ -128,9 +128,9 @@ def layer_in(layer):
 
 
 def late(world, timeout):
-    """The second process does not come to a barrier in time; the short time does not count before they have met."""
+    """The second process misses a barrier; the short timeout only starts once both have met."""
     world = replace(world, host=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), timeout=timeout)
-    liveness.SILENCE, liveness.PATIENCE = 6.0, 60.0  # seconds in which a sign of life comes, on a busy machine too
+    collectives.SILENCE, collectives.PATIENCE = 6.0, 60.0  # seconds; longer, for a busy machine
     world.at("update 7")
     if world.rank == 1:
         world.at("update 6, reading images")
@@ -149,7 +149,7 @@ def stepper(model, rule, exchange, optimizer=None):
 
 
 class Case(NamedTuple):
-    """A training to compare; `scale` None: automatic, 0: none at all."""
+    """A run to compare; `scale` is None for automatic, 0 for none."""
 
     rule: str = "sgd"
     regime: str = "32.32"
@@ -159,7 +159,7 @@ class Case(NamedTuple):
     accumulation: int = 1
     bucket: float = 0.05
     kind: str = "group"
-    spoiled: int | None = None  # update whose gradient is not finite, on the last replica alone
+    spoiled: int | None = None  # update whose gradient is not finite, on the last replica only
     offloaded: bool = False
     decays_all: bool = False  # vectors too, so that LARS adapts their rates
 
@@ -206,7 +206,7 @@ def build_case(world, case):
 
 
 def run_case(world, case, folder, updates=4):
-    """Updates with a save after the first, from which another run goes on, and what there is at the end."""
+    """Save after the first update and restore into another run; return the final states."""
     first = build_case(world, case)
     one_update(first, world, case, 0)
     save(world, first[0], Path(f"{folder}-first"))
@@ -257,7 +257,7 @@ def tensors(folder):
 
 
 def furthest(found, expected):
-    """The name and the size of the largest difference between two states, beside the largest value of its tensor."""
+    """The name and size of the largest difference between two states, relative to its tensor's largest value."""
     assert found.keys() == expected.keys()
     off = {}
     for name, wanted in expected.items():
@@ -273,7 +273,7 @@ def run_cases(world, cases, home):
 
 
 def messages(world, accumulation):
-    """The messages of one update, and how many of them were under way before its last backward had ended."""
+    """The messages of one update, and how many were sent before its last backward pass ended."""
     model = model_of("batch")
     exchange = build_replicas(model, world, bucket=0.05, sharded=False)
     sent, before = [], []
@@ -294,12 +294,12 @@ def messages(world, accumulation):
 
 
 def several(world, calls):
-    """Several trainings in one set of processes."""
+    """Several runs in one set of processes."""
     return [train(world, *call) for call in calls]
 
 
 class Rows:
-    """A reader whose image i is all i."""
+    """A reader whose image number i is filled with i."""
 
     size, rows = 8, 4
 
@@ -323,7 +323,7 @@ def interfaces(world):
     return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
 
 
-def collectives(world):
+def reductions(world):
     values = torch.tensor([1.0, float(world.rank)])
     votes = world.vote()
     return {
@@ -331,7 +331,7 @@ def collectives(world):
         "max": world.max(values).tolist(),
         "broadcast": world.broadcast(values).tolist(),
         "own": values.tolist(),
-        "once": world.once(lambda: f"said by {world.rank}"),
+        "once": world.once(lambda: f"made by {world.rank}"),
         "empty": world.once(lambda: ""),
         "no UTF-8": world.once(lambda: os.fsdecode(b"caf\xe9")),
         "votes": [votes(world.rank == 1 and turn == 2) for turn in range(5)],
@@ -344,10 +344,10 @@ def doctor(world, folder):
 
 
 def mistaken(world, ranks):
-    """A mistake that some of the processes find; what the command line would be told."""
+    """An error that some of the processes raise; what each would print."""
     world.barrier("meeting")
-    if len(ranks) == world.size:  # all will say it: wait for them, however slow they are
-        processes.SAYING = processes.STAYING = float(gloo.LIMIT)
+    if len(ranks) == world.size:  # all raise it: wait for them, however slow they are
+        collectives.SAYING = collectives.STAYING = float(gloo.LIMIT)
     if world.rank in ranks:
         raise DataError("the photo is torn")
     world.barrier("waiting for everybody")
@@ -358,7 +358,7 @@ def disagree(world):
 
 
 def alone(scenario, *args):
-    """In this process, with one thread as the others have: the number changes bits."""
+    """In this process, with one thread like the others: the number of threads changes bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -368,7 +368,7 @@ def alone(scenario, *args):
 
 
 def bad_images(world, allowed):
-    """Each process finds one image of its own and one that all find; the notes of each."""
+    """Each process finds one bad image of its own and one that all find; the notes of each."""
     notes = []
     bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
     for name in (os.fsdecode(b"own-%d-caf\xe9.png" % world.rank), "shared.png"):

@@ -1,16 +1,33 @@
-"""Runs as a person starts them: begun, watched from outside, and compared bit by bit."""
+"""Runs as a user starts them: started, watched from outside, stopped, and compared bit by bit."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
 from falconet.checkpoint import format
+from falconet.train import loop
 
 LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
+
+
+def stop_at(monkeypatch, update, act=lambda: True):
+    """Let the loop find that it was asked to stop after an update; `act` is called there, and answers."""
+    plain = loop.train
+
+    def train(plan, progress, step, *, watch, **rest):
+        stopping = watch.stopping
+
+        def asked():
+            return (progress.update == update and act()) or stopping()
+
+        plain(plan, progress, step, watch=replace(watch, stopping=asked), **rest)
+
+    monkeypatch.setattr(loop, "train", train)
 
 
 def begin(command, cwd, *, launcher=(sys.executable, "-m", "falconet"), variables=None):
@@ -28,7 +45,7 @@ def finish(process):
 
 def updates(run):
     log = run / "metrics.jsonl"
-    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""  # the last line may be half written
+    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""  # the last line may be incomplete
     lines = [json.loads(line) for line in whole.splitlines()]
     return [line["update"] for line in lines if "train/loss" in line]
 
@@ -52,7 +69,7 @@ def state(run):
 
 
 def metrics(run):
-    """The last of each metric for each update, but times."""
+    """The last value of each metric for each update, except times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = ("train/images_per_second", "train/waiting_percent", "validation/seconds")
     return {(line["update"], key): value for line in lines for key, value in line.items() if key not in timed}

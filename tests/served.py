@@ -1,10 +1,12 @@
-"""A small model, served in a thread of the test: what the tests of the server and of its clients share."""
+"""A small model served from a thread, for the tests of the server and its clients."""
 
 import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
+import time
 
 import numpy as np
 import torch
@@ -20,13 +22,21 @@ from falconet.serve.protocol import HEADER, Served
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
 PATH = f"/v2/models/{NAME}/infer"
-LIMIT = 100  # seconds in which whatever is waited for comes, on any machine
+LIMIT = 100  # seconds; more than anything here takes on any machine
+
+
+def until(condition):
+    """Wait for a condition."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def small_classifier(precision="32.32"):
     device, regime = torch.device("cpu"), REGIMES[precision]
     model = zoo.build(NAME, classes=CLASSES, seed=0).train()
-    with torch.no_grad():  # statistics that are not 0 and 1, so that a forgotten `eval` is seen
+    with torch.no_grad():  # statistics other than 0 and 1, so that a forgotten `eval` shows
         model(torch.randn(64, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1)))
     return Classifier(
         name=NAME,
@@ -54,12 +64,12 @@ def about(max_batch=8):
 
 
 class Running:
-    """A server of this process; `port` is where, `batcher` what it counted."""
+    """A server in a thread of this process."""
 
-    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, room=1 << 30, fronts=1):
+    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, memory=1 << 30, fronts=1):
         self.served = about(max_batch)
         self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
-        self.room, self.max_delay, self.fronts = app.Room(room), max_delay, fronts
+        self.memory, self.max_delay, self.fronts = app.Memory(memory), max_delay, fronts
         self.socket = app.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -70,10 +80,10 @@ class Running:
     async def _run(self):
         batcher = self.batcher
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (self.fronts - 1)]
-        options = {"counts": batcher.counts, "room": self.room, "max_delay": self.max_delay}
-        async with app.answering([app.Front(self.served, way, **options) for way in ways], self.socket):
+        options = {"counts": batcher.counts, "memory": self.memory, "max_delay": self.max_delay}
+        async with app.answering([app.FrontEnd(self.served, way, **options) for way in ways], self.socket):
             await self._stop.wait()
-        await asyncio.sleep(0.01)  # connections that were closed last are let go in the next turn
+        await asyncio.sleep(0.01)  # let the last connections close
         await asyncio.get_running_loop().shutdown_default_executor()
 
     def ask_to_stop(self):
@@ -87,12 +97,19 @@ class Running:
         self._loop.close()
 
     def request(self, body, headers=None, *, method="POST", path=PATH):
-        """Status, headers and content of an answer."""
+        """Send a request; return status, headers and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
         with contextlib.closing(connection):
             connection.request(method, path, body=body, headers=headers or {})
             response = connection.getresponse()
             return response.status, response.headers, response.read()
+
+    def refuses_connections(self):
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT).close()
+        except ConnectionRefusedError:
+            return True
+        return False
 
     def scores(self, images):
         status, headers, answer = self.request(*binary(images))
@@ -114,7 +131,7 @@ def running(lane=None, **options):
 
 
 def binary(images):
-    """The body and the headers of a request with a binary tensor."""
+    """Body and headers of a request with a binary tensor."""
     tensor = {
         "name": "input_0",
         "shape": list(images.shape),

@@ -1,4 +1,4 @@
-"""Commands of two words: found, listed, and a typo answered with the nearest."""
+"""The command line: commands, help, typos, interruptions."""
 
 import errno
 import io
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from falconet.cli import COMMANDS, GROUPS, main
-from falconet.config import commands
+from falconet import cli
+from falconet.cli import GROUPS, main
+from falconet.config import load, rules
+from falconet.config.commands import COMMANDS
 from falconet.config.fields import options_of
 
 ANSWERS = {
@@ -19,43 +21,43 @@ ANSWERS = {
     "data --help": (0, "data pack"),
     "data pakc": (2, "falconet: 'data pakc' is not a command; did you mean 'data pack'?"),
     "dada": (2, "falconet: 'dada' is not a command; did you mean 'data'?"),
-    "data pack": (2, "falconet data pack: needs two folders: the one with train/ and val/, and the one for the shards"),
-    "data pack here": (2, "falconet data pack: needs two folders"),
-    "data pack nowhere there": (2, "falconet data pack: nowhere: no such folder, expected one with train/ and val/"),
-    "data pack a b c": (2, "falconet data pack: --target: takes one value, got 'b c'"),
-    "data pack a b --resize x": (2, "falconet data pack: --resize: got 'x', wanted a whole number, at least 1"),
+    "data pack": (2, "falconet data pack: expected two folders: one with train/ and val/, and one for the shards"),
+    "data pack here": (2, "falconet data pack: expected two folders"),
+    "data pack nowhere there": (2, "falconet data pack: nowhere: no such folder; expected one with train/ and val/"),
+    "data pack a b c": (2, "falconet data pack: --target: got 'b c', expected one value"),
+    "data pack a b --resize x": (2, "falconet data pack: --resize: got 'x', expected a whole number, at least 1"),
     "data pack a b --shard-sise 3": (2, "unknown option --shard-sise; did you mean '--shard-size'?"),
     "data pack --help": (0, "falconet data pack photos photos-packed"),
-    "data verify": (2, "falconet data verify: needs the folder with the shards"),
-    "help train": (0, "usage: falconet train [-h] [OPTIONS]"),
-    "help data pack": (0, "usage: falconet data pack SOURCE TARGET"),
+    "data verify": (2, "falconet data verify: expected a folder of shards"),
+    "help train": (0, "usage: falconet train [options]"),
+    "help data pack": (0, "usage: falconet data pack SOURCE TARGET [options]"),
     "help": (0, "usage: falconet COMMAND [options]"),
     "help trian": (2, "falconet: 'trian' is not a command; did you mean 'train'?"),
-    "train help": (0, "usage: falconet train [-h] [OPTIONS]"),
+    "train help": (0, "usage: falconet train [options]"),
     "bench --help": (0, "falconet bench infer --help"),
-    "--plan": (2, "falconet: --plan: a command was wanted before it, such as `falconet train --plan`"),
-    "models resnet50": (2, "falconet models: 'resnet50': no option was wanted"),
-    "train --device gpu": (2, "--device: got 'gpu', wanted auto, cpu, cuda; did you mean 'cuda'?"),
+    "--plan": (2, "falconet: --plan: expected a command before it, such as `falconet train --plan`"),
+    "models resnet50": (2, "falconet models: got 'resnet50', expected no arguments"),
+    "train --device gpu": (2, "--device: got 'gpu', expected auto, cpu or cuda; did you mean 'cuda'?"),
     "train --precision FP16": (2, "; did you mean '16.16'?"),
     "train --precision bf16.61": (2, "; did you mean 'bf16.bf16'?"),
     "bench --spec 21": (2, "no spec is named '21'; wanted a YAML file or one of"),
-    "data verify nowhere": (2, "nowhere: no such folder, wanted one that `falconet data pack` has made"),
+    "data verify nowhere": (2, "nowhere: no such folder; expected one that `falconet data pack` made"),
 }
 
 
 @pytest.mark.parametrize(("line", "expected"), ANSWERS.items())
-def test_a_line_has_its_answer(falconet, line, expected):
+def test_line_gets_its_answer(falconet, line, expected):
     answer = falconet(line)
     assert answer.code == expected[0]
     assert expected[1] in answer.out + answer.err
 
 
-def test_the_overview_names_every_command(falconet):
+def test_overview_lists_every_command(falconet):
     shown = falconet("--help").out
     assert all(f"  {name} " in shown for name in COMMANDS)
 
 
-def test_a_groups_overview_names_its_own(falconet):
+def test_overview_of_a_group_lists_only_its_commands(falconet):
     shown = falconet("data").out
     assert "data" in GROUPS
     assert "data verify" in shown
@@ -63,19 +65,31 @@ def test_a_groups_overview_names_its_own(falconet):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_offers_no_value_that_cannot_be_typed(falconet, command):
-    """What may stay unset, or empty, is shown by what it takes."""
-    shown = falconet(f"{command} --help").out
+def test_help_starts_with_an_example_and_offers_only_values_that_can_be_typed(falconet, command):
+    shown = falconet(f"{command} --help-all").out
     assert "Example" in shown
     assert "{None}" not in shown
     assert "(default: )" not in " ".join(shown.split())
 
 
-def test_a_list_shows_the_values_that_it_has_by_default(falconet):
-    shown = " ".join(falconet("train --help").out.replace("\u2502", " ").split())
-    assert "--lr-decay FLOAT ..." in shown
-    assert "--config STR A named config" in shown
-    assert "(default: none)" in shown
+def test_help_shows_common_options_and_headings_and_help_all_shows_everything(falconet):
+    short, whole = falconet("train --help").out, falconet("train --help-all").out
+    common = [line.split()[0] for line in short.splitlines() if line.startswith("  --")]
+    assert common == [f"--{name}" for name in COMMANDS["train"].common]
+    assert len(common) == 20
+    assert "  Learning rate  " in short
+    assert "--proxy-norm" not in short
+    names = options_of(COMMANDS["train"])
+    assert [name for name in names if f"--{name} " not in whole and f"--[no-]{name} " not in whole] == []
+    assert "\nLearning rate:\n" in whole
+    assert whole.index("--data ") < whole.index("--proxy-norm")
+
+
+def test_help_shows_types_and_defaults(falconet):
+    shown = " ".join(falconet("train --help-all").out.split())
+    assert "--lr-decay X ... Factor of a drop" in shown
+    assert "--config TEXT A named config" in shown
+    assert "--epoch N Passes over the training images (default: 30)." in shown
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -86,29 +100,53 @@ def test_help_fits_the_terminal(falconet, monkeypatch, command, columns):
     assert not [line for line in wide if not line.startswith("usage: ")]
 
 
-def test_an_example_that_is_broken_is_still_a_command_line(falconet, monkeypatch):
+def test_wrapped_example_is_still_a_command_line(falconet, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = falconet("train --help").out.partition("Example:\n")[2].partition("\n\n")[0]
     assert shlex.split(shown.replace("\\\n", "")) == COMMANDS["train"].example.split()
     assert "\n" in shown
 
 
-def test_a_switch_is_shown_by_the_name_that_changes_something(falconet):
-    shown = falconet("serve --help").out
-    assert "--half-partial " in shown
-    assert "--no-half-partial" not in shown.partition("serving options")[2]
-    assert "--capture, --no-capture" in shown
-    assert "(default: on)" in " ".join(shown.replace("\u2502", " ").split())
-    assert "True)" not in shown
+def test_help_shows_a_switch_by_the_name_that_changes_something(falconet):
+    shown = " ".join(falconet("serve --help-all").out.split())
+    assert "--half-partial Let matrix products" in shown
+    assert "--[no-]capture On CUDA" in shown
+    assert "less CPU work (default: on)." in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_options_to_begin_with_exist(command):
-    assert set(COMMANDS[command].first) <= options_of(commands.COMMANDS[command]).keys()
+def test_common_options_and_arguments_exist(command):
+    schema = COMMANDS[command]
+    assert {*schema.common, *schema.arguments} <= options_of(schema).keys()
 
 
-def test_a_name_that_is_no_utf8_is_shown_escaped(monkeypatch):
-    """A photo's, in a note: standard output would refuse it, and end the run."""
+def test_a_train_line_is_parsed_once_and_checked_once(falconet, monkeypatch):
+    counts = {"parse": 0, "check": 0}
+
+    def counted(module, name):
+        function = getattr(module, name)
+
+        def call(*arguments):
+            counts[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(load, "parse")
+    counted(rules, "check")
+    answer = falconet("train --config digits --epoch 1 --device cpu --plan")
+    assert (answer.code, counts) == (0, {"parse": 1, "check": 1}), answer.err
+
+
+def test_commands_of_one_process_do_nothing_in_the_others(falconet, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
+    assert falconet("validate --checkpoint-input-path none") == (0, "", "")
+
+
+def test_name_that_is_not_utf8_is_printed_escaped(monkeypatch):
+    """Such as a photo's in a note: stdout would refuse it, and end the run."""
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", shown)
     assert main(["--version"]) == 0
@@ -123,9 +161,9 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("library", ["tyro", "torch"])
+@pytest.mark.parametrize("library", ["yaml", "torch"])
 @pytest.mark.parametrize("line", ["train --plan", "bench infer --plan"])
-def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, start, library, line):
+def test_ctrl_c_during_imports_exits_silently(tmp_path, start, library, line):
     """A library that swallows the interruption half-imported would break later, with a traceback."""
     (tmp_path / f"{library}.py").write_text(
         "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
@@ -141,7 +179,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_it_without_a_word(tmp_path, st
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_a_run_imports_no_library_that_it_does_not_need():
+def test_train_imports_no_library_that_it_does_not_need():
     """timm takes two seconds and torch's pipelines one: of every launcher, of every worker, of every mistake."""
     code = (
         "import sys, falconet.commands.train, falconet.commands.restore, falconet.models.zoo\n"
@@ -154,7 +192,7 @@ def test_a_run_imports_no_library_that_it_does_not_need():
 @pytest.mark.parametrize(
     "line", ["restore --checkpoint-input-path theirs/r", "train --data folder --data-dir theirs/p"]
 )
-def test_somebody_elses_folder_is_named_in_one_line(falconet, monkeypatch, line):
+def test_folder_without_permission_is_named_in_one_line(falconet, monkeypatch, line):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -162,4 +200,6 @@ def test_somebody_elses_folder_is_named_in_one_line(falconet, monkeypatch, line)
     monkeypatch.setattr(Path, "is_file", refuse)
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert f": {line.split()[-1]}: Permission denied; wanted one that you may read and write" in answer.err
+    assert (
+        f": {line.split()[-1]}: Permission denied; expected a file or folder that you may read and write" in answer.err
+    )

@@ -97,7 +97,7 @@ MEASURED = (
 )
 
 
-def test_the_pytorch_program(run):
+def test_pytorch_program_prints_and_writes_its_lines_and_files(run):
     requires_in_order(run("pytorch:train.py", PYTORCH, own="--image-size 32"), PYTORCH_LINES)
     out = Path("out")
     assert {"app.json", "log.txt", "training.csv", "validation.csv"} <= {path.name for path in out.iterdir()}
@@ -126,7 +126,7 @@ INFERENCE = f"""
 """
 
 
-def test_the_pytorch_programs_inference(run):
+def test_pytorch_inference_prints_its_lines(run):
     line = "--data generated --model resnet18 --iterations 4 --micro-batch-size 2 --norm-type group --precision 32.32"
     text = run("pytorch:inference/run_benchmark.py", line, own="--image-size 32")
     requires_in_order(text.replace("torch.float32", "torch.float16"), INFERENCE)
@@ -156,7 +156,7 @@ TENSORFLOW_COLUMNS = (
 )
 
 
-def test_the_tensorflow_program(run):
+def test_tensorflow_program_prints_and_writes_its_lines_and_files(run):
     requires_in_order(run("tf1:train.py", TENSORFLOW), TENSORFLOW_LINES)
     (folder,) = Path("logs").iterdir()
     assert re.fullmatch(r"RN8_bs4_BN_32\.32_mine_v[\d.]+_[A-Z0-9]{3}", folder.name)
@@ -175,7 +175,7 @@ def test_the_tensorflow_program(run):
     assert len(rows(folder / "training.csv")) == 4
 
 
-def test_the_tensorflow_programs_inference(run):
+def test_tensorflow_inference_prints_its_lines(run):
     line = "--model resnet --model-size 8 --dataset cifar-10 --batch-size 4 --generated-data --precision 32.32"
     requires_in_order(
         run("tf1:validation.py", line, own="--iterations 4"),
@@ -192,7 +192,7 @@ Validation accuracy epoch   1.00, img/sec:{} accuracy:{}% loss:{}
 """
 
 
-def test_the_popart_program(run):
+def test_popart_program_prints_and_writes_its_lines_and_files(run):
     line = "--data-dir d --size 8 --batch-size 4 --epochs 1 --precision 32 --no-prng --log_dir_string here"
     requires_in_order(run("popart:resnet_main.py", line, own="--data generated --iterations 2"), POPART)
     (folder,) = Path("logs").glob("*/8/here")

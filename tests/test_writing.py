@@ -29,7 +29,7 @@ def names(folder):
 
 @pytest.mark.parametrize("target", ["../precious", "../nowhere"], ids=["a file", "a link to nowhere"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_link_is_refused_in_one_line_and_what_it_names_is_left(places, write, target):
+def test_link_is_refused_in_one_line_and_its_target_is_unchanged(places, write, target):
     folder, precious = places
     (folder / "file").symlink_to(target)
     with pytest.raises(LinkError) as refused:
@@ -42,7 +42,7 @@ def test_a_link_is_refused_in_one_line_and_what_it_names_is_left(places, write, 
 
 
 @pytest.mark.parametrize("write", [WRITERS["replace"], WRITERS["growing"]], ids=["replace", "growing"])
-def test_a_link_among_the_subfolders_is_refused_too(places, tmp_path, write):
+def test_link_among_the_subfolders_is_refused(places, tmp_path, write):
     folder, _ = places
     (tmp_path / "victim").mkdir()
     (folder / "sub").symlink_to("../victim")
@@ -53,7 +53,7 @@ def test_a_link_among_the_subfolders_is_refused_too(places, tmp_path, write):
     assert names(tmp_path / "victim") == []
 
 
-def test_the_folder_itself_may_be_a_link_that_the_user_named(places, tmp_path):
+def test_folder_itself_may_be_a_link(places, tmp_path):
     folder, _ = places
     (tmp_path / "short").symlink_to(folder)
     writing.replace(tmp_path / "short", "sub/file", "text")
@@ -62,7 +62,7 @@ def test_the_folder_itself_may_be_a_link_that_the_user_named(places, tmp_path):
     assert names(folder) == ["sub"]
 
 
-def test_a_link_made_between_the_look_and_the_write_is_not_followed(places, monkeypatch):
+def test_link_made_after_the_check_is_not_followed(places, monkeypatch):
     folder, precious = places
     (folder / "file").symlink_to("../precious")
     monkeypatch.setattr(writing, "_refuse_link", lambda *_: None)
@@ -74,7 +74,7 @@ def test_a_link_made_between_the_look_and_the_write_is_not_followed(places, monk
     assert precious.read_text() == "mine"
 
 
-def test_another_name_of_a_file_keeps_what_it_has(places):
+def test_other_hard_links_keep_their_content(places):
     folder, precious = places
     os.link(precious, folder / "file")
     with os.fdopen(writing.growing(folder, "file"), "a") as file:
@@ -86,14 +86,14 @@ def test_another_name_of_a_file_keeps_what_it_has(places):
     assert precious.read_text() == "mine"
 
 
-def test_a_pipe_is_not_waited_for(places):
+def test_pipe_does_not_block(places):
     folder, _ = places
     os.mkfifo(folder / "file")
     with pytest.raises(OSError, match="is not a regular file"):
         writing.growing(folder, "file")
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was_and_names_it(places, monkeypatch):
+def test_failed_write_leaves_the_file_unchanged_and_names_it(places, monkeypatch):
     folder, _ = places
     writing.replace(folder, "file", "old")
 
@@ -112,7 +112,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was_and_names_it(places, monke
     assert failed.value.filename == f"{folder}/sub"
 
 
-def test_several_writers_of_one_file_leave_one_of_their_texts(places):
+def test_concurrent_writers_leave_one_whole_text(places):
     folder, _ = places
     texts = [str(number) * 10_000 for number in range(8)]
     writers = [threading.Thread(target=writing.replace, args=(folder, "file", text)) for text in texts]

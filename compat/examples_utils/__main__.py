@@ -1,4 +1,4 @@
-"""`python3 -m examples_utils benchmark ...`, handed over to Falconet."""
+"""`python3 -m examples_utils benchmark ...`, run by Falconet."""
 
 import sys
 

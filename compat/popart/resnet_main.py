@@ -1,4 +1,4 @@
-"""The PopART program's resnet_main.py: its command line, handed over to Falconet."""
+"""The PopART program's resnet_main.py: its command line, run by Falconet."""
 
 from falconet.legacy.programs import run
 

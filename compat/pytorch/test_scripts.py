@@ -1,4 +1,4 @@
-"""`pytest` in this folder: each script of the originals answers. The real tests are run by `make test`."""
+"""`pytest` in this folder: each script prints its help. `make test` runs the real tests."""
 
 import subprocess
 import sys

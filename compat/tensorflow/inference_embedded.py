@@ -1,4 +1,4 @@
-"""The TensorFlow program's inference_embedded.py: its command line, handed over to Falconet."""
+"""The TensorFlow program's inference_embedded.py: its command line, run by Falconet."""
 
 from falconet.legacy.programs import run
 

@@ -1,9 +1,9 @@
-"""One client of a served model, in a process of its own: `python -m falconet.bench.client`, a job in, times out.
+"""One client process of a load test: `python -m falconet.bench.client` reads a job and prints its times.
 
-Only the standard library and numpy: eight of them start in a second, and none takes a core from the server to import
-torch. The first line of standard input is the job as JSON; "ready" is printed once all connections are there, and the
-requests begin after another line of input. The result is one line of JSON. Times are those of CLOCK_MONOTONIC, which
-all processes of a machine share.
+It imports only the standard library and numpy, so that eight clients start in a second and none takes a core from the
+server to import torch. The first line of stdin is the job as JSON. The client connects, prints "ready", and sends its
+requests after another line of input; the result is one line of JSON. Times are CLOCK_MONOTONIC, which all processes of
+a machine share.
 """
 
 import http.client
@@ -19,38 +19,38 @@ import numpy as np
 import numpy.typing as npt
 
 HEADER = "Inference-Header-Content-Length"
-SECONDS = 120.0  # without a byte from the server, before a client gives up
+SECONDS = 120.0  # without a byte from the server before a client gives up
 FORMATS = {"FP16": np.float16, "FP32": np.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a client does."""
+    """What a client is to send."""
 
     host: str
     port: int
-    path: str  # of the model's infer
-    input: str  # the names of its tensors
+    path: str  # of the model's infer route
+    input: str  # names of the model's tensors
     output: str
-    images: str  # a .npy file: batches x N x 3 x S x S, uint8; they take turns
-    expected: str | None  # a .npy file: batches x N x classes; None: answers are not looked at
-    tolerance: float  # of the largest score of an image
-    window: int  # requests in flight
+    images: str  # a .npy file: batches x N x 3 x S x S, uint8; sent in turn
+    expected: str | None  # a .npy file: batches x N x classes; None to accept any answer
+    tolerance: float  # relative to the largest score of an image
+    window: int  # requests in progress at a time
     count: int  # requests in all
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What it saw."""
+    """What a client measured."""
 
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds: sent, answered
-    wrong: int = 0  # answers that differ from what was expected by more than the tolerance
-    apart: float = 0.0  # the largest difference, as a share of the largest score of the image
+    wrong: int = 0  # answers that differ from the expected ones by more than the tolerance
+    apart: float = 0.0  # the largest difference, relative to the largest score of the image
     error: str | None = None
 
 
 class Client:
-    """Threads that take the next request each, until all are answered."""
+    """Sends the requests from several threads."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._outcome = job, Outcome()
@@ -79,20 +79,20 @@ class Client:
                 which = number % len(self._bodies)
                 text, pixels = self._bodies[which]
                 headers = {HEADER: str(len(text)), "Content-Length": str(len(text) + len(pixels))}
-                begun = time.monotonic()
+                sent = time.monotonic()
                 connection.request("POST", self._job.path, body=iter((text, pixels)), headers=headers)
                 response = connection.getresponse()
                 answer = response.read()
-                ended = time.monotonic()
+                answered = time.monotonic()
                 if response.status != 200:
                     raise OSError(f"status {response.status}: {answer[:200].decode(errors='replace')}")
                 with self._lock:
-                    self._outcome.times.append((begun, ended))
+                    self._outcome.times.append((sent, answered))
                 if self._expected is not None:
                     self._compare(_scores(answer, response.headers.get(HEADER)), self._expected[which])
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             with self._lock:
-                self._next = self._job.count  # the others end too
+                self._next = self._job.count  # stop the other threads too
                 self._outcome.error = self._outcome.error or f"{type(error).__name__}: {error}"
         finally:
             connection.close()
@@ -111,11 +111,11 @@ class Client:
 
 
 def difference(scores: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """The largest difference, as a share of the largest expected score of its image; infinite for other shapes."""
+    """The largest difference, relative to the image's largest expected score; infinite if shapes differ."""
     if scores.shape != expected.shape:
         return math.inf
-    wanted = expected.astype(np.float64)
-    share = np.abs(scores.astype(np.float64) - wanted) / np.abs(wanted).max(axis=1, keepdims=True)
+    exact = expected.astype(np.float64)
+    share = np.abs(scores.astype(np.float64) - exact) / np.abs(exact).max(axis=1, keepdims=True)
     return float(share.max()) if np.isfinite(share).all() else math.inf
 
 
@@ -148,7 +148,7 @@ def main() -> None:
         return
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    if sys.stdin.readline():  # else whoever started this is gone
+    if sys.stdin.readline():  # empty if the parent has exited
         sys.stdout.write(json.dumps(asdict(client.run())) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A server measured by clients in processes of their own: who starts them, and what their times mean together."""
+"""A load test: start a server, run client processes against it, and combine their times."""
 
 import contextlib
 import http.client
@@ -18,10 +18,10 @@ from falconet.bench.client import Job, Outcome
 from falconet.errors import ConfigError, WorldError
 from falconet.parallel.host import none_left
 
-DROPPED = 2  # first requests of each client, as the originals had it
-GRACE = 30.0  # seconds for a process to end when it is asked to
+DROPPED = 2  # first requests of each client, which are not counted
+GRACE = 30.0  # seconds for a process to exit after SIGTERM
 STARTED = re.compile(r"serving (\S+) at (http://\S+?):? ")
-SECONDS = 10.0  # for the server to tell what it serves
+SECONDS = 10.0  # for the server to answer a query
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Target:
         except ValueError:
             port = 0
         if parts.scheme != "http" or not parts.hostname or not port:
-            raise ConfigError(f"--url: got '{url}', wanted an address such as http://127.0.0.1:8000")
+            raise ConfigError(f"got '{url}', expected an address such as http://127.0.0.1:8000")
         return cls(host=parts.hostname, port=port, base=parts.path.rstrip("/"), model=model)
 
     @property
@@ -49,7 +49,7 @@ class Target:
         return f"{self.base}/v2/models/{self.model}"
 
     def get(self, end: str = "") -> dict[str, Any]:
-        """What the server says about the model."""
+        """Query the server about the model."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
         where = f"http://{self.host}:{self.port}{self.path}{end}"
         try:
@@ -57,7 +57,7 @@ class Target:
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"--url: {where}: {error or type(error).__name__}; wanted a server that runs") from error
+            raise ConfigError(f"{where}: {error or type(error).__name__}; expected a running server") from error
         finally:
             connection.close()
         try:
@@ -65,13 +65,13 @@ class Target:
         except ValueError:
             content = None
         if response.status != 200 or not isinstance(content, dict):
-            raise ConfigError(f"--url: {where}: status {response.status}: {' '.join(text[:200].split())}")
+            raise ConfigError(f"{where}: status {response.status}: {' '.join(text[:200].split())}")
         return content
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What a model takes and gives, as its server tells."""
+    """A model's input and output, as its server describes them."""
 
     input: str
     output: str
@@ -89,15 +89,13 @@ class Tensors:
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:
-            raise ConfigError(
-                f"--url: {target.model} takes {about.get('inputs')}, wanted one UINT8 tensor [-1, 3, S, S]"
-            )
+            raise ConfigError(f"{target.model} takes {about.get('inputs')}, expected one UINT8 tensor [-1, 3, S, S]")
         return found
 
 
 @contextlib.contextmanager
 def started(argv: Sequence[str]) -> Iterator[Target]:
-    """A server of our own, in a process; it is asked to stop at the end."""
+    """Run a server in another process, and stop it at the end."""
     with none_left():
         yield from _started(argv)
 
@@ -116,12 +114,12 @@ def _started(argv: Sequence[str]) -> Iterator[Target]:
         for line in process.stdout:
             found = STARTED.match(line)
             if found:
-                # What it says later must not fill the pipe up.
+                # Keep reading, so that its later output cannot fill the pipe.
                 reader = threading.Thread(target=process.stdout.read, daemon=True)
                 reader.start()
                 yield Target.at(found[2], found[1])
                 return
-        # It has said why on standard error, which is ours.
+        # It has explained itself on stderr, which is this process's.
         raise WorldError(f"the server did not start: exit code {process.wait()}")
     finally:
         if process.poll() is None:
@@ -137,7 +135,7 @@ def _started(argv: Sequence[str]) -> Iterator[Target]:
 
 
 def run_clients(job: Job, clients: int) -> list[Outcome]:
-    """What each of several clients saw, who began together; every one ends with this."""
+    """Run several clients that start together; none of them outlives this call."""
     with none_left():
         return _run_clients(job, clients)
 
@@ -148,11 +146,13 @@ def _run_clients(job: Job, clients: int) -> list[Outcome]:
         for _ in range(clients):
             processes.append(_start(job))
         ready = [_line(process) for process in processes]
-        for number, said in enumerate(ready):
-            if said != "ready":
-                raise WorldError(f"client {number}: {json.loads(said)['error'] if said else 'ended before it began'}")
+        for number, line in enumerate(ready):
+            if line != "ready":
+                raise WorldError(
+                    f"client {number}: {json.loads(line)['error'] if line else 'exited before it was ready'}"
+                )
         for process in processes:
-            _say(process, "go")
+            _send(process, "go")
         return [_outcome(number, _line(process)) for number, process in enumerate(processes)]
     finally:
         for process in processes:
@@ -164,12 +164,12 @@ def _run_clients(job: Job, clients: int) -> list[Outcome]:
 def _start(job: Job) -> "subprocess.Popen[str]":
     argv = [sys.executable, "-m", "falconet.bench.client"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    _say(process, json.dumps(asdict(job)))
+    _send(process, json.dumps(asdict(job)))
     return process
 
 
-def _say(process: "subprocess.Popen[str]", line: str) -> None:
-    """Tell a client; of one that has ended already, its next line that does not come tells."""
+def _send(process: "subprocess.Popen[str]", line: str) -> None:
+    """Send a line to a client; if it has exited already, its missing answer shows that."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line + "\n")
@@ -183,7 +183,7 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 def _outcome(number: int, text: str) -> Outcome:
     if not text:
-        raise WorldError(f"client {number}: ended before its last answer")
+        raise WorldError(f"client {number}: exited before its last answer")
     found = Outcome(**json.loads(text))
     if found.error:
         raise WorldError(f"client {number}: {found.error}")
@@ -192,23 +192,23 @@ def _outcome(number: int, text: str) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """The times of all clients: while each of them was at work."""
+    """The combined times of all clients, while all of them were sending."""
 
-    latencies: list[float]  # seconds, of every request but the first ones of each client
-    spacing: list[float]  # seconds in which `requests` were answered, one stretch after the other
+    latencies: list[float]  # seconds, of every request except the first ones of each client
+    spacing: list[float]  # seconds of consecutive stretches, in each of which `requests` were answered
     requests: int
 
 
 def together(outcomes: Sequence[Outcome], *, in_flight: int) -> Together:
-    """Throughput and latency over all clients; `in_flight`: requests of all of them at a time."""
+    """Combine the times of all clients; `in_flight` is the number of requests in progress over all of them."""
     kept = [outcome.times[min(DROPPED, len(outcome.times) - 1) :] for outcome in outcomes]
-    begun = max(times[0][0] for times in kept)
+    start = max(times[0][0] for times in kept)
     ended = min(max(answered for _, answered in times) for times in kept)
-    answered = sorted(end for times in kept for _, end in times if begun < end <= ended)
-    if not answered:  # so few requests that no two clients were at work at the same time
-        begun, answered = min(times[0][0] for times in kept), sorted(end for times in kept for _, end in times)
-    # Answers come in bursts, as many as were computed together: a stretch has as many as are in flight.
+    answered = sorted(end for times in kept for _, end in times if start < end <= ended)
+    if not answered:  # so few requests that the clients did not overlap
+        start, answered = min(times[0][0] for times in kept), sorted(end for times in kept for _, end in times)
+    # Answers come in bursts, one per batch, so a stretch spans as many requests as are in progress.
     size = max(1, min(in_flight, len(answered) // 6))
-    marks = [begun, *answered[size - 1 :: size]]
-    latencies = [end - start for times in kept for start, end in times]
+    marks = [start, *answered[size - 1 :: size]]
+    latencies = [end - sent for times in kept for sent, end in times]
     return Together(latencies=latencies, spacing=[after - before for before, after in pairwise(marks)], requests=size)

@@ -1,4 +1,4 @@
-"""What one run measured: from the files it left, or else from its lines; without the warm-up."""
+"""What one run measured, from its files or else from its output, without the warm-up."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from falconet.bench.process import Ended
+from falconet.bench.execution import Ended
 from falconet.bench.spec import Benchmark, Metric, evaluate_expression
 from falconet.bench.statistics import BLOCKS, Estimate, Steady, estimate, find_steady, percentile
 from falconet.errors import ConfigError
@@ -19,7 +19,7 @@ from falconet.report.folders import RUNS
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
 TIMES = "updates.jsonl"
 PERCENTILES = (50, 90, 99)
-# As the trainer and `bench infer` say that a machine has fewer devices than a command asks for.
+# How the trainer and `bench infer` report that a machine has fewer devices than a command asks for.
 _FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* asked for, .+)")
 
 
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
     images: float
     seconds: float
-    waiting: float | None = None  # seconds of it in which the loop waited for data, where somebody measured them
+    waiting: float | None = None  # seconds of it spent waiting for data, if measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Measured:
     samples: Sequence[Sample] = ()
     latencies: Sequence[float] = ()  # milliseconds, of an update or a batch
     steady: Steady = field(default_factory=lambda: Steady(0, "few"))
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the spec's
+    metrics: Mapping[str, float] = field(default_factory=dict)  # those of the spec
     peak_memory: int = 0  # bytes
     folded: str | None = None  # how it was made to fit this machine
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def throughput(self) -> float | None:
-        """Images per second: all images over all seconds."""
+        """Images per second over all samples."""
         seconds = sum(sample.seconds for sample in self.samples)
         return sum(sample.images for sample in self.samples) / seconds if seconds else None
 
@@ -60,7 +60,7 @@ class Measured:
         return 100 * sum(known) / sum(sample.seconds for sample in self.samples) if known else None
 
     def within(self) -> Estimate | None:
-        """The spread of the throughput within this run, over blocks of neighbours."""
+        """The spread of the throughput within this run, over blocks of consecutive samples."""
         if len(self.samples) < 4:
             return None
         count = min(BLOCKS, len(self.samples) // 2)
@@ -70,11 +70,11 @@ class Measured:
         return estimate(rates, of="blocks of one run")
 
     def spread(self) -> Estimate:
-        """The same as far as it is known: of few samples, that of single ones."""
+        """The spread over blocks, or over single samples where there are few."""
         return self.within() or estimate(self.rates)
 
     def latency(self) -> dict[str, float]:
-        """Percentiles, mean and largest, in milliseconds."""
+        """Percentiles, mean and maximum, in milliseconds."""
         if not self.latencies:
             return {}
         found = {f"p{percent}": percentile(self.latencies, percent) for percent in PERCENTILES}
@@ -82,14 +82,14 @@ class Measured:
 
 
 def settled(spacing: Sequence[float], latencies: Sequence[float], *, images: float) -> Measured:
-    """Seconds between the ends of batches of `images`, and seconds that single ones took, without their warm-up."""
+    """Drop the warm-up from the times between batches of `images` and from the latencies; all in seconds."""
     steady, first = find_steady(spacing), find_steady(latencies).first
     samples = [Sample(images, seconds) for seconds in spacing[steady.first :]]
     return Measured(samples=samples, latencies=[1000 * seconds for seconds in latencies[first:]], steady=steady)
 
 
 def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, runs: Path) -> Measured:
-    """Everything that a run left behind."""
+    """Collect everything that a run measured."""
     found = {name: _found(metric, ended.lines) for name, metric in benchmark.metrics.items()}
     samples, latencies = _from_files(runs)
     latencies = latencies or [value for value in found.get("latency", []) if math.isfinite(value)]
@@ -105,7 +105,7 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
         metrics["throughput"] = rest.throughput
     metrics |= {f"latency_{name}": value for name, value in rest.latency().items()}
     if "latency" in benchmark.metrics and rest.latencies:
-        metrics.setdefault("latency", metrics["latency_mean"])  # measured, but not printed as the spec's regexp has it
+        metrics.setdefault("latency", metrics["latency_mean"])  # measured, though the spec's regexp matched no line
     return Measured(
         samples=rest.samples,
         latencies=rest.latencies,
@@ -118,12 +118,12 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
 
 
 def _warm_up(benchmark: Benchmark, *names: str) -> int:
-    """Measurements that the first of these metrics which the spec has leaves out in any case; one at least."""
+    """First measurements to skip, by the first of these metrics that the spec has; at least one."""
     return max(1, next((benchmark.metrics[name].skip for name in names if name in benchmark.metrics), 1))
 
 
 def leave(content: Mapping[str, object], *, output: Path | None) -> None:
-    """Write what a program measured of itself where somebody asked for it, and where `falconet bench` looks."""
+    """Write what a program measured to `output`, and to where `falconet bench` looks for it."""
     home = os.environ.get(RUNS)
     for path in [output, Path(home) / INFERENCE if home else None]:
         if path is not None:
@@ -131,11 +131,11 @@ def leave(content: Mapping[str, object], *, output: Path | None) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(content) + "\n", encoding="utf-8")
             except OSError as error:
-                raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:
-    """Samples and latencies (ms) of a training run or of `bench infer`; a run that left neither has none."""
+    """Samples and latencies (ms) of a training run or of `bench infer`; empty for other programs."""
     for path in sorted(runs.rglob(INFERENCE)):
         content = _json(path.read_text(encoding="utf-8"))
         images = float(content.get("images_per_batch", 1))
@@ -147,7 +147,7 @@ def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:
 
 
 def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
-    """Stretches between log points, and the milliseconds of every update."""
+    """Samples between log points, and the milliseconds of every update."""
     batch = _global_batch(path.with_name(PLAN))
     samples, before = [], 0
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -176,7 +176,7 @@ def _peak_memory(runs: Path) -> int:
 
 
 def _json(text: str) -> dict[str, Any]:
-    """A JSON object; a run that was killed may leave half a line."""
+    """Parse a JSON object; a killed run may leave half a line."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -191,7 +191,7 @@ def _found(metric: Metric, lines: Sequence[str]) -> list[float]:
             try:
                 values.append(float(text.replace(",", "")))
             except ValueError:
-                continue  # the pattern also matched some other text
+                continue  # the pattern also matched other text
     return values
 
 
@@ -209,7 +209,7 @@ def _reduced(metric: Metric, values: Sequence[float]) -> float:
 def _derived(
     expressions: Mapping[str, str], metrics: Mapping[str, float], parameters: Mapping[str, str]
 ) -> dict[str, float]:
-    """In the order of the spec, so that one may use another."""
+    """Evaluate in the order of the spec, so that one may use another."""
     known = {name: float(value) for name, value in parameters.items() if _is_number(value)} | dict(metrics)
     for name, expression in expressions.items():
         value = evaluate_expression(expression, known)

@@ -1,4 +1,4 @@
-"""How many devices a command was written for, read off its words before it runs."""
+"""Run benchmarks: every variant, repeated, measured and summarised."""
 
 import math
 import re
@@ -7,67 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from falconet.bench import process
+from falconet.bench import execution
 from falconet.bench.measurements import Measured, measure
 from falconet.bench.results import Result, summarise
 from falconet.bench.spec import Benchmark
-from falconet.config.load import values_of
+from falconet.config.recipes import values_of
 from falconet.report.console import Say
 
+LONGEST = 200  # characters in a folder's name; file systems allow 255
 _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.S)
-
-
-def devices_needed(argv: Sequence[str]) -> int:
-    """Replicas times stages (or shards), as the line, its launcher or its named config says; 1 if nobody does."""
-    options = _options(argv)
-    predicts = {"infer", "serve"} & set(argv) or any(word.endswith("run_benchmark.py") for word in argv)
-    config = values_of((options.get("config") or [""])[0], use="bench infer" if predicts else "train")
-    if "num-replicas" in options:  # poprun
-        return _number(options, "num-replicas") * _number(options, "ipus-per-replica")
-    for processes in ("nproc-per-node", "np", "n"):  # torchrun, mpirun
-        if processes in options and argv[0] in ("torchrun", "mpirun", "mpiexec", "srun"):
-            return _number(options, processes)
-    replicas = _number(options, "replicas") if "replicas" in options else _stored(config, "replicas")
-    return replicas * _stages(options, config)
-
-
-def _options(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Every option with its values; the later one counts."""
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
-    for word in argv:
-        match = _OPTION.fullmatch(word)
-        if match:
-            values = found[match[1].replace("_", "-")] = [] if match[2] is None else [match[2]]
-        else:
-            values.append(word)
-    return found
-
-
-def _stages(options: Mapping[str, list[str]], config: Mapping[str, object]) -> int:
-    if "shards" in options:  # TensorFlow's word
-        return _number(options, "shards")
-    splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline-splits", [])))
-    names = splits if isinstance(splits, list) else [splits]
-    if names and str(names[0]).startswith("auto:"):
-        return max(1, _whole(str(names[0]).removeprefix("auto:")))
-    return len(names) + 1
-
-
-def _number(options: Mapping[str, list[str]], name: str) -> int:
-    return _whole((options.get(name) or ["1"])[0])
-
-
-def _stored(config: Mapping[str, object], name: str) -> int:
-    return _whole(str(config.get(name, "1")))
-
-
-def _whole(text: str) -> int:
-    """1 for what is no number: the command itself says what is wrong with it."""
-    return int(text) if text.isascii() and text.isdecimal() else 1
-
-
-LONGEST = 200  # characters of a folder's name; file systems take 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +24,7 @@ class Job:
 
     benchmark: Benchmark
     parameters: Mapping[str, str]
-    command: process.Command
+    command: execution.Command
 
     @property
     def name(self) -> str:
@@ -93,8 +41,8 @@ class Routine:
     """How every benchmark is run."""
 
     repeat: int
-    folder: Path  # of logs and run folders
-    here: int  # devices of this machine
+    folder: Path  # for logs and run folders
+    here: int  # devices in this machine
     timeout: float | None = None  # seconds
     stop_on_error: bool = False
     profiled: bool = False
@@ -102,32 +50,32 @@ class Routine:
 
 
 def prepare(benchmarks: Sequence[Benchmark], *, wandb: bool, profile: bool, note: Say) -> list[Job]:
-    """Every variant of every benchmark; mistakes in commands are found before anything runs."""
-    said: dict[str, None] = {}
+    """Prepare every variant of every benchmark, so that mistakes in commands show before anything runs."""
+    notes: dict[str, None] = {}
     jobs = [
         Job(
             benchmark=benchmark,
             parameters=parameters,
-            command=process.build_command(benchmark, parameters, wandb=wandb, profile=profile, note=said.setdefault),
+            command=execution.build_command(benchmark, parameters, wandb=wandb, profile=profile, note=notes.setdefault),
         )
         for benchmark in benchmarks
         for parameters in benchmark.variants
     ]
     ignored = dict.fromkeys(key for benchmark in benchmarks for key in benchmark.ignored)
     if ignored:
-        said[f"note: {', '.join(ignored)} in the spec: nothing is installed or prepared here"] = None
-    said |= {f"note: {line}": None for benchmark in benchmarks for line in benchmark.notes}
-    for line in said:
+        notes[f"note: ignored {', '.join(ignored)} in the spec; nothing is installed or prepared here"] = None
+    notes |= {f"note: {line}": None for benchmark in benchmarks for line in benchmark.notes}
+    for line in notes:
         note(line)
     return jobs
 
 
 def run_all(jobs: Sequence[Job], routine: Routine, say: Say) -> Iterator[Result]:
-    """The result of each job when it is there; ends after an interruption."""
+    """Run the jobs one by one and yield their results; stop after an interruption."""
     for number, (job, place) in enumerate(zip(jobs, _places(jobs), strict=True), start=1):
         say(f"[{number}/{len(jobs)}] {job.name}: {job.command.shown()}")
         if job.devices > routine.here:
-            say(f"  needs {job.devices} devices, {routine.here} here: runs folded, and is marked so")
+            say(f"  needs {job.devices} devices, {routine.here} here: runs folded and is marked as such")
         result = _run(job, replace(routine, folder=routine.folder / place), say)
         if result.status == "failed":
             say(f"  FAILED: {result.reason}")
@@ -149,11 +97,11 @@ def _run(job: Job, routine: Routine, say: Say) -> Result:
     for number in range(1, routine.repeat + 1):
         home = routine.folder / f"run{number}"
         timeout = min(filter(None, (routine.timeout, job.benchmark.timeout)), default=None)
-        ended = process.run(
+        ended = execution.run(
             job.command, runs=home / "runs", log=home / "output.log", timeout=timeout, echo=routine.echo
         )
         if ended.unlogged:
-            say(f"  {home / 'output.log'} is cut short: {ended.unlogged}")
+            say(f"  {home / 'output.log'} is incomplete: {ended.unlogged}")
         found = measure(job.benchmark, job.parameters, ended, home / "runs")
         if ended.stopped == "interrupted":
             return summarise(measured or [found], status="interrupted", reason=f"interrupted in run {number}", **facts)
@@ -165,10 +113,10 @@ def _run(job: Job, routine: Routine, say: Say) -> Result:
     return summarise(measured, status="passed", **facts)
 
 
-def _why_failed(job: Job, ended: process.Ended, found: Measured, timeout: float | None) -> str:
-    """Nothing, if it did not."""
+def _why_failed(job: Job, ended: execution.Ended, found: Measured, timeout: float | None) -> str:
+    """The reason, or an empty string if it passed."""
     if ended.stopped == "timeout":
-        return f"stopped after {timeout:g} second{'' if timeout == 1 else 's'}; its last line: {ended.last_line}"
+        return f"timed out after {timeout:g} s; its last line: {ended.last_line}"
     if ended.code:
         return f"exit code {ended.code}: {ended.last_line}"
     missing = [name for name in job.benchmark.metrics if name not in found.metrics]
@@ -179,8 +127,8 @@ def _why_failed(job: Job, ended: process.Ended, found: Measured, timeout: float 
             return f"{name} is {value:g}"
     missing = [name for name in job.benchmark.derived if name not in found.metrics]
     if missing:
-        return f"cannot be computed: {', '.join(missing)}"
-    return "" if found.metrics else "ran to its end, and measured nothing"
+        return f"cannot compute {', '.join(missing)}"
+    return "" if found.metrics else "finished, but measured nothing"
 
 
 def _words(found: Measured) -> str:
@@ -191,7 +139,7 @@ def _words(found: Measured) -> str:
 
 
 def _places(jobs: Sequence[Job]) -> list[str]:
-    """A folder's name for each job, its own: what two of them left would be taken for one's."""
+    """A unique folder name for each job."""
     taken: dict[str, int] = {}
     places = []
     for job in jobs:
@@ -199,3 +147,53 @@ def _places(jobs: Sequence[Job]) -> list[str]:
         taken[plain] = taken.get(plain, 0) + 1
         places.append(plain if taken[plain] == 1 else f"{plain}~{taken[plain]}")
     return places
+
+
+def devices_needed(argv: Sequence[str]) -> int:
+    """Replicas times stages (or shards) that a command line, its launcher or its named config asks for."""
+    options = _options(argv)
+    predicts = {"infer", "serve"} & set(argv) or any(word.endswith("run_benchmark.py") for word in argv)
+    config = values_of((options.get("config") or [""])[0], use="bench infer" if predicts else "train")
+    if "num-replicas" in options:  # poprun
+        return _number(options, "num-replicas") * _number(options, "ipus-per-replica")
+    for processes in ("nproc-per-node", "np", "n"):  # torchrun, mpirun
+        if processes in options and argv[0] in ("torchrun", "mpirun", "mpiexec", "srun"):
+            return _number(options, processes)
+    replicas = _number(options, "replicas") if "replicas" in options else _stored(config, "replicas")
+    return replicas * _stages(options, config)
+
+
+def _options(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Every option with its values; the last one wins."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in argv:
+        match = _OPTION.fullmatch(word)
+        if match:
+            values = found[match[1].replace("_", "-")] = [] if match[2] is None else [match[2]]
+        else:
+            values.append(word)
+    return found
+
+
+def _stages(options: Mapping[str, list[str]], config: Mapping[str, object]) -> int:
+    if "shards" in options:  # the TensorFlow program's name
+        return _number(options, "shards")
+    splits: object = options.get("pipeline-splits", options.get("pipeline-split", config.get("pipeline-splits", [])))
+    names = splits if isinstance(splits, list) else [splits]
+    if names and str(names[0]).startswith("auto:"):
+        return max(1, _whole(str(names[0]).removeprefix("auto:")))
+    return len(names) + 1
+
+
+def _number(options: Mapping[str, list[str]], name: str) -> int:
+    return _whole((options.get(name) or ["1"])[0])
+
+
+def _stored(config: Mapping[str, object], name: str) -> int:
+    return _whole(str(config.get(name, "1")))
+
+
+def _whole(text: str) -> int:
+    """1 for anything but a number: the command itself will report that."""
+    return int(text) if text.isascii() and text.isdecimal() else 1

@@ -1,4 +1,4 @@
-"""Means with their spread: Student's t, because runs are few."""
+"""Means with confidence intervals for a few runs, and the steady part of a series."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,21 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 CONFIDENCE = 0.95
-BLOCKS = 10  # of one run, when there is only one: neighbouring measurements are alike, blocks of them hardly
+BLOCKS = 10  # of a single run: neighbouring measurements are correlated, blocks of them hardly
+ENOUGH = 6  # measurements; with fewer, warm-up cannot be told from noise
+DRIFT = 0.1  # relative to the mean
+ERRORS = 3  # standard errors
+SMALLEST = 4  # each side of a cut has at least one part in this many
+_ROUNDING = 1e-12  # of the squared mean: below it, deviations are rounding errors
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and how far it can be trusted."""
+    """A mean with its spread."""
 
     mean: float
     std: float  # of single runs (or blocks)
-    low: float  # the 95 % interval of the mean
+    low: float  # 95 % confidence interval of the mean
     high: float
     count: int
     of: str  # runs, or blocks of one run
@@ -28,7 +33,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], *, of: str = "runs") -> Estimate:
-    """Mean, standard deviation and 95 % interval; of one value alone nothing is known but itself."""
+    """Mean, standard deviation and 95 % interval (Student's t); a single value has no spread."""
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, math.nan, math.nan, math.nan, len(values), of)
@@ -38,7 +43,7 @@ def estimate(values: Sequence[float], *, of: str = "runs") -> Estimate:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values in order, linearly."""
+    """Interpolate linearly between the two nearest values."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
@@ -47,7 +52,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """What Student's t with `freedom` degrees stays below, in absolute value, with this probability."""
+    """The bound that |T| stays below with this probability, for Student's t with `freedom` degrees of freedom."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -70,13 +75,6 @@ def _within(t: float, freedom: int) -> float:
     return (angle + sine * total) * 2 / math.pi if odd else sine * total
 
 
-ENOUGH = 6  # measurements below which nobody can tell warm-up from noise
-DRIFT = 0.1  # of the mean
-ERRORS = 3  # standard errors
-SMALLEST = 4  # parts: the smaller of two has one of them at least
-_ROUNDING = 1e-12  # of the squared mean: below it, deviations are rounding errors
-
-
 class Steady(NamedTuple):
     """The steady part of a series."""
 
@@ -85,7 +83,7 @@ class Steady(NamedTuple):
 
 
 def find_steady(costs: Sequence[float], *, at_least: int = 1) -> Steady:
-    """The steady part of a series of costs (seconds for an image, or a batch); `at_least` are warm-up in any case."""
+    """Find the steady part of a series of costs (seconds per image or batch); `at_least` are always warm-up."""
     count = len(costs)
     limit = max(count // 2, min(at_least, count - 1))
     least = min(at_least, limit)
@@ -104,14 +102,14 @@ def _changes(costs: Sequence[float]) -> bool:
 
 
 def _differ_at(costs: Sequence[float], cuts: Iterable[int]) -> bool:
-    """Whether the parts on both sides of one of the cuts, each of two at least, differ."""
+    """Whether the parts on both sides of one of the cuts differ; each has at least two costs."""
     mean = fmean(costs)
-    shifted = [cost - mean for cost in costs]  # sums of squares around it keep their digits
+    shifted = [cost - mean for cost in costs]  # for precision in the sums of squares
     sums = list(accumulate(shifted, initial=0.0))
     squares = list(accumulate((value * value for value in shifted), initial=0.0))
 
     def of(low: int, high: int) -> tuple[float, float]:
-        """The mean of a part, and the square of its standard error."""
+        """The mean of a part and its squared standard error."""
         count = high - low
         part = (sums[high] - sums[low]) / count
         deviations = max(squares[high] - squares[low] - count * part * part, 0.0)
@@ -126,9 +124,9 @@ def _differ_at(costs: Sequence[float], cuts: Iterable[int]) -> bool:
 
 
 def _marginal_errors(costs: Sequence[float]) -> list[float]:
-    """For each cut, the squared deviations of the rest over the square of its length."""
+    """For each cut, the squared deviations of the rest divided by the square of its length."""
     count = len(costs)
-    centre = sum(costs) / count  # sums of squares around it keep their digits
+    centre = sum(costs) / count  # for precision in the sums of squares
     shifted = [cost - centre for cost in reversed(costs)]
     sums = list(accumulate(shifted))
     squares = list(accumulate(value * value for value in shifted))

@@ -1,1 +1,1 @@
-"""State on disk: whole or refused."""
+"""Checkpoints."""

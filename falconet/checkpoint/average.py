@@ -1,4 +1,4 @@
-"""One model out of several checkpoints: their mean, or their exponential average in time order."""
+"""One model from several checkpoints: their mean, or their exponential average in order of training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ MODEL = "model"  # the stem of the file that is averaged
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How to average; `last` counts from the newest, None takes all."""
+    """How to average: the `last` checkpoints, or all of them for None."""
 
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None
-    discarded: int = 0  # newest ones that are left out first
+    discarded: int = 0  # number of newest checkpoints to leave out before `last` is counted
 
 
 def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
-    """The averaged model tensors: float64 arithmetic, the newest checkpoint's dtypes, its counters as they are.
+    """Average in float64; the result has the newest checkpoint's dtypes and its integer counters.
 
-    Memory: one float64 copy of the model and one checkpoint at a time.
+    Memory: a float64 copy of the model, plus one checkpoint at a time.
     """
     chosen = select(folders, how.last, discarded=how.discarded)
     if not chosen:
-        raise CheckpointError(f"nothing to average: {_listed(folders)}, of which none is a checkpoint of training")
+        raise CheckpointError(f"nothing to average: {_listed(folders)}, none of them saved by training")
     _require_one_model(chosen)
     running: dict[str, Tensor] = {}
-    wanted: dict[str, str] = {}
+    expected: dict[str, str] = {}
     newest: dict[str, Tensor] = {}
     for folder in chosen:
-        newest.clear()  # before the next one is read
+        newest.clear()  # free this one before reading the next
         newest.update(format.read_tensors(folder, MODEL, verified=format.verify(folder)))
         shapes = {name: _described(tensor) for name, tensor in newest.items()}
-        _require_same(chosen[0], wanted or shapes, folder, shapes)
-        if not wanted:
-            wanted = shapes
+        _require_same(chosen[0], expected or shapes, folder, shapes)
+        if not expected:
+            expected = shapes
             running = {name: tensor.double() for name, tensor in newest.items() if tensor.is_floating_point()}
         else:
             _add(running, newest, how)
@@ -53,9 +53,9 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
 
 
 def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, phase: int | None = None) -> list[Path]:
-    """The checkpoints to average, oldest first: averages left out, each state counted once, then the `last` of them.
+    """Choose the checkpoints to average, oldest first: no averages, each state once, then the `last` of them.
 
-    Those of one phase: of the newest, unless one is named.
+    All of one phase: `phase`, or by default the newest checkpoint's.
     """
     assert last is None or last >= 1, last
     found: dict[tuple[object, ...], tuple[format.Progress, str, Path]] = {}
@@ -63,13 +63,13 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, pha
         manifest = format.read_manifest(folder)
         if manifest.averaged:
             continue
-        # Links and copies (a kept 'best') hold the same bytes at the same progress.
+        # Links and copies (such as 'best') hold the same bytes at the same progress.
         digests = manifest.digests(MODEL)
         state = (manifest.progress, digests) if digests else (folder.resolve(),)
         found.setdefault(state, (manifest.progress, folder.name, folder))
     ordered = sorted(found.values(), key=lambda f: (f[0].epoch, f[0].images, f[0].update, f[1]))
-    wanted = phase or (ordered[-1][0].phase if ordered else 1)
-    chosen = [folder for progress, _, folder in ordered if progress.phase == wanted]
+    which = phase or (ordered[-1][0].phase if ordered else 1)
+    chosen = [folder for progress, _, folder in ordered if progress.phase == which]
     chosen = chosen[: max(0, len(chosen) - discarded)]
     return chosen if last is None else chosen[-last:]
 
@@ -85,17 +85,17 @@ def _require_one_model(folders: Sequence[Path]) -> None:
             )
 
 
-def _require_same(a: Path, wanted: dict[str, str], b: Path, shapes: dict[str, str]) -> None:
-    for name in [*wanted, *shapes]:
-        mine, yours = wanted.get(name, "missing"), shapes.get(name, "missing")
+def _require_same(a: Path, expected: dict[str, str], b: Path, shapes: dict[str, str]) -> None:
+    for name in [*expected, *shapes]:
+        mine, yours = expected.get(name, "missing"), shapes.get(name, "missing")
         if mine != yours:
             raise CheckpointError(f"cannot average {a} with {b}: {name} is {mine} in the first, {yours} in the second")
 
 
 def _described(tensor: Tensor) -> str:
-    """Precision is left out: checkpoints of two regimes average well."""
-    shape = "x".join(map(str, tensor.shape)) or "one number"
-    return f"{shape} ({'real' if tensor.is_floating_point() else str(tensor.dtype).removeprefix('torch.')})"
+    """Shape and kind; not the precision, because checkpoints of two regimes can be averaged."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} ({'float' if tensor.is_floating_point() else str(tensor.dtype).removeprefix('torch.')})"
 
 
 def _add(running: dict[str, Tensor], newest: dict[str, Tensor], how: Averaging) -> None:

@@ -1,4 +1,4 @@
-"""Bytes and folders that outlive a power cut, and names for what is not a checkpoint yet, or no longer."""
+"""Files and folders that survive a power cut, and hidden names for checkpoints half written or half removed."""
 
 import contextlib
 import hashlib
@@ -15,20 +15,20 @@ from typing import Literal
 from falconet.errors import CheckpointError
 
 ASIDE = re.compile(r"\..+\.(tmp|old)-\d+-[0-9a-f]+")  # being written, or being removed
-ABANDONED = 3600.0  # seconds; no write takes an hour, so an aside folder that old belongs to a killed run
+ABANDONED = 3600.0  # seconds; no write takes an hour, so a hidden folder that old was left by a killed run
 CHUNK = 1 << 22  # bytes written and hashed at a time
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the checkpoint must be."""
+    """The size and digest that a file must have."""
 
     bytes: int
     sha256: str
 
 
 def write_bytes(path: Path, data: memoryview) -> FileRecord:
-    """A new file, on the disk when this returns."""
+    """Write a new file and flush it to the disk."""
     digest = hashlib.sha256()
     with path.open("xb") as file:
         for start in range(0, len(data), CHUNK):
@@ -41,7 +41,7 @@ def write_bytes(path: Path, data: memoryview) -> FileRecord:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` outlive a power cut."""
+    """Flush the names in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,7 +50,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def token() -> str:
-    """A part of a name that no other process uses, and that cannot be foreseen."""
+    """A unique, unpredictable part of a name."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -60,7 +60,7 @@ def aside(folder: Path, why: Literal["tmp", "old"], unique: str | None = None) -
 
 
 def move_into_place(temporary: Path, folder: Path) -> None:
-    """Give a finished folder its name; a checkpoint that had it is removed then."""
+    """Rename a finished folder, replacing the checkpoint that had its name."""
     if folder.exists() or folder.is_symlink():
         old = aside(folder, "old")
         folder.rename(old)
@@ -77,7 +77,7 @@ def move_into_place(temporary: Path, folder: Path) -> None:
 
 
 def discard(old: Path) -> None:
-    """What cannot be removed now is swept later; a link goes, not what it points to."""
+    """Remove a folder, or a link but not its target; what cannot be removed now is swept later."""
     if old.is_symlink():
         old.unlink()
     else:
@@ -85,12 +85,12 @@ def discard(old: Path) -> None:
 
 
 def sweep(folder: Path, *, abandoned: float = ABANDONED, kinds: tuple[str, ...] = ("tmp", "old")) -> None:
-    """Remove what killed runs left aside, `abandoned` seconds ago or more.
+    """Remove hidden folders that killed runs left at least `abandoned` seconds ago.
 
-    With 0, not of the kind `old`: a run killed between two renames leaves its last whole checkpoint under such a name.
+    With 0, leave the kind `old` alone: a run killed between two renames has its last whole checkpoint there.
     """
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process may sweep too
+        with contextlib.suppress(FileNotFoundError):  # another process may be sweeping as well
             found = ASIDE.fullmatch(path.name)
             if found and found[1] in kinds and time.time() - path.lstat().st_mtime >= abandoned:
                 discard(path)
@@ -98,7 +98,7 @@ def sweep(folder: Path, *, abandoned: float = ABANDONED, kinds: tuple[str, ...] 
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """What the system says about `path`, as one line."""
+    """Report an error of the system about `path` as one line."""
     try:
         yield
     except FileNotFoundError:

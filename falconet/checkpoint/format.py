@@ -1,14 +1,14 @@
-"""Checkpoints on disk: folders of safetensors with a manifest written last, whole or refused."""
+"""Checkpoints on disk: folders of safetensors with a manifest written last; written, verified, found and pruned."""
+
+# torch is imported where tensors are read or written: the command line finds a checkpoint without it.
+from __future__ import annotations
 
 import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-import safetensors.torch
-from safetensors import SafetensorError
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
@@ -18,15 +18,18 @@ from falconet.checkpoint.manifest import Manifest as Manifest
 from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest
 from falconet.errors import CheckpointError, did_you_mean
-from falconet.parallel.slices import Slice, joined
-from falconet.report.console import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, object]) -> None:
-    """Save `tensors` (file stem -> name -> tensor) and `content` as the checkpoint `folder`, all of it or nothing.
+    """Save `tensors` (file stem -> name -> tensor) and `content` as the checkpoint `folder`, completely or not at all.
 
-    A checkpoint already there is replaced by two renames; a crash between them leaves it beside, as `.name.old-*`.
+    An existing checkpoint is replaced by two renames; a crash between them leaves it as `.name.old-*`.
     """
+    import safetensors.torch
+
     try:
         refuse_to_replace_other_things(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +50,32 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Ma
         raise CheckpointError(f"cannot save {folder}: {error.strerror or error}") from error
 
 
+def refuse_to_replace_other_things(folder: Path) -> None:
+    """Refuse to replace a folder that holds anything but a checkpoint."""
+    if folder.exists():  # for a file, iterdir raises 'Not a directory'
+        others = _other_things(folder)
+        if others:
+            raise CheckpointError(f"cannot save {folder}: it holds other files ({others[0]}); choose another name")
+
+
+def _other_things(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != MANIFEST and p.suffix != SUFFIX)
+
+
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous host tensors, copied where needed: safetensors accepts neither strides nor shared storage."""
+    plain: dict[str, Tensor] = {}
+    seen = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return plain
+
+
 def verify(folder: Path) -> Manifest:
-    """The manifest of `folder`, after comparing the size and the digest of every file it names."""
+    """Check the size and digest of every file of a checkpoint; return its manifest."""
     manifest = read_manifest(folder)
     _check_sizes(folder, manifest)
     for name, record in manifest.files.items():
@@ -60,10 +87,12 @@ def verify(folder: Path) -> Manifest:
 
 
 def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Tensor]:
-    """The tensors of one kind of a checkpoint that `verify` found whole, in host memory of their own."""
+    """Read the tensors of one kind, from a checkpoint that `verify` accepted, into host memory."""
+    from falconet.parallel.slices import Slice, joined
+
     if stem not in verified.stems:
         held = ", ".join(verified.stems) or "nothing"
-        raise CheckpointError(f"{folder}: holds no '{stem}', only {held}{did_you_mean(stem, verified.stems)}")
+        raise CheckpointError(f"{folder}: holds no '{stem}'; it holds {held}{did_you_mean(stem, verified.stems)}")
     if stem not in verified.parts:
         return _read(folder / f"{stem}{SUFFIX}")
     parts = verified.parts[stem]
@@ -74,23 +103,38 @@ def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Te
         for part in each:
             values = content[part.file].pop(part.key, None)
             if values is None or values.numel() != part.end - part.begin or str(values.dtype) != f"torch.{part.dtype}":
-                raise CheckpointError(f"{folder / part.file}: '{part.key}' is not what the manifest says")
+                raise CheckpointError(f"{folder / part.file}: '{part.key}' does not match the manifest")
             slices.append(Slice(name, values, part.shape, part.begin, part.channels_last))
         whole[name] = joined(slices)
     return whole
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    import safetensors.torch
+    from safetensors import SafetensorError
+
     with named(path):
-        data = path.read_bytes()  # not mapped: a mapped file that is cut short later takes the process with it
+        data = path.read_bytes()  # not mmap: truncating a mapped file later would crash the process
     try:
         return safetensors.torch.load(data)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not safetensors ({' '.join(str(error).split())})") from error
 
 
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        path = folder / name
+        with named(path):
+            size = path.stat().st_size
+        apart = f"{abs(size - record.bytes):,} byte{'s' * (abs(size - record.bytes) != 1)}"
+        if size < record.bytes:
+            raise CheckpointError(f"{path}: {apart} short of {record.bytes:,} (truncated)")
+        if size > record.bytes:
+            raise CheckpointError(f"{path}: {apart} more than the expected {record.bytes:,}")
+
+
 def checkpoints_in(path: Path) -> list[Path]:
-    """`path` itself, or the checkpoints in the folder or run folder it names: oldest first, unreadable ones last."""
+    """List the checkpoints in a folder or run folder, or `path` itself; oldest first, unreadable ones last."""
     require_folder(path)
     if (path / MANIFEST).exists():
         return [path]
@@ -100,7 +144,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
-    """The newest verified checkpoint in `path`, averages only for want of others; each one passed over is noted."""
+    """Find the newest checkpoint in `path` that verifies, or failing that an average; note each one skipped."""
     candidates = checkpoints_in(path)
     errors = []
     for folder in _newest_first(candidates):
@@ -109,19 +153,19 @@ def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
         except CheckpointError as error:
             errors.append(error)
             if folder != path:
-                note(f"passed over {error}")
+                note(f"skipped {error}")
         else:
             return folder
     if candidates == [path]:
         raise refuse(path, errors[0])
     if not errors:
-        raise CheckpointError(f"{path}: no checkpoint in it; wanted a checkpoint, a folder of them or a run folder")
-    which = "the one checkpoint in it is not" if len(errors) == 1 else f"none of the {len(errors)} checkpoints in it is"
-    raise CheckpointError(f"{path}: {which} whole; {errors[0]}")
+        raise CheckpointError(f"{path}: holds no checkpoint; expected a checkpoint, a folder of them or a run folder")
+    which = "its one checkpoint is not" if len(errors) == 1 else f"none of its {len(errors)} checkpoints is"
+    raise CheckpointError(f"{path}: {which} complete; {errors[0]}")
 
 
 def whole_after(path: Path, progress: Progress) -> Path | None:
-    """The newest verified checkpoint of training in `path` that has come further than `progress`."""
+    """Find the newest checkpoint in `path` that verifies, is not an average and is further on than `progress`."""
     for folder in _newest_first(checkpoints_in(path)):
         manifest = _readable(folder)
         if manifest and not manifest.averaged and _order(manifest.progress) > _order(progress):
@@ -132,14 +176,46 @@ def whole_after(path: Path, progress: Progress) -> Path | None:
 
 
 def refuse(folder: Path, error: CheckpointError) -> CheckpointError:
-    """`error` about `folder`, with the newest whole checkpoint beside it offered if there is one."""
+    """Add the newest complete checkpoint beside `folder`, if there is one, to an error about `folder`."""
     siblings = checkpoints_in(folder.parent) if folder.parent.is_dir() else []
     for other in _newest_first(siblings):
         if other.resolve() != folder.resolve():
             with contextlib.suppress(CheckpointError):
                 verify(other)
-                return CheckpointError(f"{error}; the newest whole one is {other}")
+                return CheckpointError(f"{error}; the newest complete one is {other}")
     return error
+
+
+def _looks_like_one(path: Path) -> bool:
+    """Whether this is a checkpoint, complete or damaged."""
+    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")))
+
+
+def _children(home: Path) -> list[Path]:
+    return sorted((p for p in home.iterdir() if not p.name.startswith(".") and _looks_like_one(p)), key=_age)
+
+
+def _readable(folder: Path) -> Manifest | None:
+    with contextlib.suppress(CheckpointError):
+        return read_manifest(folder)
+    return None
+
+
+def _age(folder: Path) -> tuple[bool, int, int, int, str]:
+    """Sort key: by progress; unreadable ones last, by name."""
+    manifest = _readable(folder)
+    progress = manifest.progress if manifest else Progress(0, 0, 0)
+    return manifest is None, *_order(progress), folder.name
+
+
+def _order(progress: Progress) -> tuple[int, int, int]:
+    return progress.epoch, progress.images, progress.update
+
+
+def _newest_first(folders: list[Path]) -> list[Path]:
+    """Averages last, because training cannot resume exactly from one."""
+    averages = [folder for folder in reversed(folders) if (manifest := _readable(folder)) and manifest.averaged]
+    return [folder for folder in reversed(folders) if folder not in averages] + averages
 
 
 def prune(
@@ -150,11 +226,11 @@ def prune(
     in_turn: Callable[[Progress], bool] = lambda _: True,
     run: str | None = None,
 ) -> list[Path]:
-    """Remove the oldest checkpoints in `folder` beyond `keep`, sparing the one with the highest metric `best`.
+    """Remove the oldest checkpoints in `folder` beyond `keep`, except the one with the highest metric `best`.
 
-    One that was not saved in turn (when the run was interrupted) takes the place of none: it goes as soon as there is a
-    newer one. Torn, foreign, averaged, linked and initial ones are neither counted nor removed, nor are those that have
-    another mark of their `run` in the manifest. Returns the removed.
+    One saved out of turn, when the run was interrupted, does not count: it goes as soon as there is a newer one.
+    Damaged, foreign, averaged, linked and initial checkpoints, and those whose manifest names another `run`, are
+    neither counted nor removed. Returns the removed ones.
     """
     if keep is None:
         return []
@@ -172,82 +248,14 @@ def prune(
     for path in removed:
         old = aside(path, "old")
         with named(path):
-            path.rename(old)  # first, so that a crash half way leaves nothing that looks like a checkpoint
+            path.rename(old)  # first, so that a crash while removing leaves nothing that looks like a checkpoint
         discard(old)
     sweep(folder)
     return removed
 
 
-def refuse_to_replace_other_things(folder: Path) -> None:
-    """Nothing but a checkpoint is ever replaced by a checkpoint."""
-    if folder.exists():  # iterdir says 'Not a directory' of a file
-        others = _other_things(folder)
-        if others:
-            raise CheckpointError(f"cannot save {folder}: it holds other things ({others[0]}); wanted another name")
-
-
-def _other_things(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.name != MANIFEST and p.suffix != SUFFIX)
-
-
-def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies in plain order where they are not so already; safetensors takes no shared storage and no strides."""
-    plain: dict[str, Tensor] = {}
-    seen = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return plain
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    for name, record in manifest.files.items():
-        path = folder / name
-        with named(path):
-            size = path.stat().st_size
-        apart = counted(abs(size - record.bytes), "byte")
-        if size < record.bytes:
-            raise CheckpointError(f"{path}: {apart} short of {record.bytes:,} (torn)")
-        if size > record.bytes:
-            raise CheckpointError(f"{path}: {apart} more than {record.bytes:,} (not as written)")
-
-
-def _looks_like_one(path: Path) -> bool:
-    """Whole or not: a folder that only a checkpoint looks like."""
-    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")))
-
-
-def _children(home: Path) -> list[Path]:
-    return sorted((p for p in home.iterdir() if not p.name.startswith(".") and _looks_like_one(p)), key=_age)
-
-
-def _readable(folder: Path) -> Manifest | None:
-    with contextlib.suppress(CheckpointError):
-        return read_manifest(folder)
-    return None
-
-
-def _age(folder: Path) -> tuple[bool, int, int, int, str]:
-    """Sorts by progress; what cannot be read comes last, by name."""
-    manifest = _readable(folder)
-    progress = manifest.progress if manifest else Progress(0, 0, 0)
-    return manifest is None, *_order(progress), folder.name
-
-
-def _order(progress: Progress) -> tuple[int, int, int]:
-    return progress.epoch, progress.images, progress.update
-
-
-def _newest_first(folders: list[Path]) -> list[Path]:
-    """Averages come last all the same: training cannot go on exactly from one."""
-    averages = [folder for folder in reversed(folders) if (manifest := _readable(folder)) and manifest.averaged]
-    return [folder for folder in reversed(folders) if folder not in averages] + averages
-
-
 def _well_sized(folders: list[Path]) -> Iterator[tuple[Path, Manifest]]:
-    """Those not torn, by their sizes alone: hashing every old checkpoint after each save would cost too much."""
+    """Those whose files have the right size; hashing every old checkpoint after each save would cost too much."""
     for folder in folders:
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(folder)

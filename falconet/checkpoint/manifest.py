@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is, which files it has, and what of which tensor they hold."""
+"""manifest.json: what a checkpoint is, the files it has, and which slices of which tensors they hold."""
 
 import difflib
 import hashlib
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, TypeVar
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError
 
-WHOLE, DIVIDED = 1, 2  # formats: a file holds whole tensors; several processes wrote slices of them
-FORMAT = DIVIDED  # the newest that can be read
+WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that several processes wrote
+FORMAT = DIVIDED  # the newest one that can be read
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
-SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # of the manifest: objects, maybe empty
+SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training had come."""
+    """How far training had got when the checkpoint was saved."""
 
     epoch: int
     images: int
@@ -32,10 +32,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A slice of a tensor in a file: values `begin` to `end` of it, in the order in which the whole lay in memory."""
+    """A slice of a tensor in a file: its values `begin` to `end`, in the memory order of the whole tensor."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     begin: int
     end: int
@@ -44,13 +44,13 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Its name in the file, where a tensor may have several slices."""
+        """Its name in the file, which may hold several slices of one tensor."""
         return f"{self.name}:{self.begin}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A typed view of manifest.json; keys it does not name are in `content`, which is the whole of it."""
+    """A typed view of manifest.json; `content` holds all of it, other keys included."""
 
     format: int
     model: str
@@ -67,21 +67,21 @@ class Manifest:
     averaged: bool
     files: dict[str, FileRecord]
     content: dict[str, Any]
-    parts: dict[str, list[Part]] = field(default_factory=dict)  # by stem; of a checkpoint of several processes
+    parts: dict[str, list[Part]] = field(default_factory=dict)  # by stem; only where several processes wrote
 
     @property
     def stems(self) -> list[str]:
-        """What it holds: model, optimizer and so on."""
+        """The kinds of tensors it holds: model, optimizer and so on."""
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
 
     def digests(self, stem: str) -> tuple[str, ...]:
-        """The digests of the files that hold `stem`; empty: none does."""
+        """The digests of the files that hold `stem`; empty if none does."""
         names = sorted({part.file for part in self.parts.get(stem, ())} or {f"{stem}{SUFFIX}"})
         return tuple(self.files[name].sha256 for name in names if name in self.files)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on the disk."""
+    """A checkpoint on disk."""
 
     folder: Path
     manifest: Manifest
@@ -93,7 +93,7 @@ def write_manifest(
     records: Mapping[str, FileRecord],
     parts: Mapping[str, Iterable[Part]] | None = None,
 ) -> None:
-    """Write the manifest, which is the last file of a checkpoint."""
+    """Write the manifest; it is the last file of a checkpoint to be written."""
     number = DIVIDED if parts else WHOLE
     own: dict[str, object] = {"format": number, "files": {name: asdict(record) for name, record in records.items()}}
     if parts:
@@ -101,41 +101,43 @@ def write_manifest(
     rest = {key: value for key, value in content.items() if key != "parts"}
     whole: dict[str, object] = {"format": number} | rest | own
     whole["digest"] = _digest(whole)
-    # No newline at the end: a manifest cut at any byte is not JSON.
+    # No final newline, so that a manifest truncated at any byte is not JSON.
     write_bytes(path, memoryview(json.dumps(whole, indent=1).encode()))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint `folder`; the tensor files are not looked at."""
+    """Read the manifest of the checkpoint `folder`, without looking at its tensor files."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        what = "no manifest.json in it, so not a whole checkpoint" if folder.is_dir() else "no such checkpoint"
+        what = "has no manifest.json, so it is not a complete checkpoint" if folder.is_dir() else "no such checkpoint"
         raise CheckpointError(f"{folder}: {what}") from None
     except NotADirectoryError:
-        raise CheckpointError(f"{folder}: a file; wanted a checkpoint, which is a folder") from None
+        raise CheckpointError(f"{folder}: is a file; expected a checkpoint folder") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: not JSON (torn, or not a manifest)") from None
+        raise CheckpointError(f"{path}: not JSON (truncated, or not a manifest)") from None
     if not isinstance(content, dict) or not {"format", "files"} <= content.keys():
         raise CheckpointError(f"{path}: not the manifest of a Falconet checkpoint")
     number = _typed(content, "format", int, path)
     if number > FORMAT:
-        raise CheckpointError(f"{path}: written by format {number}, this Falconet reads up to {FORMAT}: upgrade")
+        raise CheckpointError(
+            f"{path}: has format {number}, but this version of Falconet reads at most {FORMAT}; upgrade Falconet"
+        )
     if content.get("digest") != _digest(content):
         raise CheckpointError(f"{path}: contents changed since it was written (digest mismatch)")
     return _manifest(content, path)
 
 
 def part_of(content: Mapping[str, Any], *, where: Path) -> Part:
-    """A part as it was written, or a refusal."""
+    """Parse a part."""
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: a part is {type(content).__name__}, wanted an object")
+        raise CheckpointError(f"{where}: a part is {type(content).__name__}, expected an object")
     shape = _typed(content, "shape", list, where)
     if not all(type(length) is int and length >= 0 for length in shape):
-        raise CheckpointError(f"{where}: 'shape' is {shape}, wanted lengths")
+        raise CheckpointError(f"{where}: 'shape' is {shape}, expected lengths")
     return Part(
         name=_typed(content, "name", str, where),
         shape=tuple(shape),
@@ -149,7 +151,7 @@ def part_of(content: Mapping[str, Any], *, where: Path) -> Part:
 
 def _digest(content: Mapping[str, object]) -> str:
     rest = {key: value for key, value in content.items() if key != "digest"}
-    # Through JSON twice, so that what is written and what is read back (tuples, integer keys) agree.
+    # Through JSON and back, so that tuples and integer keys are hashed as they will be read.
     plain = json.loads(json.dumps(rest))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -159,10 +161,10 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
     files = _typed(content, "files", dict, path)
     names = _typed(content, "class_names", list, path, [])
     if not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{path}: 'class_names' holds other things than names")
+        raise CheckpointError(f"{path}: 'class_names' holds something other than names")
     for name, record in files.items():
         if Path(name).name != name or not name.endswith(SUFFIX) or not isinstance(record, dict):
-            raise CheckpointError(f"{path}: 'files' names {name!r}, wanted plain names that end in {SUFFIX}")
+            raise CheckpointError(f"{path}: 'files' names {name!r}, expected plain file names that end in {SUFFIX}")
     return Manifest(
         format=content["format"],
         model=_typed(content, "model", str, path),
@@ -186,11 +188,11 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
 
 
 def _parts(content: dict[str, Any], path: Path) -> dict[str, list[Part]]:
-    """What the files hold; every tensor must be there once, whole."""
+    """Parse the slices by stem; together they must hold every tensor exactly once."""
     found = {}
     for stem, entries in _typed(content, "parts", dict, path).items():
         if not isinstance(entries, list):
-            raise CheckpointError(f"{path}: 'parts' of '{stem}' is {type(entries).__name__}, wanted list")
+            raise CheckpointError(f"{path}: 'parts' of '{stem}' is {type(entries).__name__}, expected list")
         found[stem] = [part_of(entry, where=path) for entry in entries]
         for name, parts in by_name(found[stem]).items():
             _check_cover(name, parts, content["files"], path)
@@ -198,7 +200,7 @@ def _parts(content: dict[str, Any], path: Path) -> dict[str, list[Part]]:
 
 
 def by_name(parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """The slices of each tensor, from its first value on."""
+    """The slices of each tensor, in order."""
     found: dict[str, list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.name, part.begin)):
         found.setdefault(part.name, []).append(part)
@@ -211,9 +213,9 @@ def _check_cover(name: str, parts: list[Part], files: Mapping[str, object], path
         count *= length
     edges = [part.begin for part in parts[1:]] + [count]
     if parts[0].begin != 0 or any(part.end != edge for part, edge in zip(parts, edges, strict=True)):
-        raise CheckpointError(f"{path}: the slices of '{name}' do not make up its {count:,} values")
+        raise CheckpointError(f"{path}: the slices of '{name}' do not add up to its {count:,} values")
     if len({(part.shape, part.dtype, part.channels_last) for part in parts}) > 1:
-        raise CheckpointError(f"{path}: the slices of '{name}' are of different tensors")
+        raise CheckpointError(f"{path}: the slices of '{name}' disagree on its shape, dtype or memory order")
     missing = [part.file for part in parts if part.file not in files]
     if missing:
         raise CheckpointError(f"{path}: '{name}' is in {missing[0]!r}, which 'files' does not name")
@@ -223,15 +225,15 @@ def _check_cover(name: str, parts: list[Part], files: Mapping[str, object], path
 
 def _typed(content: Mapping[str, Any], key: str, kind: type[T], path: Path, default: T | None = None) -> T:
     value = content.get(key, default)
-    if type(value) is not kind:  # not isinstance: true is not a number here
-        raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}, wanted {kind.__name__}")
+    if type(value) is not kind:  # not isinstance, which takes True for an integer
+        raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
 def require_folder(path: Path) -> None:
-    """Refuse what is no folder, with the nearest name beside it that holds checkpoints."""
+    """Refuse a path that is not a folder; suggest the nearest name beside it that holds checkpoints."""
     if not path.is_dir():
-        what = "a file; wanted a checkpoint or a folder of them" if path.exists() else "no such file or folder"
+        what = "is a file; expected a checkpoint or a folder of them" if path.exists() else "no such file or folder"
         raise CheckpointError(f"{path}: {what}{_meant(path)}")
 
 

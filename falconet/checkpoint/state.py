@@ -1,4 +1,4 @@
-"""TrainState: everything a run needs to go on exactly where it stood."""
+"""TrainState: everything a run needs to resume exactly where it stopped."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,13 +21,13 @@ from falconet.parallel.zero import Layout
 
 @dataclass
 class Totals:
-    """Sums over the updates of a stretch of training."""
+    """Sums over a number of updates."""
 
     updates: int = 0
-    loss: float = 0.0  # of the updates' mean losses
+    loss: float = 0.0  # sum of the updates' mean losses
     correct: int = 0
     images: int = 0
-    skipped: int = 0  # updates that left the weights as they were
+    skipped: int = 0  # updates that did not change the weights
 
     def add(self, loss: float, correct: int, images: int, skipped: int) -> None:
         self.updates += 1
@@ -52,8 +52,8 @@ class Progress:
 
     update: int = 0
     interval: Totals = field(default_factory=Totals)  # since the last log point
-    epoch: Totals = field(default_factory=Totals)  # since the epoch began
-    unvalidated: bool = False  # the run was stopped before the validation that is due here
+    epoch: Totals = field(default_factory=Totals)  # since the start of the epoch
+    unvalidated: bool = False  # the run stopped before the validation due here
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,11 +73,11 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     ema: Ema | None = None
     scale: Scale | None = None
-    shards: Layout | None = None  # what of the optimizer's state this process has; None: all of it
-    hosted: HostedState | None = None  # keeps the optimizer's state on the host
-    stages: Stages = field(default_factory=OneStage)  # what of the model this process has
+    shards: Layout | None = None  # this process's slices of the optimizer state; None for all of it
+    hosted: HostedState | None = None  # keeps the optimizer state in host memory
+    stages: Stages = field(default_factory=OneStage)  # this process's stage of the model
     rank: int = 0  # among the processes that hold the same tensors
-    copies: int = 1  # how many of them there are
+    copies: int = 1  # how many such processes there are
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Every tensor that this process holds, by file and name."""
@@ -87,7 +87,7 @@ class TrainState:
         return content | {stem: part.state_tensors() for stem, part in self._optional().items()}
 
     def slices(self) -> dict[str, list[Slice]]:
-        """What this process answers for of all tensors, by file: its share of those that others hold as well."""
+        """The slices that this process saves, by file: its share of the tensors that others hold as well."""
         tensors = {stem: self.stages.answered(group) for stem, group in self.tensors().items()}
         slices = {stem: fair_share(group, rank=self.rank, size=self.copies) for stem, group in tensors.items()}
         return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
@@ -97,28 +97,28 @@ class TrainState:
         return self.shards.trained if self.shards else self.model
 
     def _optional(self) -> dict[str, Ema | Scale]:
-        """What not every run has, by the file that holds it."""
+        """The parts that not every run has, by file."""
         return {stem: part for stem, part in (("ema", self.ema), ("scale", self.scale)) if part is not None}
 
     def _reader(self, folder: Path) -> Callable[[str], Mapping[str, Tensor]]:
-        """Reads the tensors of one file of a whole checkpoint, as far as they are this process's."""
+        """Verify a checkpoint; return a function that reads this process's tensors of one kind."""
         manifest = format.verify(folder)
         return lambda stem: self.stages.own(format.read_tensors(folder, stem, verified=manifest))
 
     def begin_with(self, folder: Path, *, name: str) -> None:
-        """Take over the weights and the loss scale of a checkpoint, and nothing else: a new phase begins."""
+        """Start a new phase with the weights and the loss scale of a checkpoint, and nothing else."""
         read = self._reader(folder)
         foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
         if self.scale:
             self.scale.load_state_tensors(read("scale"))
 
     def load(self, folder: Path, *, name: str) -> None:
-        """Take over the tensors of a checkpoint; its place in the plan is the caller's to find."""
+        """Load the tensors of a checkpoint; the caller finds its place in the plan."""
         read = self._reader(folder)
         foreign.load_weights(self.model, read("model"), where=str(folder), name=name)
         stored = read("optimizer")
         own = self.shards.scattered(stored) if self.shards else stored
-        # All of it at once may be more than the device has room for.
+        # On the device, all of it at once may not fit.
         load_state_tensors(self.optimizer, self._trained, own, home=torch.device("cpu") if self.hosted else None)
         if self.hosted:
             self.hosted.adopt()

@@ -1,8 +1,4 @@
-"""A checkpoint that several processes write: each its own slices, then the first one the manifest.
-
-They meet in a hidden folder beside the checkpoint's, which all of them see. A record there says that the files of a
-process are on the disk; when all records are there, the first process writes the manifest and renames the folder.
-"""
+"""Save checkpoints in the background, from one process or from several that each write a share."""
 
 import contextlib
 import json
@@ -26,152 +22,25 @@ from falconet.checkpoint.manifest import MANIFEST, SUFFIX, Part, part_of, read_m
 from falconet.errors import CheckpointError
 from falconet.parallel.slices import Slice
 
-POLL = 0.02  # seconds between two looks for the others' records
-
 Slices = Mapping[str, Sequence[Slice]]  # by stem: model, optimizer and so on
 
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the processes meet, and what becomes of it."""
-
-    temporary: Path
-    folder: Path
-    size: int  # processes
-
-    def record(self, rank: int) -> Path:
-        return self.temporary / f"rank-{rank:05d}.json"
-
-
-def write_slices(meeting: Meeting, slices: Slices, *, rank: int) -> None:
-    """Write what this process holds, then the record of it, or of why there is none."""
-    try:
-        meeting.temporary.parent.mkdir(parents=True, exist_ok=True)
-        writing.subfolder(meeting.temporary.parent, meeting.temporary.name)
-        records, parts = {}, {}
-        for stem, held in slices.items():
-            file = f"{stem}-{rank:05d}{SUFFIX}"
-            parts[stem] = [asdict(_part(each, file)) for each in held]
-            if held:
-                values = {_part(each, file).key: each.values for each in held}
-                data = safetensors.torch.save(storable(values))
-                records[file] = asdict(write_bytes(meeting.temporary / file, memoryview(data)))
-        sync_folder(meeting.temporary)
-        _write_record(meeting.record(rank), {"files": records, "parts": parts})
-    except OSError as error:
-        text = f"cannot save {meeting.folder}: {error.strerror or error}"
-        _give_up(meeting, rank, text)
-        raise CheckpointError(text) from error
-
-
-def complete(meeting: Meeting, content: Mapping[str, object], *, patience: Callable[[], float]) -> None:
-    """Once every process has written its slices, make it a checkpoint; the first process does this.
-
-    `patience`: seconds to wait while nothing is written at all.
-    """
-    try:
-        refuse_to_replace_other_things(meeting.folder)
-        files: dict[str, FileRecord] = {}
-        parts: dict[str, list[Part]] = {}
-        for rank, record in enumerate(_records(meeting, patience)):
-            files |= {name: FileRecord(**entry) for name, entry in record["files"].items()}
-            for stem, entries in record["parts"].items():
-                parts.setdefault(stem, []).extend(part_of(entry, where=meeting.record(rank)) for entry in entries)
-        for rank in range(meeting.size):
-            meeting.record(rank).unlink()
-        write_manifest(meeting.temporary / MANIFEST, content, files, parts)
-        read_manifest(meeting.temporary)  # refuses slices that do not make up their tensors
-        sync_folder(meeting.temporary)
-        move_into_place(meeting.temporary, meeting.folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot save {meeting.folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(meeting.temporary, ignore_errors=True)  # not there any more if all went well
-
-
-def _part(held: Slice, file: str) -> Part:
-    kind = str(held.values.dtype).removeprefix("torch.")
-    return Part(
-        name=held.name,
-        shape=held.shape,
-        dtype=kind,
-        begin=held.begin,
-        end=held.end,
-        file=file,
-        channels_last=held.channels_last,
-    )
-
-
-def _write_record(path: Path, content: Mapping[str, object]) -> None:
-    """There at once and whole, or not there."""
-    begun = path.with_suffix(".begun")
-    begun.unlink(missing_ok=True)  # left by one that a full disk cut short
-    with begun.open("x", encoding="utf-8") as file:
-        json.dump(content, file)
-    begun.rename(path)
-
-
-def _give_up(meeting: Meeting, rank: int, text: str) -> None:
-    """Say so at once, so that the first process does not wait; a full disk has room again without our files."""
-    if rank == 0:  # nobody completes it then
-        shutil.rmtree(meeting.temporary, ignore_errors=True)
-        return
-    try:
-        for path in meeting.temporary.glob(f"*-{rank:05d}{SUFFIX}"):
-            path.unlink()
-        _write_record(meeting.record(rank), {"error": text})
-    except OSError:
-        shutil.rmtree(meeting.temporary, ignore_errors=True)
-
-
-def _records(meeting: Meeting, patience: Callable[[], float]) -> list[dict[str, Any]]:
-    """What each process wrote, by rank."""
-    found: dict[int, dict[str, Any]] = {}
-    written, since = -1, time.monotonic()
-    while len(found) < meeting.size:
-        for rank in range(meeting.size):
-            if rank not in found and meeting.record(rank).exists():
-                found[rank] = json.loads(meeting.record(rank).read_bytes())
-                if "error" in found[rank]:
-                    raise CheckpointError(found[rank]["error"])
-        if not meeting.temporary.exists():
-            raise CheckpointError(f"cannot save {meeting.folder}: a process gave up")
-        now, bytes_there = time.monotonic(), _size(meeting.temporary)
-        if bytes_there != written:
-            written, since = bytes_there, now
-        if now - since > patience():
-            missing = min(set(range(meeting.size)) - found.keys())
-            raise CheckpointError(
-                f"cannot save {meeting.folder}: nothing came from rank {missing} for {patience():g} s; wanted a folder"
-                " that all processes share"
-            )
-        time.sleep(0.0 if len(found) == meeting.size else POLL)
-    return [found[rank] for rank in range(meeting.size)]
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    with contextlib.suppress(FileNotFoundError):  # renamed, or given up, in the meantime
-        total = sum(path.stat().st_size for path in folder.iterdir())
-    return total
-
-
-GRACE = 10.0  # seconds that the others' slices are waited for when the run ends with an error: they may be dead
-HASTE = 1.0  # the same where somebody insisted on the end: the others may not have begun to write
+POLL = 0.02  # seconds between looking for the other processes' records
+GRACE = 10.0  # seconds to wait for the other processes when the run ends with an error: they may be dead
+HASTE = 1.0  # the same after an interrupt: the other processes may not have started to write
 
 
 class Saveable(Protocol):
-    """What can be saved: whole by one process, in slices by several."""
+    """State that one process saves whole, or several save in slices."""
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]: ...
     def slices(self) -> Slices: ...
 
 
 class Writer:
-    """Writes one checkpoint at a time in a thread of its own; what went wrong is raised by the next call."""
+    """Writes one checkpoint at a time in a background thread; the next call raises what went wrong."""
 
     def __init__(self) -> None:
-        # Python joins these threads at exit, so a save under way is finished even if nobody waits.
+        # Python joins these threads at exit, so a save in progress is finished even without `wait`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
@@ -183,7 +52,7 @@ class Writer:
         *,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """`save` what a state holds."""
+        """Save what a state holds; see `save`."""
         self.save(folder, state.tensors(), content, after=after)
 
     def save(
@@ -194,9 +63,9 @@ class Writer:
         *,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state and return; write it, then call `after`, in the background.
+        """Copy the state and return; in the background, write it and then call `after`.
 
-        Waits for the save before it. If that one failed, raises its error and starts nothing: call again to go on.
+        First waits for the previous save. If that one failed, raises its error and saves nothing; call again to retry.
         """
         self.wait()
         snapshot = {stem: {name: _copied(tensor) for name, tensor in group.items()} for stem, group in tensors.items()}
@@ -204,13 +73,13 @@ class Writer:
         self._begin(lambda: format.write(folder, snapshot, plain), after)
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what the last save raised, once."""
+        """Wait for the save in progress; raise its error, once."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Finish, and take no more."""
+        """Wait for the save in progress and accept no more."""
         self._thread.shutdown(wait=True)
         self.wait()
 
@@ -224,7 +93,7 @@ class Writer:
             self.close()
             return
         self._thread.shutdown(wait=True)
-        # What stopped the run is the news; a save that failed as well is a note to it.
+        # Report what stopped the run; a save that failed as well is a note on it.
         failed = self._under_way.exception() if self._under_way else None
         if failed is not None:
             error.add_note(str(failed))
@@ -240,16 +109,16 @@ class Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class Company:
-    """The processes that save together."""
+    """The processes that save together, as one of them sees them."""
 
     rank: int
     size: int
-    token: str  # the same on all of them, and on no other run: of it the hidden folder's name is made
-    timeout: float  # seconds that the first one waits while nobody writes anything
+    token: str  # shared by these processes and no other run; names the hidden folder
+    timeout: float  # seconds that the first process waits while no process writes anything
 
 
 class SharedWriter(Writer):
-    """Writes what this process answers for, and, on the first one, completes what all have written."""
+    """Writes this process's share; on the first process, also completes the checkpoint."""
 
     def __init__(self, company: Company) -> None:
         super().__init__()
@@ -263,7 +132,7 @@ class SharedWriter(Writer):
         *,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """The same for a share of the state; `after` is called on the first process. Every process calls it."""
+        """Save this process's share; all processes must call it, and `after` runs on the first one."""
         self.wait()
         self._saves += 1
         place = aside(folder, "tmp", f"{self._company.token}{self._saves:04x}")
@@ -290,11 +159,140 @@ class SharedWriter(Writer):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A host copy that later updates do not reach; from a GPU this waits for the copy alone."""
+    """A host copy that later updates do not change; for a GPU this waits only for the copy."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _plain(content: Mapping[str, object]) -> dict[str, object]:
-    """A copy too, and what JSON cannot hold is our mistake: fail here."""
+    """A deep copy; content that JSON cannot hold is a bug, so it fails here and not in the thread."""
     plain: dict[str, object] = json.loads(json.dumps(content))
     return plain
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The hidden folder in which the processes meet, and the checkpoint it becomes.
+
+    A record there states that the files of one process are on the disk. Once all records are there, the first process
+    writes the manifest and renames the folder.
+    """
+
+    temporary: Path
+    folder: Path
+    size: int  # processes
+
+    def record(self, rank: int) -> Path:
+        return self.temporary / f"rank-{rank:05d}.json"
+
+
+def write_slices(meeting: Meeting, slices: Slices, *, rank: int) -> None:
+    """Write the slices of one process, then the record of them or of the error."""
+    try:
+        meeting.temporary.parent.mkdir(parents=True, exist_ok=True)
+        writing.subfolder(meeting.temporary.parent, meeting.temporary.name)
+        records, parts = {}, {}
+        for stem, held in slices.items():
+            file = f"{stem}-{rank:05d}{SUFFIX}"
+            parts[stem] = [asdict(_part(each, file)) for each in held]
+            if held:
+                values = {_part(each, file).key: each.values for each in held}
+                data = safetensors.torch.save(storable(values))
+                records[file] = asdict(write_bytes(meeting.temporary / file, memoryview(data)))
+        sync_folder(meeting.temporary)
+        _write_record(meeting.record(rank), {"files": records, "parts": parts})
+    except OSError as error:
+        text = f"cannot save {meeting.folder}: {error.strerror or error}"
+        _give_up(meeting, rank, text)
+        raise CheckpointError(text) from error
+
+
+def _part(held: Slice, file: str) -> Part:
+    kind = str(held.values.dtype).removeprefix("torch.")
+    return Part(
+        name=held.name,
+        shape=held.shape,
+        dtype=kind,
+        begin=held.begin,
+        end=held.end,
+        file=file,
+        channels_last=held.channels_last,
+    )
+
+
+def _write_record(path: Path, content: Mapping[str, object]) -> None:
+    """Write atomically: the record appears whole or not at all."""
+    partial = path.with_suffix(".begun")
+    partial.unlink(missing_ok=True)  # left when a full disk cut an earlier one short
+    with partial.open("x", encoding="utf-8") as file:
+        json.dump(content, file)
+    partial.rename(path)
+
+
+def _give_up(meeting: Meeting, rank: int, text: str) -> None:
+    """Report the error so that the first process does not wait, and free the disk of this process's files."""
+    if rank == 0:  # the one that would have completed it
+        shutil.rmtree(meeting.temporary, ignore_errors=True)
+        return
+    try:
+        for path in meeting.temporary.glob(f"*-{rank:05d}{SUFFIX}"):
+            path.unlink()
+        _write_record(meeting.record(rank), {"error": text})
+    except OSError:
+        shutil.rmtree(meeting.temporary, ignore_errors=True)
+
+
+def complete(meeting: Meeting, content: Mapping[str, object], *, patience: Callable[[], float]) -> None:
+    """On the first process: wait for all slices, then turn the folder into a checkpoint.
+
+    `patience`: how many seconds to wait while no process writes anything.
+    """
+    try:
+        refuse_to_replace_other_things(meeting.folder)
+        files: dict[str, FileRecord] = {}
+        parts: dict[str, list[Part]] = {}
+        for rank, record in enumerate(_records(meeting, patience)):
+            files |= {name: FileRecord(**entry) for name, entry in record["files"].items()}
+            for stem, entries in record["parts"].items():
+                parts.setdefault(stem, []).extend(part_of(entry, where=meeting.record(rank)) for entry in entries)
+        for rank in range(meeting.size):
+            meeting.record(rank).unlink()
+        write_manifest(meeting.temporary / MANIFEST, content, files, parts)
+        read_manifest(meeting.temporary)  # refuses slices that do not add up to whole tensors
+        sync_folder(meeting.temporary)
+        move_into_place(meeting.temporary, meeting.folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot save {meeting.folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(meeting.temporary, ignore_errors=True)  # already renamed on success
+
+
+def _records(meeting: Meeting, patience: Callable[[], float]) -> list[dict[str, Any]]:
+    """Wait for the records of all processes; return them by rank."""
+    found: dict[int, dict[str, Any]] = {}
+    written, since = -1, time.monotonic()
+    while len(found) < meeting.size:
+        for rank in range(meeting.size):
+            if rank not in found and meeting.record(rank).exists():
+                found[rank] = json.loads(meeting.record(rank).read_bytes())
+                if "error" in found[rank]:
+                    raise CheckpointError(found[rank]["error"])
+        if not meeting.temporary.exists():
+            raise CheckpointError(f"cannot save {meeting.folder}: a process gave up")
+        now, bytes_there = time.monotonic(), _size(meeting.temporary)
+        if bytes_there != written:
+            written, since = bytes_there, now
+        if now - since > patience():
+            missing = min(set(range(meeting.size)) - found.keys())
+            raise CheckpointError(
+                f"cannot save {meeting.folder}: no data from rank {missing} for {patience():g} s;"
+                " expected a folder that all processes share"
+            )
+        time.sleep(0.0 if len(found) == meeting.size else POLL)
+    return [found[rank] for rank in range(meeting.size)]
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
+        total = sum(path.stat().st_size for path in folder.iterdir())
+    return total

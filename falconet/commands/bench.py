@@ -1,6 +1,5 @@
 """`falconet bench`: run benchmark specs, and compare with an earlier run."""
 
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -11,26 +10,28 @@ from falconet import writing
 from falconet.bench import compare, results, runner
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
-from falconet.config.load import load_options
+from falconet.config.load import Loaded
 from falconet.config.options import Bench
-from falconet.config.settings import Setting
-from falconet.errors import ConfigError, LinkError
+from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
-from falconet.parallel import environment
 from falconet.report.console import Screen, counted
 
-# torch is imported where it is used: a wrong name of a spec is answered without it.
+# torch is imported where it is used, so that a spec's wrong name is answered without it.
 DEFAULT = "./benchmarks.yml"
 RESULTS = ("results.json", "results.csv", "results.md", "comparison.md")
 
 
-def run(line: Sequence[Setting]) -> int:
-    if not environment.is_first(os.environ):
-        return DONE
-    options, screen = load_options(BenchOptions, line).options.bench, Screen()
-    old = results.read(options.compare) if options.compare else None
-    every = [benchmark for name in _specs(options) for benchmark in read_spec(find_spec(name))]
-    chosen = select(every, options.benchmark, convergence=options.include_convergence)
+def run(loaded: Loaded[BenchOptions]) -> int:
+    options, screen = loaded.options.bench, Screen()
+    with named_option("compare"):
+        old = results.read(options.compare) if options.compare else None
+    with named_option("spec"):
+        paths = [find_spec(name) for name in _specs(options)]
+    every = [benchmark for path in paths for benchmark in read_spec(path)]
+    with named_option("benchmark"):
+        chosen = select(every, options.benchmark, convergence=options.include_convergence)
+    if not chosen:
+        raise ConfigError("--spec: all benchmarks train to an accuracy; add --include-convergence to run them")
     jobs = runner.prepare(chosen, wandb=options.allow_wandb, profile=options.profile, note=screen.line)
     if options.plan:
         _show_plan(jobs, screen)
@@ -64,7 +65,7 @@ def machine() -> dict[str, object]:
 
 
 def devices_here() -> int:
-    """Processes that can work at the same time: one a CUDA device, or as the trainer counts on a CPU."""
+    """Processes that can run at the same time: one per CUDA device, or as many as the trainer allows on a CPU."""
     import torch
 
     from falconet.parallel import resources
@@ -77,16 +78,16 @@ def _specs(options: Bench) -> tuple[str, ...]:
     if options.spec:
         return options.spec
     if not Path(DEFAULT).exists():
-        raise ConfigError(f"--spec: is needed where there is no {DEFAULT}: a file, or {', '.join(builtin_specs())}")
+        raise ConfigError(f"required, because there is no {DEFAULT}: a file, or one of {', '.join(builtin_specs())}")
     return (DEFAULT,)
 
 
 def _open_folder(options: Bench) -> Path:
-    """The folder of the results, empty and writable, as a whole path: commands run in folders of their own."""
+    """The folder for the results, empty and writable, as an absolute path: commands run in other folders."""
     asked = options.log_dir
     folder = Path("bench-results", time.strftime("%Y%m%d-%H%M%S")) if asked == "auto" else asked
     if (folder / "results.json").exists():
-        raise ConfigError(f"--log-dir: {folder} already holds results; wanted another folder")
+        raise ConfigError(f"--log-dir: {folder} already holds results; expected another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writing.probe(folder)
@@ -99,7 +100,7 @@ def _open_folder(options: Bench) -> Path:
 
 
 def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: Screen) -> list[results.Result]:
-    """Run everything; what was measured is on disk after every benchmark."""
+    """Run everything; results are written after every benchmark."""
     routine = runner.Routine(
         repeat=options.repeat,
         folder=folder,
@@ -118,31 +119,31 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 
 
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
-    every = compare.metric_names(measured) if options.additional_metrics else []
+    every = results.metric_names(measured) if options.additional_metrics else []
     names = list(dict.fromkeys([*every, *options.csv_metrics]))
     try:
         results.write(folder / "results.json", measured, about)
-        compare.write_csv(folder / "results.csv", measured, metrics=names)
-        writing.replace(folder, "results.md", compare.results_markdown(measured, about))
+        results.write_csv(folder / "results.csv", measured, metrics=names)
+        writing.replace(folder, "results.md", results.markdown(measured, about))
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:
-    """The tables; `left`: benchmarks that were not run."""
+    """Print the tables; `left`: benchmarks that were not run."""
     screen.line("")
-    unknown = [name for name in options.csv_metrics if name not in compare.metric_names(measured)]
+    unknown = [name for name in options.csv_metrics if name not in results.metric_names(measured)]
     if unknown:
         screen.line(f"note: --csv-metrics: nothing measured {', '.join(unknown)}; the columns are empty")
     text = (folder / "results.md").read_text(encoding="utf-8")
-    for line in compare.plain_table(text):
+    for line in results.plain_table(text):
         screen.line(line)
     for line in text.splitlines():
         if line.startswith("- "):
             screen.line(line)
     passed = sum(result.status == "passed" for result in measured)
-    told = f"{passed} of {len(measured) + left} passed" + (f", {left} not run" if left else "")
-    screen.line(f"{told}; written to {folder}: results.json, results.csv, results.md")
+    summary = f"{passed} of {len(measured) + left} passed" + (f", {left} not run" if left else "")
+    screen.line(f"{summary}; written to {folder}: results.json, results.csv, results.md")
 
 
 def _compare(
@@ -152,17 +153,17 @@ def _compare(
     folder: Path,
     screen: Screen,
 ) -> bool:
-    """Say what changed; whether anything lost more than the margin."""
+    """Print what changed; returns whether anything lost more than the margin."""
     earlier, there = old
     comparisons = list(compare.compare(earlier, measured))
-    text = compare.comparison_markdown(comparisons, margin=options.margin)
+    text = compare.markdown(comparisons, margin=options.margin)
     writing.replace(folder, "comparison.md", text)
     screen.line("")
     here = machine()
     other = [name for name in ("devices", "processor", "cores") if there.get(name) != here[name]]
     if other:
         screen.line(f"note: {options.compare} was measured on another machine ({', '.join(other)} differ)")
-    for line in compare.plain_table(text):
+    for line in results.plain_table(text):
         screen.line(line)
     lost = [one.name for one in comparisons if one.loses_more_than(options.margin)]
     if lost:
@@ -173,7 +174,7 @@ def _compare(
 def _show_plan(jobs: Sequence[runner.Job], screen: Screen) -> None:
     here = devices_here()
     for job in jobs:
-        folded = f"; {here} here, so it would run folded" if job.devices > here else ""
+        folded = f"; {here} here, so it would be folded" if job.devices > here else ""
         screen.line(f"{job.name}: {counted(job.devices, 'device')}{folded}")
         screen.line(f"  {job.command.shown()}")
 

@@ -1,4 +1,4 @@
-"""`falconet bench infer`: images per second, and latency, of a model that predicts."""
+"""`falconet bench infer`: measure the throughput and latency of a model that predicts."""
 
 import os
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from falconet.bench.inference import Predict, Series, measure_resident, measure_with_copy
 from falconet.bench.measurements import Measured, leave, settled
+from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy
 from falconet.checkpoint import format
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
-from falconet.config.load import idle_lines, load_options, of_command, typed
+from falconet.config.load import Loaded, of_command, typed, unused_notes
+from falconet.config.options import share_of
 from falconet.config.settings import Setting
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset, open_dataset
@@ -22,7 +23,13 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, named_option
 from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, allow_half_partials, describe_half_partials
+from falconet.numerics.precision import (
+    REGIMES,
+    allow_half_partials,
+    describe_half_partials,
+    describe_workspace,
+    limit_workspace,
+)
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE
 from falconet.parallel.world import World, device_kind
@@ -30,8 +37,9 @@ from falconet.report import console
 from falconet.report import inference as lines
 from falconet.report.console import Say, are, counted
 from falconet.report.folders import RUNS
+from falconet.report.styles import FALCONET, Conventions
 from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
-from falconet.train import build, saved_model
+from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -46,33 +54,39 @@ class Subject:
     images: Dataset
 
 
-def run(line: Sequence[Setting]) -> int:
-    options, place = load_options(InferOptions, line).options, environment.find_place(os.environ)
+def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> int:
+    options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
     asked = value_or(options.inference.replicas, place.size if place else 1)
     here = _devices(options)
     if place is None and min(asked, here) > 1:
         from falconet.parallel.launch import Workers, launch
 
-        workers = Workers(argv=["bench", "infer", *typed(line)], processes=min(asked, here), restarts=0)
+        workers = Workers(
+            argv=["bench", "infer", *typed(line)], program=conventions.program, processes=min(asked, here), restarts=0
+        )
         return launch(workers, progress=lambda: None, say=console.spoken())
     with resources.open_machine(options.machine, place=place) as world:
         if asked > world.size:
             console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
         subject = _open(options, line, world)
-        for note in idle_lines(subject.options, line):
+        for note in unused_notes(subject.options, line):
             console.screen_of(world).line(note)
-        _go(subject, world)
+        _go(subject, world, conventions)
     return 0
 
 
-def _go(subject: Subject, world: World) -> None:
-    """Say what was decided, then measure, or trace, or neither."""
+def _go(subject: Subject, world: World, conventions: Conventions) -> None:
+    """Print what was decided, then measure, trace, or stop there."""
     options, screen = subject.options, console.screen_of(world)
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
         decided.append(describe_half_partials(world.device))
-    for text in [*decided, *build.workspace_lines(options.workspace, device=world.device)]:
+    share = share_of(options.workspace.available_memory_proportion, stage=0, stages=1)
+    if share is not None:
+        limit_workspace(share, world.device)
+        decided.append(describe_workspace(share, world.device))
+    for text in decided:
         screen.line(text)
     if options.inference.plan:
         data = options.data
@@ -83,11 +97,11 @@ def _go(subject: Subject, world: World) -> None:
     elif options.inference.profile:
         _trace(subject, world)
     else:
-        _measure(subject, world)
+        _measure(subject, world, conventions)
 
 
 def _trace(subject: Subject, world: World) -> None:
-    """A few batches under the profiler, on the first process."""
+    """Trace a few batches on the first process."""
     predict, folder = _predictor(subject, world), Path(os.environ.get(RUNS) or "profile")
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
@@ -96,7 +110,7 @@ def _trace(subject: Subject, world: World) -> None:
 
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
-    """What runs of more replicas than there are processes, in the trainer's words."""
+    """What becomes of more replicas than there are processes, in the trainer's words."""
     what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} here"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
     return f"{asked} replicas asked for, {what}: {runs}, with a batch each"
@@ -108,7 +122,7 @@ def _devices(options: InferOptions) -> int:
 
 
 def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
-    """The model with the checkpoint's weights and options, or with random ones."""
+    """The model with the checkpoint's weights and options, or with random weights."""
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
@@ -129,7 +143,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
 
 
 def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
-    """Published weights instead of the new ones, as --weights asks; nothing is fetched for a plan."""
+    """Load published weights if --weights asks for them; nothing is downloaded for a plan."""
     asked = options.inference.weights
     if asked == "random" or options.inference.plan:
         return
@@ -138,36 +152,38 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
     except CheckpointError as error:
         if asked == "pretrained":
             raise CheckpointError(
-                f"--weights pretrained: {error}; wanted --weights random, or a file by --checkpoint-input-path"
+                f"--weights pretrained: {error}; expected --weights random, or a file with --checkpoint-input-path"
             ) from error
         note(f"note: random weights, because {error}")
 
 
-def _measure(subject: Subject, world: World) -> None:
+def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options = subject.options
     screen, count = console.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
-        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is as exact")
+        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is just as exact")
     predict, batches = _predictor(subject, world), _batches(subject, world)
     resident = measure_resident(predict, batches, count=count, world=world)
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
     series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
     per_batch = options.data.micro_batch_size * world.size
     main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, resident))
-    facts = lines.Facts(
+    found = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
         data=options.data.data,
         dtype=str(REGIMES[options.machine.precision].formats(world.device)["activations"]),
         devices=world.size,
+        rates=main.rates,
+        latencies=main.latencies,
     )
-    if options.style.log_style == "pytorch":
+    if conventions.batch:
         for seconds in series.throughput:
-            screen.line(lines.batch_line(per_batch / seconds, 1000 * seconds, instance=world.rank, of=world.size))
+            batch = lines.TimedBatch(per_batch / seconds, 1000 * seconds, instance=world.rank, instances=world.size)
+            screen.line(conventions.batch(batch))
     peak = world.peak_memory()
-    theirs = lines.told(options.style.log_style, facts, main.rates, main.latencies)
     ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
-    for text in [*theirs, *ours]:
+    for text in [*conventions.predictions(found), *ours]:
         screen.line(text)
     if world.is_first:
         _write(options, series, resident, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})
@@ -184,7 +200,7 @@ def _predictor(subject: Subject, world: World) -> Predict:
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:
-    """A few batches of the validation images, prepared once, or random ones that live on the device."""
+    """A few batches of validation images, prepared once, or random ones on the device."""
     options, images = subject.options, subject.images
     data, shape = options.data, BatchShape(micro_batch=options.data.micro_batch_size)
     if data.data == "synthetic":
@@ -199,7 +215,7 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
 
 
 def _held(images: Tensor, device: torch.device) -> Tensor:
-    """A copy in the host's memory that stays: channels-last, and pinned where it is copied to a device."""
+    """A lasting copy in host memory: channels-last, and pinned if it is copied to a device."""
     kept = images.permute(0, 2, 3, 1).contiguous().clone().cpu()
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
@@ -218,7 +234,7 @@ def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
 
 
 def _write(options: InferOptions, series: Series, resident: Series, *, facts: dict[str, object]) -> None:
-    """Every batch's seconds, for `falconet bench` and for whoever asked."""
+    """Write the seconds of every batch, for `falconet bench` and --output."""
     content = facts | {
         "model": options.model.model,
         "throughput_seconds": series.throughput,
@@ -226,4 +242,5 @@ def _write(options: InferOptions, series: Series, resident: Series, *, facts: di
         "resident_throughput_seconds": resident.throughput,
         "resident_latency_seconds": resident.latency,
     }
-    leave(content, output=options.inference.output)
+    with named_option("output"):
+        leave(content, output=options.inference.output)

@@ -1,4 +1,4 @@
-"""`falconet bench serve`: images per second, and latency, of a served model, as clients see them."""
+"""`falconet bench serve`: measure the throughput and latency of a served model, as clients see them."""
 
 import contextlib
 import tempfile
@@ -12,36 +12,37 @@ import torch
 
 from falconet.bench import load_test
 from falconet.bench.client import Job, Outcome
+from falconet.bench.execution import terminated_as_interrupted
 from falconet.bench.load_test import Target, Tensors, Together
 from falconet.bench.measurements import leave, settled
-from falconet.bench.process import terminated_as_interrupted
 from falconet.checkpoint import format
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
-from falconet.config.load import load_options, of_command
+from falconet.config.load import Loaded, of_command
 from falconet.config.settings import LINE, Setting, spelled
 from falconet.data.dataset import Dataset, open_dataset
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
-from falconet.errors import ConfigError, WorldError
+from falconet.errors import ConfigError, WorldError, named_option
 from falconet.infer.predictor import Pixels, Predictor, open_classifier
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.console import Screen, counted
-from falconet.train import saved_model
+from falconet.report.styles import FALCONET, Conventions
+from falconet.train.saved_model import refuse_download
 
-HELD = 8  # different batches that take turns
-MOST = 1000  # requests of one client: minutes less than what a config for local batches asks for
-# Of an image's largest score, by what is computed in: the originals' 1e-5, and what other shapes and kernels change in
-# half precision.
+HELD = 8  # different batches, used in turn
+MOST = 1000  # requests per client: a config for local batches asks for minutes more
+# Relative to an image's largest score, by compute format: the originals' 1e-5, and what other shapes and kernels change
+# in half precision.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def run(line: Sequence[Setting]) -> int:
-    screen = Screen()
-    options = _options(line, screen)
-    _say_idle(options, line, screen)
+def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) -> int:
+    line, screen = loaded.line, Screen()
+    options = _options(loaded, screen)
+    _note_unused(options, line, screen)
     folder = tempfile.TemporaryDirectory(prefix="falconet-")
     with terminated_as_interrupted(), folder as home, _target(options, line) as target:
         tensors = Tensors.of(target)
@@ -51,36 +52,34 @@ def run(line: Sequence[Setting]) -> int:
         outcomes = load_test.run_clients(job, options.load.clients)
         counts = _executions(target)
     found = load_test.together(outcomes, in_flight=options.load.clients * job.window)
-    _tell(found, options, tensors, screen)
+    _show(found, options, tensors, screen, conventions)
     if counts:
         screen.line(counts)
     _write(found, options)
     return _check(outcomes, job, screen) if options.load.check_answers else 0
 
 
-def _options(line: Sequence[Setting], screen: Screen) -> BenchServeOptions:
-    """The line's, over those of the checkpoint."""
-    options = load_options(BenchServeOptions, line).options
-    path = options.input.checkpoint_input_path
+def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOptions:
+    """The line's, over those of the checkpoint if it names one."""
+    path = loaded.options.input.checkpoint_input_path
     if path is None or path.is_file():
-        return options
-    manifest = format.read_manifest(format.newest_whole(path, screen.line))
-    loaded = load_options(BenchServeOptions, line, manifest.config)
-    saved_model.refuse_download(loaded)
+        return loaded.options
+    loaded = loaded.over(format.read_manifest(format.newest_whole(path, screen.line)).config)
+    refuse_download(loaded)
     return loaded.options
 
 
-def _say_idle(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
-    """Options of the line that change nothing here, or less than they say."""
+def _note_unused(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
+    """Note the options of the line that have no effect here, or less than they say."""
     if options.data.iterations > MOST:
         screen.line(
-            f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is as exact"
+            f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is just as exact"
         )
     known = options_of(BenchServeOptions)
     typed = {setting.option.removeprefix("no-") for setting in line if setting.source == LINE}
     if options.load.url is not None:
         for name in sorted(name for name in typed if known[name].path[0] == "serving"):
-            screen.line(f"note: --{name} has no effect with --url: that server runs already")
+            screen.line(f"note: --{name} has no effect with --url, whose server is already running")
     if options.load.request_type == "SYNC" and "window" in typed:
         screen.line("note: --window has no effect without --request-type ASYNC")
 
@@ -88,18 +87,22 @@ def _say_idle(options: BenchServeOptions, line: Sequence[Setting], screen: Scree
 @contextlib.contextmanager
 def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Target]:
     if options.load.url is not None:
-        yield Target.at(options.load.url, options.model.model)
+        with named_option("url"):
+            target = Target.at(options.load.url, options.model.model)
+        yield target
         return
     with load_test.started(["serve", *_server_line(options, line)]) as target:
         yield target
 
 
 def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
-    """The options of the server: those of the line that it has, and what only its measurement knows."""
+    """The options of the server: those of the line that it has too, and what only its measurement knows."""
     own = {setting.option: setting for setting in of_command(ServeOptions, line)}
     batch, most = options.data.micro_batch_size, options.serving.max_batch
     if most != "auto" and most < batch:
-        raise ConfigError(f"--max-batch: got {most}, wanted at least --micro-batch-size, which is {batch}: one request")
+        raise ConfigError(
+            f"--max-batch: got {most}, expected at least --micro-batch-size, the {batch} images of one request"
+        )
     added: dict[str, object] = {}
     if options.serving.port == "auto":
         added["port"] = 0
@@ -126,7 +129,7 @@ def _images(options: BenchServeOptions) -> Dataset:
     data = options.data
     if data.data == "synthetic":
         raise ConfigError(
-            "--data synthetic: lives on the device only, and requests come from the host; wanted generated"
+            "--data synthetic: exists only on the device, but requests come from the host; expected generated"
         )
     return open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
 
@@ -150,7 +153,7 @@ def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: P
 
 
 def _batches(options: BenchServeOptions, held: int) -> Pixels:
-    """Pixels of the validation images, again and again until there are enough: batches x N x 3 x S x S."""
+    """Pixels of the validation images, repeated until there are enough: batches x N x 3 x S x S."""
     size = options.data.micro_batch_size
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
@@ -186,7 +189,7 @@ def _with_expected(job: Job, options: BenchServeOptions, line: Sequence[Setting]
 
 
 def _executions(target: Target) -> str:
-    """How requests were put together, where the server tells."""
+    """How requests were batched, if the server reports it."""
     try:
         (stats,) = target.get("/stats")["model_stats"]
         batches = counted(stats["execution_count"], "batch")
@@ -195,7 +198,9 @@ def _executions(target: Target) -> str:
         return ""
 
 
-def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen) -> None:
+def _show(
+    found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen, conventions: Conventions
+) -> None:
     measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch_size)
     assert measured.throughput is not None
     steady, load = measured.steady, options.load
@@ -203,14 +208,16 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
         clients = f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each"
     else:
         clients = f"{counted(load.clients, 'client')}, SYNC"
-    facts = lines.Facts(
+    predictions = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch_size,
         data=options.data.data,
         dtype=tensors.datatype,
         devices=1,
+        rates=measured.rates,
+        latencies=measured.latencies,
     )
-    for text in lines.told(options.style.log_style, facts, measured.rates, measured.latencies):
+    for text in conventions.predictions(predictions):
         screen.line(text)
     spread = measured.spread()
     screen.line(f"served to {clients}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")
@@ -223,22 +230,23 @@ def _tell(found: Together, options: BenchServeOptions, tensors: Tensors, screen:
 
 
 def _write(found: Together, options: BenchServeOptions) -> None:
-    """Every time, in the form of `bench infer`, for `falconet bench` and for whoever asked."""
+    """Write every time as `bench infer` does, for `falconet bench` and --output."""
     content = {
         "images_per_batch": found.requests * options.data.micro_batch_size,
         "model": options.model.model,
         "throughput_seconds": found.spacing,
         "latency_seconds": found.latencies,
     }
-    leave(content, output=options.load.output)
+    with named_option("output"):
+        leave(content, output=options.load.output)
 
 
 def _check(outcomes: Sequence[Outcome], job: Job, screen: Screen) -> int:
-    """Say how well the answers agree; exit code 1 if some do not."""
+    """Report how well the answers agree; exit code 1 if some do not."""
     answers, wrong = sum(len(one.times) for one in outcomes), sum(one.wrong for one in outcomes)
     apart = max(one.apart for one in outcomes)
-    text = f"the largest difference is {apart:.1e} of an image's largest score, wanted at most {job.tolerance:g}"
+    text = f"the largest difference is {apart:.1e} of an image's largest score, expected at most {job.tolerance:g}"
     if wrong:
-        raise WorldError(f"{wrong} of {counted(answers, 'answer')} differ from the model's own here: {text}")
-    screen.line(f"all {answers} answers are the model's own here: {text}")
+        raise WorldError(f"{wrong} of {counted(answers, 'answer')} differ from the model's output here: {text}")
+    screen.line(f"all {answers} answers match the model's output here: {text}")
     return 0

@@ -1,17 +1,18 @@
-"""`falconet configs`: named configs by family, and what each is and reaches."""
+"""`falconet configs`: list the named configs by family, and what each one is and reaches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from falconet.config.commands import ConfigsOptions
 from falconet.config.help import wrapped
-from falconet.config.load import about, families, use_of
-from falconet.config.settings import Setting
+from falconet.config.load import Loaded
+from falconet.config.recipes import about, families, use_of
 from falconet.report.console import Screen
 
-REACHED = "What an original reached was stated by its documents, not run here; docs/configs.md says what differs."
+REACHED = "Results of an original come from its documents, not from runs here; docs/knowing/configs.md has details."
 
 
-def run(line: Sequence[Setting]) -> int:
-    del line
+def run(loaded: Loaded[ConfigsOptions]) -> int:
+    del loaded
     screen = Screen()
     for text in for_people() if screen.console.is_terminal else for_programs():
         screen.line(text)
@@ -19,7 +20,7 @@ def run(line: Sequence[Setting]) -> int:
 
 
 def for_programs() -> Iterator[str]:
-    """A line for each config, in columns."""
+    """One line per config, in columns."""
     width = max(len(name) for entries in families().values() for name in entries)
     for family, entries in families().items():
         yield f"{family}, for `falconet {use_of(family)} --config NAME`:"
@@ -29,7 +30,7 @@ def for_programs() -> Iterator[str]:
 
 
 def for_people() -> Iterator[str]:
-    """The same below their names, because two columns are wider than most terminals."""
+    """Each config's text below its name, because two columns are wider than most terminals."""
     for family, entries in families().items():
         yield f"{family}, for `falconet {use_of(family)} --config NAME`:"
         for name in entries:

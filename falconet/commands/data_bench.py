@@ -1,7 +1,6 @@
-"""`falconet data bench`: images a second of each stage of the input pipeline alone and together; the slowest named."""
+"""`falconet data bench`: measure each stage of the input pipeline, alone and together, and name the slowest."""
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ import torch
 
 import falconet
 from falconet.config.commands import DataBenchOptions
-from falconet.config.load import idle_lines, load_options
+from falconet.config.load import Loaded, unused_notes
 from falconet.config.rules import boxes_used
-from falconet.config.settings import Setting
 from falconet.data import input, measure
 from falconet.data.dataset import Dataset, open_dataset
 from falconet.data.input import Input
@@ -24,20 +22,17 @@ from falconet.errors import ConfigError
 from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
-from falconet.parallel.environment import is_first
 from falconet.parallel.world import World
 from falconet.report import console
 from falconet.report.console import Say
 
 
-def run(line: Sequence[Setting]) -> int:
-    options = load_options(DataBenchOptions, line).options
-    if not is_first(os.environ):
-        return 0
+def run(loaded: Loaded[DataBenchOptions]) -> int:
+    options = loaded.options
     if options.data.data == "synthetic":
-        raise ConfigError("--data synthetic: lives on the device only; wanted data that is read")
+        raise ConfigError("--data synthetic: exists only on the device; expected data that is read")
     say = console.spoken()
-    for note in idle_lines(options, line):
+    for note in unused_notes(options, loaded.line):
         say(note)
     world = resources.open_machine(options.machine)
     images = open_dataset(
@@ -57,10 +52,12 @@ def run(line: Sequence[Setting]) -> int:
     _show(stages, say)
     rates = []
     for rate in measure.passes(pipeline, options.bench.passes):
-        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py has it
+        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py prints it
         rates.append(rate)
     if rates:
-        say(f"mean throughput: {fmean(rates):.1f} imgs/sec")  # as the TensorFlow program's --dataset-benchmark had it
+        say(
+            f"mean throughput: {fmean(rates):.1f} imgs/sec"
+        )  # as the TensorFlow program's --dataset-benchmark printed it
     if options.bench.output is not None:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")
@@ -121,11 +118,11 @@ def _write(
 
 
 def _compare_md5(images: Dataset, options: DataBenchOptions, say: Say) -> int:
-    """The digests of class folders; exit code 2 if they are not those of the original's ImageNet."""
+    """Compare the digests of class folders with those of ILSVRC 2012; exit code 2 if they differ."""
     whole = True
     for split, source in (("train", images.train), ("validation", images.validation)):
         if not isinstance(source, FileSource):
-            raise ConfigError(f"--md5: is of class folders, which --data {options.data.data} is not")
+            raise ConfigError(f"--md5: needs class folders, which --data {options.data.data} is not")
         found = folder.folder_md5(source.root, workers=input.workers(options.data))
         same = folder.is_imagenet(found, split)
         say(f"{split}: md5 {found} of {source.root}: {'OK' if same else 'corrupted, or not the ILSVRC 2012 folder'}")

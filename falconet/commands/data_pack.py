@@ -1,12 +1,10 @@
-"""`falconet data pack`: class folders into checksummed shards."""
+"""`falconet data pack`: pack class folders into checksummed shards."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from falconet.config.commands import PackOptions
 from falconet.config.fields import value_or
-from falconet.config.load import load_options
-from falconet.config.settings import Setting
+from falconet.config.load import Loaded
 from falconet.data import native, packing
 from falconet.data.sources import folder
 from falconet.data.storage import FileSource
@@ -14,11 +12,11 @@ from falconet.errors import DataError, Interrupted
 from falconet.parallel import resources
 from falconet.report.console import Counting, Screen, are, counted
 
-MOST_TOLD = 20  # files that are named
+MOST_NAMED = 20  # files that cannot be decoded
 
 
-def run(line: Sequence[Setting]) -> int:
-    options = load_options(PackOptions, line).options.pack
+def run(loaded: Loaded[PackOptions]) -> int:
+    options = loaded.options.pack
     assert options.source is not None
     assert options.target is not None
     say = Screen().line
@@ -28,7 +26,7 @@ def run(line: Sequence[Setting]) -> int:
     recipe = packing.Recipe(resize=options.resize, marked=native.library() is not None)
     _check_target(target, shards)
     if not recipe.marked:
-        say(f"no restart markers, so that decoding will not be faster: no native decoder here ({native.why_not()})")
+        say(f"no restart markers, so decoding will not be faster: no native decoder here ({native.why_not()})")
     packer = packing.Packer(target, recipe=recipe, workers=value_or(options.workers, resources.cores()))
     whole = 0
     try:
@@ -43,9 +41,9 @@ def run(line: Sequence[Setting]) -> int:
                     packer.pack(shard, done=counting.add)
                 whole += 1
     except KeyboardInterrupt:
-        say(f"stopped; {whole} of {are(len(shards), 'shard')} whole, and the same command goes on from there")
+        say(f"stopped; {whole} of {are(len(shards), 'shard')} complete, and the same command continues from there")
         raise Interrupted from None
-    for trouble in packer.troubles[:MOST_TOLD]:
+    for trouble in packer.troubles[:MOST_NAMED]:
         say(f"{trouble}; packed as it is")
     say(_summary(packer, len(shards), target))
     return 0
@@ -54,29 +52,29 @@ def run(line: Sequence[Setting]) -> int:
 def _sources(source: Path) -> dict[str, FileSource]:
     splits = folder.load(source)
     found = {"train": splits.train, "validation": splits.validation}
-    return {split: own for split, own in found.items() if isinstance(own, FileSource)}
+    return {split: files for split, files in found.items() if isinstance(files, FileSource)}
 
 
 def _made(target: Path) -> Path:
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{target}: cannot be made ({error.strerror})") from None
+        raise DataError(f"{target}: cannot be created ({error.strerror})") from None
     return target
 
 
 def _check_target(target: Path, shards: list[packing.Shard]) -> None:
     others = packing.leftovers(target, shards)
     if others:
-        raise DataError(f"{others[0]}: is of another set, which had more shards; wanted an empty folder")
+        raise DataError(f"{others[0]}: belongs to another set, which had more shards; expected an empty folder")
 
 
 def _summary(packer: packing.Packer, shards: int, target: Path) -> str:
     if packer.images == 0:
-        return f"{target}: nothing to do, {are(shards, 'shard')} there already"
+        return f"{target}: nothing to do, {are(shards, 'shard')} already there"
     bad = f"; {len(packer.troubles):,} cannot be decoded" if packer.troubles else ""
-    share = packer.bytes_written / max(1, packer.bytes_read) - 1
+    growth = packer.bytes_written / max(1, packer.bytes_read) - 1
     return (
         f"{target}: {counted(shards, 'shard')}; {counted(packer.images, 'image')} packed now, {packer.marked:,} of them"
-        f" with restart markers, {packer.bytes_written / 1e6:,.1f} MB ({share:+.1%}){bad}"
+        f" with restart markers, {packer.bytes_written / 1e6:,.1f} MB ({growth:+.1%}){bad}"
     )

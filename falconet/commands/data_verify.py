@@ -1,22 +1,19 @@
-"""`falconet data verify`: every image of packed shards against its checksum."""
-
-from collections.abc import Sequence
+"""`falconet data verify`: check every image of packed shards against its checksum."""
 
 from falconet.config.commands import VerifyOptions
-from falconet.config.load import load_options
-from falconet.config.settings import Setting
+from falconet.config.load import Loaded
 from falconet.data.sources import packed
 from falconet.errors import DataError
 from falconet.report.console import Counting, Screen, counted
 
 
-def run(line: Sequence[Setting]) -> int:
-    source = load_options(VerifyOptions, line).options.verify.source
+def run(loaded: Loaded[VerifyOptions]) -> int:
+    source = loaded.options.verify.source
     assert source is not None
     shards = packed.find(source)
     if not any(shards.values()):
         raise DataError(f"{source}: no packed shards in it; `falconet data pack` makes them")
-    splits = packed.load(source, shards)  # which names a shard that is missing or torn
+    splits = packed.load(source, shards)  # raises for a missing or torn shard
     paths = [path for found in shards.values() for path in found]
     problems: list[str] = []
     screen = Screen()
@@ -27,7 +24,7 @@ def run(line: Sequence[Setting]) -> int:
                 problems.append(problem)
             counting.add()
     if problems:
-        raise DataError(f"{source}: {len(problems)} damaged; the first: {problems[0]}")
+        raise DataError(f"{source}: {counted(len(problems), 'damaged image')}; the first: {problems[0]}")
     images = len(splits.train) + len(splits.validation)
-    screen.line(f"{source}: {counted(len(paths), 'shard')}, {counted(images, 'image')}: every one has its checksum")
+    screen.line(f"{source}: {counted(len(paths), 'shard')}, {counted(images, 'image')}: all checksums match")
     return 0

@@ -1,9 +1,9 @@
-"""How fast this machine decodes photos, by each decoder there is; on photos made for it."""
+"""`falconet doctor`: report what this machine has, how fast it decodes photos, and whether processes work together."""
 
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,9 @@ import falconet
 from falconet.commands import selftest
 from falconet.config.commands import DoctorOptions
 from falconet.config.fields import value_or
-from falconet.config.load import load_options, typed
+from falconet.config.load import Loaded, typed
 from falconet.config.options import Data
-from falconet.config.settings import LINE, Setting
+from falconet.config.settings import LINE
 from falconet.data import input, measure, native
 from falconet.data.buffers import PixelRows, RowReader
 from falconet.data.crops import Crops
@@ -35,28 +35,98 @@ from falconet.report.console import counted
 
 PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-WORTH = 1.2  # times as fast: decoding on the device takes time of the training, so a little more does not pay
+WORTH = 1.2  # times as fast: decoding on the device takes time from training, so a small gain does not pay
+MEASURED = 1.0  # seconds for each decoder
+TIMEOUT = 120.0  # seconds that a process waits for another
+
+
+def run(loaded: Loaded[DoctorOptions]) -> int:
+    options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
+    _check_effective({setting.option for setting in line if setting.source == LINE}, options)
+    if place is None:
+        for text in machine():
+            console.spoken()(text)
+    if not options.doctor.distributed:
+        if place is None:
+            device = torch.device(device_kind(options.machine.device))
+            for text in findings(device, seconds=MEASURED):
+                console.spoken()(text)
+        return 0
+    count = processes(options)
+    if place is None and count > 1:
+        from falconet.parallel.launch import Workers, launch
+
+        workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
+        return launch(workers, progress=lambda: None, say=console.spoken())
+    return _check_processes(options, place)
+
+
+def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
+    """An option must not seem to be obeyed."""
+    for name in ("precision", "deterministic", "no-deterministic"):
+        if name in given:
+            raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it")
+    if "threads" in given and not options.doctor.distributed:
+        raise ConfigError("--threads: has no effect on doctor without --distributed")
+
+
+def machine() -> list[str]:
+    """Versions, cores and devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
+    return [
+        f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
+        f"photos are decoded by {input.decoder()}",
+    ]
+
+
+# Processes.
+
+
+def processes(options: DoctorOptions) -> int:
+    """As many as --replicas asks for; else one per CUDA device, or two on a CPU."""
+    cuda = device_kind(options.machine.device) == "cuda"
+    return value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
+
+
+def _check_processes(options: DoctorOptions, place: Place | None) -> int:
+    """Run every check and report it on the first process; exit code 2 if one fails."""
+    threads = value_or(options.machine.threads, resources.cores())
+    with open_world(options.machine.device, threads=threads, deterministic=True, place=place, timeout=TIMEOUT) as world:
+        say = console.screen_of(world).line
+        say(f"{counted(world.size, 'process')} on {world.device.type}")
+        failed = []
+        for finding in selftest.findings(world):
+            say(f"{'ok    ' if finding.held else 'FAILED'}  {finding.name}: {finding.words}")
+            failed += [] if finding.held else [finding.name]
+        if failed:
+            raise DeviceError(f"--distributed: {counted(len(failed), 'check')} failed: {', '.join(failed)}")
+    return 0
+
+
+# Decoders, measured on generated photos.
 
 
 def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
-    """Images a second of each decoder, and which one to use, in words."""
+    """Images per second of each decoder, and which one to use, in words."""
     with tempfile.TemporaryDirectory() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
     threads = counted(input.workers(Data()), "thread")
-    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images a second:"
+    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images per second:"
     yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
     yield f"recommended: {recommended(rates)}"
 
 
 def recommended(rates: dict[str, float]) -> str:
-    """`--decode-device` for these rates, which are named by their decoders."""
+    """`--decode-device` for these rates, by decoder."""
     host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
     device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
     return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
 
 
 def made_photos(root: Path) -> FileSource:
-    """Clouds and grain, as many bits a pixel as ImageNet's photos (about 100 kB each)."""
+    """Clouds and grain, with as many bits per pixel as ImageNet's photos (about 100 kB each)."""
     random = np.random.default_rng(0)
     (root / "made").mkdir()
     names = [f"{number:02}.jpg" for number in range(PHOTOS)]
@@ -93,69 +163,3 @@ def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str
 
 def _pipeline(source: FileSource, reader: RowReader, resources: Resources) -> Pipeline:
     return Pipeline(source=source, reader=reader, resources=resources, micro_batch=PHOTOS, training=True)
-
-
-MEASURED = 1.0  # seconds for each decoder
-
-
-def run(line: Sequence[Setting]) -> int:
-    options, place = load_options(DoctorOptions, line).options, environment.find_place(os.environ)
-    _check_effective({setting.option for setting in line if setting.source == LINE}, options)
-    if place is None:
-        for text in machine():
-            console.spoken()(text)
-    if not options.doctor.distributed:
-        if place is None:
-            device = torch.device(device_kind(options.machine.device))
-            for text in findings(device, seconds=MEASURED):
-                console.spoken()(text)
-        return 0
-    count = processes(options)
-    if place is None and count > 1:
-        from falconet.parallel.launch import Workers, launch
-
-        workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
-        return launch(workers, progress=lambda: None, say=console.spoken())
-    return _check(options, place)
-
-
-def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
-    """An option must not seem to be obeyed."""
-    for name in ("precision", "deterministic", "no-deterministic"):
-        if name in given:
-            raise ConfigError(f"--{name}: has no effect on doctor, whose checks have their own")
-    if "threads" in given and not options.doctor.distributed:
-        raise ConfigError("--threads: has no effect on doctor without --distributed; wanted both")
-
-
-def machine() -> list[str]:
-    """Versions, cores and devices."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
-    return [
-        f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
-        f"photos are decoded by {input.decoder()}",
-    ]
-
-
-def processes(options: DoctorOptions) -> int:
-    """As asked; else one a CUDA device, or two on a CPU."""
-    cuda = device_kind(options.machine.device) == "cuda"
-    return value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
-
-
-def _check(options: DoctorOptions, place: Place | None) -> int:
-    """Every check, told by the first process; one that fails is the user's to know, so the exit code is 2."""
-    machine = options.machine
-    threads = value_or(machine.threads, resources.cores())
-    with open_world(machine.device, threads=threads, deterministic=True, place=place, timeout=120.0) as world:
-        say = console.screen_of(world).line
-        say(f"{counted(world.size, 'process')} on {world.device.type}")
-        failed = []
-        for finding in selftest.findings(world):
-            say(f"{'ok    ' if finding.held else 'FAILED'}  {finding.name}: {finding.words}")
-            failed += [] if finding.held else [finding.name]
-        if failed:
-            raise DeviceError(f"--distributed: {counted(len(failed), 'check')} failed: {', '.join(failed)}")
-    return 0

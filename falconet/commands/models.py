@@ -1,16 +1,15 @@
-"""`falconet models`: what there is to train."""
-
-from collections.abc import Sequence
+"""`falconet models`: list the models that can be trained."""
 
 import torch
 
-from falconet.config.settings import Setting
+from falconet.config.commands import ModelsOptions
+from falconet.config.load import Loaded
 from falconet.models import zoo
 from falconet.report.console import Screen
 
 
-def run(line: Sequence[Setting]) -> int:
-    del line
+def run(loaded: Loaded[ModelsOptions]) -> int:
+    del loaded
     screen = Screen()
     screen.line(f"{'model':22}{'parameters':>12}{'input':>12}")
     for name in zoo.names():

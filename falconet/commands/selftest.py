@@ -1,5 +1,6 @@
 """What processes do together, checked against what one does alone: for `falconet doctor --distributed`."""
 
+import copy
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,25 +11,38 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.commands import selftest_stages
 from falconet.config.options import Optimizer
+from falconet.data.buffers import Batch
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
+from falconet.models import splits
+from falconet.numerics.precision import REGIMES
 from falconet.optim.optimizers import build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
+from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas, digest
-from falconet.parallel.grid import divide
+from falconet.parallel.grid import Grid, divide
+from falconet.parallel.pipeline import Kind, Place
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
-from falconet.train.build import build_replicas, checkpoint_writer, sharded_step
+from falconet.train.build import build_replicas, checkpoint_writer
+from falconet.train.evaluate import evaluate
+from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
+from falconet.train.placement import sharded_step
+from falconet.train.step import LocalStep, Loss, Moving, PlainMove
 
-IMAGES, SIZE = 4, 8  # a replica's micro-batch
-TOLERANCE = 1e-4  # relative; TF32 and other orders of summation stay well below, a wrong sum does not
+IMAGES, SIZE, CLASSES = 4, 8, 3  # of a micro-batch
+TOLERANCE = 1e-4  # relative; TF32 and the order of summation stay well below, a wrong sum does not
 SAVING = 60.0  # seconds to wait for another process's part of a tiny checkpoint
-MESSAGE = 64 << 20  # bytes of the message that is timed
+REGIME = REGIMES["32.32"]
+MESSAGE = 64 << 20  # bytes of the timed message
+
+
+Check = Callable[[World], tuple[bool, str]]
 
 
 class Finding(NamedTuple):
-    """One check: what was checked, whether it held, and a few words."""
+    """The result of one check."""
 
     name: str
     held: bool
@@ -36,13 +50,13 @@ class Finding(NamedTuple):
 
 
 def findings(world: World) -> Iterator[Finding]:
-    """Every check in turn; all processes go through all of them, whatever each finds."""
+    """Every check in turn; each process runs all of them, whatever it finds."""
     for name, check in CHECKS.items():
         world.at(name)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         held, words = check(world)
         everywhere = bool(world.sum(torch.tensor(int(held))) == world.size)
-        yield Finding(name, everywhere, words or f"{1000 * (time.perf_counter() - begun):.0f} ms")
+        yield Finding(name, everywhere, words or f"{1000 * (time.perf_counter() - start):.0f} ms")
 
 
 def _collectives(world: World) -> tuple[bool, str]:
@@ -60,11 +74,11 @@ def _vote(world: World) -> tuple[bool, str]:
 
 def _message(world: World) -> tuple[bool, str]:
     values = torch.ones(MESSAGE // 4, device=world.device)
-    world.sum(values)  # the first one also opens connections
-    begun = time.perf_counter()
+    world.sum(values)  # the first sum also opens connections
+    start = time.perf_counter()
     total = world.sum(values)
-    held = float(total[-1]) == world.size  # reads a number, so waits for the device
-    seconds = time.perf_counter() - begun
+    held = float(total[-1]) == world.size  # reading a number waits for the device
+    seconds = time.perf_counter() - start
     return held, f"{MESSAGE >> 20} MB summed over {world.size} processes in {1000 * seconds:.0f} ms"
 
 
@@ -81,7 +95,7 @@ def _sharded(world: World) -> tuple[bool, str]:
 
 
 def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> tuple[bool, str]:
-    """Two updates of all processes together, and of this one alone on all of their images."""
+    """Compare two updates of all processes together with those of this one alone on all of their images."""
     alone, together = _network(norm).to(world.device), _network(norm).to(world.device)
     span_batchnorm(together, divide(world, stages=1), span=span)
     exchange = build_replicas(together, world, bucket=0.001, sharded=sharded)
@@ -93,7 +107,7 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
 
 
 def _checkpoint(world: World) -> tuple[bool, str]:
-    """Divided state, written by each process, read by each, from a folder that all must see."""
+    """Write sharded state from every process and read it back, in a folder that all must share."""
     folder = Path(world.once(_shared_folder)) / "checkpoint"
     first, second = _network(nn.GroupNorm(2, 8)).to(world.device), _network(nn.GroupNorm(2, 8)).to(world.device)
     exchange = build_replicas(first, world, bucket=0.001, sharded=True)
@@ -106,7 +120,7 @@ def _checkpoint(world: World) -> tuple[bool, str]:
             _save(state, folder, content, world)
         except CheckpointError as error:
             problem = str(error)
-        if world.max(torch.tensor(int(bool(problem)))):  # also waits until it is there
+        if world.max(torch.tensor(int(bool(problem)))):  # also waits for the files
             return False, problem or "another process could not save"
         other = build_replicas(second, world, bucket=0.001, sharded=True)
         again = _state(second, other, world)
@@ -114,9 +128,9 @@ def _checkpoint(world: World) -> tuple[bool, str]:
             again.load(folder, name="doctor")
         except CheckpointError as error:
             problem = str(error)
-        if world.max(torch.tensor(int(bool(problem)))):  # all go on together, or none
+        if world.max(torch.tensor(int(bool(problem)))):  # all continue together, or none
             return False, problem or "another process could not load"
-        # One more update of both: a momentum that came back wrong would show in the weights.
+        # One more update of both: a wrong momentum would show in the weights.
         _update(state, _images(world, everyone=False), exchange)
         _update(again, _images(world, everyone=False), other)
         return digest(first) == digest(second), ""
@@ -167,20 +181,90 @@ def _images(world: World, *, everyone: bool) -> Tensor:
     return images if everyone else images[world.rank * IMAGES : (world.rank + 1) * IMAGES]
 
 
+def _pipeline(kind: Kind) -> Check:
+    """Two updates and an evaluation with one schedule, a stage per process."""
+
+    def check(world: World) -> tuple[bool, str]:
+        if world.size == 1:
+            return True, "one process has no stages"
+        return _compared(divide(world, stages=world.size), kind)
+
+    return check
+
+
+def _compared(grid: Grid, kind: Kind) -> tuple[bool, str]:
+    world, device = grid.world, grid.world.device
+    whole = _stage_network(world.size)
+    stages = splits.split(copy.deepcopy(whole), [str(number) for number in range(1, world.size)])
+    forward = Forward(
+        feeding=Feeding(micro_batch=IMAGES, accumulation=world.size + 1, image_size=SIZE, mixes=False),
+        normalise=_normalise(device),
+        regime=REGIME,
+        device=device,
+    )
+    inner = boundaries(
+        [s.module for s in stages], forward=forward, prepare=lambda module: copy.deepcopy(module).to(device)
+    )
+    edges = [[], *inner, [torch.empty(IMAGES, CLASSES, device="meta")]]
+    assert isinstance(grid.stages, Processes)
+    place = Place(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
+    own, alone = stages[world.rank].module.to(device), whole.to(device)
+    batches = _micro_batches(world.size + 1, device)
+
+    step = PipelinedStep(_moving(own, device), place, forward=forward, loss=Loss(CLASSES), kind=kind)
+    local = LocalStep(_moving(alone, device), normalise=_normalise(device), loss=Loss(CLASSES), regime=REGIME)
+    for update in range(2):
+        found = step(batches if grid.is_first_stage else [], update=update, lr=0.1)
+        expected = local(batches, update=update, lr=0.1)
+    losses = world.sum(found.loss.double()), expected.loss.double()
+    measured = evaluate_stages(own, batches, place, forward=forward, grid=grid)
+    once = evaluate(alone, batches, normalise=_normalise(device), regime=REGIME, world=World(device=device))
+
+    kept = alone.state_dict()
+    error = max(_relative(tensor, kept[name]) for name, tensor in own.state_dict().items())
+    error = max(error, _relative(*losses))
+    counted = (measured.images, measured.top1) == (once.images, once.top1)
+    return error < TOLERANCE and counted, f"{world.size} stages, off by {error:.1e}"
+
+
+def _stage_network(blocks: int) -> nn.Module:
+    """One block per stage; batch norm in each would show misplaced activations."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(blocks)]
+    layers[-1].append(nn.Flatten()).append(nn.Linear(3 * SIZE * SIZE, CLASSES))
+    return nn.Sequential(*layers)
+
+
+def _moving(model: nn.Module, device: torch.device) -> Moving:
+    return Moving(model=model, move=PlainMove(build_optimizer(model, Optimizer()), device=device))
+
+
+def _normalise(device: torch.device) -> Normalise:
+    return Normalise(Preprocessing(image_size=SIZE, resize=SIZE, mean=IMAGENET_MEAN, std=IMAGENET_STD)).to(device)
+
+
+def _micro_batches(count: int, device: torch.device) -> list[Batch]:
+    torch.manual_seed(1)
+    images = torch.randint(0, 256, (count, IMAGES, 3, SIZE, SIZE), dtype=torch.uint8)
+    labels = torch.randint(0, CLASSES, (count, IMAGES))
+    return [Batch(*pair, None) for pair in zip(images.to(device), labels.to(device), strict=True)]
+
+
 @torch.no_grad()
 def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    reference = expected.double().cpu()
+    return float((found.double().cpu() - reference).norm() / reference.norm().clamp_min(1e-12))
 
 
-CHECKS: dict[str, Callable[[World], tuple[bool, str]]] = {
-    "sum, largest, broadcast": _collectives,
+CHECKS: dict[str, Check] = {
+    "sum, max, broadcast": _collectives,
     "vote": _vote,
     "gradients averaged over replicas": _replicas,
     "batch norm over all replicas": _batchnorm,
-    "optimizer state divided over replicas": _sharded,
-    "checkpoint of divided state": _checkpoint,
-    "pipeline, grouped": selftest_stages.check("grouped"),
-    "pipeline, interleaved": selftest_stages.check("interleaved"),
-    "pipeline, sequential": selftest_stages.check("sequential"),
+    "optimizer state sharded over replicas": _sharded,
+    "checkpoint of sharded state": _checkpoint,
+    "pipeline, grouped": _pipeline("grouped"),
+    "pipeline, interleaved": _pipeline("interleaved"),
+    "pipeline, sequential": _pipeline("sequential"),
     "a large message": _message,
 }

@@ -1,37 +1,27 @@
-"""`falconet serve`: answer over HTTP with a checkpoint's model."""
+"""`falconet serve`: serve a checkpoint's model over HTTP."""
 
 import asyncio
-from collections.abc import Sequence
 
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
-from falconet.config.load import load_options
-from falconet.config.settings import Setting
-from falconet.errors import ConfigError
+from falconet.config.load import Loaded
 from falconet.exits import INTERRUPTED
 from falconet.infer.predictor import Predictor, open_classifier
 from falconet.report.console import Screen, counted
+from falconet.serve import app  # needs aiohttp, which the command line has checked
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.protocol import Served
 
-try:
-    from falconet.serve import app
-except ModuleNotFoundError as error:  # pragma: no cover, the tests have it
-    if error.name != "aiohttp":
-        raise
-    raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'") from error
-
 PORT, MAX_BATCH = 8000, 64
 FRONT_ENDS = 4  # for a CUDA device, which computes faster than one thread reads
-WAITING_BATCHES = 16  # full ones, that may wait
+WAITING_BATCHES = 16  # full batches that may wait
 
 
-def run(line: Sequence[Setting]) -> int:
-    screen = Screen()
-    serving = load_options(ServeOptions, line).options.serving
+def run(loaded: Loaded[ServeOptions]) -> int:
+    screen, serving = Screen(), loaded.options.serving
     address = app.Address(host=serving.host, port=value_or(serving.port, PORT))
-    with address.open() as listening:  # first, as the mistakes here take no time to find
-        classifier, options = open_classifier(line, screen.line)
+    with address.open() as listening:  # first, because a mistake here is found at once
+        classifier, options = open_classifier(loaded.line, screen.line)
         max_batch = value_or(serving.max_batch, MAX_BATCH)
         predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
         served = Served(
@@ -47,14 +37,15 @@ def run(line: Sequence[Setting]) -> int:
             max_queue=max(value_or(serving.max_queue, WAITING_BATCHES * max_batch), max_batch),
         )
         batcher = Batcher(predictor.lanes(), policy)
-        room = app.Room(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
+        memory = app.Memory(2 * max(policy.max_queue // max_batch, 1) * served.most_bytes)
 
-        def fronts() -> list[app.Front]:
-            """In the loop of the batcher: one for its own thread, the others for one each."""
+        def fronts() -> list[app.FrontEnd]:
+            """One for the batcher's own thread, the others with a thread each."""
             count = value_or(serving.front_ends, FRONT_ENDS if classifier.device.type == "cuda" else 1)
             ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (count - 1)]
             return [
-                app.Front(served, way, counts=batcher.counts, room=room, max_delay=policy.max_delay) for way in ways
+                app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=policy.max_delay)
+                for way in ways
             ]
 
         host, port = listening.getsockname()[:2]

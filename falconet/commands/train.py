@@ -1,22 +1,20 @@
 """`falconet train`: train from scratch."""
 
 import os
-from collections.abc import Sequence
 
 from falconet.config.commands import TrainOptions
-from falconet.config.load import load_options
-from falconet.config.settings import Setting
+from falconet.config.load import Loaded
 from falconet.parallel import environment
-from falconet.train import processes, restore
+from falconet.report.styles import FALCONET, Conventions
+from falconet.train import processes
 from falconet.train.run import carry_out
 
 
-def run(line: Sequence[Setting]) -> int:
-    loaded = load_options(TrainOptions, line)
-    # Workers that are started again take up their run in the same way, maybe in fewer processes than before.
-    goes_on = loaded.options.run.resume or environment.attempt(os.environ) > 0
-    restored = restore.earlier(loaded) if goes_on else None
+def run(loaded: Loaded[TrainOptions], conventions: Conventions = FALCONET) -> int:
+    # Restarted workers resume their run in the same way, perhaps in fewer processes than before.
+    resumes = loaded.options.run.resume or environment.attempt(os.environ) > 0
+    restored = processes.earlier(loaded, conventions) if resumes else None
     if restored:
-        loaded = load_options(TrainOptions, line, restored.manifest.config)
-    launch = processes.prepare(loaded, restored)
-    return processes.start("train", line, launch) if processes.must_start(launch) else carry_out(launch)
+        loaded = loaded.over(restored.manifest.config)
+    launch = processes.prepare(loaded, restored, conventions=conventions)
+    return processes.start("train", loaded.line, launch) if processes.must_start(launch) else carry_out(launch)

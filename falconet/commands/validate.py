@@ -1,6 +1,5 @@
-"""`falconet validate`: the accuracy of a checkpoint, or of each one in a folder."""
+"""`falconet validate`: measure the accuracy of a checkpoint, or of each one in a folder."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,30 +7,27 @@ from pathlib import Path
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
-from falconet.config.load import idle_lines, input_path, parse
+from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
-from falconet.legacy.styles import style_of
-from falconet.parallel.environment import is_first
 from falconet.report.console import Say, Screen
-from falconet.report.styles import Origin, RunLog, Validated
+from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
 FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
-Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds that the images took
+Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
-def run(line: Sequence[Setting]) -> int:
-    if not is_first(os.environ):
-        return 0
-    path, screen, asked = input_path(line), Screen(), parse(ValidateOptions, line).options
-    output = asked.table.output or _beside(path)
-    if asked.style.log_style != "falconet":
-        # The original's file is beside the checkpoints and grows; ours is one table, written anew.
-        style = style_of(asked.style.log_style, RunLog(screen.line, output.parent))
+def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
+    line, stated, screen = loaded.line, loaded.options, Screen()
+    path = stated.input.checkpoint_input_path
+    assert path is not None
+    output = stated.table.output or _beside(path)
+    style = conventions.style(RunLog(screen.line, output.parent))
+    if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for measured in _measured(path, line, screen.line):
-            style.validated(_told(measured))
+            style.validated(_validated(measured))
         return 0
     found = [
         Accuracy(name=opened.name, epoch=opened.epoch, found=found)
@@ -39,12 +35,12 @@ def run(line: Sequence[Setting]) -> int:
     ]
     rows = evaluate.tabulate_accuracies(found)
     evaluate.show_accuracies(rows, screen.line)
-    evaluate.write_accuracies(rows, output, option="--output", named=asked.table.output is not None)
+    evaluate.write_accuracies(rows, output, option="--output", named=stated.table.output is not None)
     screen.line(f"written to {output}")
     return 0
 
 
-def _told(measured: Measured) -> Validated:
+def _validated(measured: Measured) -> Validated:
     opened, found, seconds = measured
     return Validated(
         name=opened.name,
@@ -65,24 +61,24 @@ def _told(measured: Measured) -> Validated:
 
 
 def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
-    """Each model and its accuracy; options without effect are said before the first."""
-    said = False
+    """Each model and its accuracy; options without effect are noted before the first."""
+    noted = False
     for opened in _opened(path, line, say):
-        for note in idle_lines(opened.options, line) if not said else ():
+        for note in unused_notes(opened.options, line) if not noted else ():
             say(note)
-        said = True
-        begun = time.perf_counter()
-        yield opened, saved_model.measure(opened, say), time.perf_counter() - begun
+        noted = True
+        start = time.perf_counter()
+        yield opened, saved_model.measure(opened, say), time.perf_counter() - start
 
 
 def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
-    """Each model; torn checkpoints in a folder are said and passed over."""
+    """Each model; damaged checkpoints in a folder are noted and skipped."""
     if path.is_file() and path.suffix in FOREIGN:
         yield saved_model.open_foreign(path, line)
         return
     folders = format.checkpoints_in(path)
     if not folders:
-        raise CheckpointError(f"{path}: no checkpoint in it; wanted a checkpoint, a folder of them or a run folder")
+        raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
     for folder in folders:
         try:
@@ -98,6 +94,6 @@ def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_mod
 
 
 def _beside(path: Path) -> Path:
-    """Where the CSV goes: beside what was measured, never into a checkpoint, which holds its own files alone."""
+    """Where the CSV goes: beside what was measured, never into a checkpoint, which holds only its own files."""
     one = path.is_file() or format.checkpoints_in(path) == [path]
     return (path.parent if one else path) / evaluate.ACCURACIES_FILE

@@ -1,6 +1,7 @@
-"""Which commands there are, and which sections of options each has."""
+"""Every command: what it does, an example, and its sections of options."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from falconet.config.options import (
     Augmentation,
@@ -18,7 +19,6 @@ from falconet.config.options import (
     LearningRate,
     Load,
     Logging,
-    LogStyle,
     Machine,
     Model,
     Numerics,
@@ -36,9 +36,24 @@ from falconet.config.options import (
 )
 
 
+class Command:
+    """What a command says about itself, beside its docstring; a subclass has its sections of options as fields."""
+
+    example: ClassVar[str]
+    common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
+    arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Train a classifier from scratch."""
+class TrainOptions(Command):
+    """Train from scratch; with no options at all, on the built-in digits."""
+
+    example = "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128"
+    common: ClassVar[tuple[str, ...]] = (
+        *("config", "model", "data", "data-dir", "image-size", "init-path"),
+        *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
+        *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
+    )
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -53,7 +68,6 @@ class TrainOptions:
     averaging: Averaging = field(default_factory=Averaging)
     fine_tuning: FineTuning = field(default_factory=FineTuning)
     logging: Logging = field(default_factory=Logging)
-    style: LogStyle = field(default_factory=LogStyle)
     machine: Machine = field(default_factory=Machine)
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
@@ -61,26 +75,46 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions(TrainOptions):
-    """Continue a run exactly where a checkpoint left it."""
+    """Continue a run exactly where a checkpoint left it; options override the checkpoint's."""
+
+    example = "falconet restore --checkpoint-input-path runs/my-run"
+    common = ("checkpoint-input-path", "epoch", "data-dir", "device", "replicas", "run-dir", "plan")
 
     input: Input = field(default_factory=Input)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions:
+class ValidateOptions(Command):
     """Measure the accuracy of a checkpoint, or of each one in a folder."""
+
+    example = "falconet validate --checkpoint-input-path runs/my-run"
+    common = (
+        "checkpoint-input-path",
+        "output",
+        "data",
+        "data-dir",
+        "model",
+        "validation-batch-size",
+        "device",
+        "precision",
+    )
 
     input: Input = field(default_factory=Input)
     table: Table = field(default_factory=Table)
-    style: LogStyle = field(default_factory=LogStyle)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageOptions:
+class AverageOptions(Command):
     """Average the checkpoints of a run into one."""
+
+    example = "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate"
+    common = (
+        *("checkpoint-input-path", "checkpoint-output-path", "weight-avg-strategy", "weight-avg-N"),
+        *("batchnorm-images", "validate", "data-dir", "device"),
+    )
 
     input: Input = field(default_factory=Input)
     average: Average = field(default_factory=Average)
@@ -89,18 +123,25 @@ class AverageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """Run the benchmarks of spec files, and compare with an earlier run."""
+class BenchOptions(Command):
+    """Run benchmark specs, and compare with an earlier run."""
+
+    example = "falconet bench --spec smoke --repeat 3 --compare earlier/results.json"
 
     bench: Bench = field(default_factory=Bench)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions:
-    """Measure how fast a model predicts: images per second, latency of a batch."""
+class InferOptions(Command):
+    """Measure the throughput and latency of a model that predicts."""
+
+    example = "falconet bench infer --model resnet50 --data generated --micro-batch-size 64 --iterations 200"
+    common = (
+        *("config", "model", "checkpoint-input-path", "weights", "data", "data-dir", "image-size"),
+        *("micro-batch-size", "iterations", "device", "precision", "replicas", "output", "plan"),
+    )
 
     inference: Inference = field(default_factory=Inference)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -109,8 +150,11 @@ class InferOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Answer requests over HTTP in the Open Inference Protocol, as Triton does."""
+class ServeOptions(Command):
+    """Serve a checkpoint's model over HTTP, in the Open Inference Protocol that Triton speaks."""
+
+    example = "falconet serve --checkpoint-input-path runs/my-run --port 8000"
+    common = ("checkpoint-input-path", "model", "host", "port", "max-batch", "max-delay", "device", "precision")
 
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
@@ -120,12 +164,17 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServeOptions:
-    """Measure a server: images per second of all clients, latency of a request."""
+class BenchServeOptions(Command):
+    """Measure the throughput and latency of a server, Falconet's or Triton's."""
+
+    example = "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50"
+    common = (
+        *("config", "model", "checkpoint-input-path", "url", "clients", "request-type", "window"),
+        *("data", "data-dir", "micro-batch-size", "iterations", "device", "precision", "check-answers", "output"),
+    )
 
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
-    style: LogStyle = field(default_factory=LogStyle)
     input: Input = field(default_factory=Input)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -133,16 +182,33 @@ class BenchServeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Tell what this machine has, and whether it works."""
+class DoctorOptions(Command):
+    """Report what this machine has, and whether it works."""
+
+    example = "falconet doctor --distributed --replicas 2"
 
     doctor: Doctor = field(default_factory=Doctor)
     machine: Machine = field(default_factory=Machine)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataBenchOptions:
-    """Measure the input pipeline: each stage alone, and all together."""
+class DataBenchOptions(Command):
+    """Measure each stage of the input pipeline, and name the one that limits it."""
+
+    example = "falconet data bench --data folder --data-dir photos --model resnet50"
+    common = (
+        *(
+            "data",
+            "data-dir",
+            "model",
+            "image-size",
+            "micro-batch-size",
+            "dataloader-workers",
+            "decode-device",
+            "augment",
+        ),
+        *("split", "seconds", "passes", "md5", "output", "device"),
+    )
 
     bench: DataBench = field(default_factory=DataBench)
     model: Model = field(default_factory=Model)
@@ -152,32 +218,50 @@ class DataBenchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackOptions:
-    """Put the images of class folders into checksummed shards (docs/data.md)."""
+class PackOptions(Command):
+    """Pack class folders into checksummed shards that decode faster."""
+
+    example = "falconet data pack photos photos-packed"
+    arguments = ("source", "target")
 
     pack: Pack = field(default_factory=Pack)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(Command):
     """Check every image of packed shards against its checksum."""
+
+    example = "falconet data verify photos-packed"
+    arguments = ("source",)
 
     verify: Verify = field(default_factory=Verify)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UploadOptions:
-    """Send the metrics of a finished run to Weights & Biases."""
+class UploadOptions(Command):
+    """Upload the metrics of a finished run to Weights & Biases."""
+
+    example = "falconet upload runs/my-run --name baseline --wandb-project classifiers"
+    arguments = ("source",)
 
     upload: Upload = field(default_factory=Upload)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """No options."""
+class ModelsOptions(Command):
+    """List the models: names, parameters, input sizes."""
+
+    example = "falconet models"
 
 
-COMMANDS: dict[str, type[object]] = {  # by their words, in the order in which they are shown
+@dataclass(frozen=True, kw_only=True)
+class ConfigsOptions(Command):
+    """List the named configs, and what each one reaches."""
+
+    example = "falconet configs"
+
+
+COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "train": TrainOptions,
     "restore": RestoreOptions,
     "validate": ValidateOptions,
@@ -191,6 +275,6 @@ COMMANDS: dict[str, type[object]] = {  # by their words, in the order in which t
     "data pack": PackOptions,
     "data verify": VerifyOptions,
     "upload": UploadOptions,
-    "models": ListOptions,
-    "configs": ListOptions,
+    "models": ModelsOptions,
+    "configs": ConfigsOptions,
 }

@@ -1,14 +1,14 @@
-"""docs/options.md and docs/configs.md, generated: `python -m falconet.config.docs options > docs/options.md`."""
+"""The generated pages docs/knowing/options.md and docs/knowing/configs.md; `make docs` writes them."""
 
-import re
 import sys
 from collections.abc import Iterable, Iterator
 
 from falconet.config.commands import COMMANDS, InferOptions, TrainOptions
-from falconet.config.fields import Option, options_of, sections_of
-from falconet.config.load import EXTENDS, Use, about, all_configs, deviations, families, from_config, parse, use_of
+from falconet.config.fields import Option, options_of
+from falconet.config.help import default_of, sections_in_order, title
+from falconet.config.load import parse
+from falconet.config.recipes import EXTENDS, Use, about, all_configs, deviations, families, from_config, use_of
 from falconet.config.rules import stages_of
-from falconet.config.settings import spelled
 
 
 def options_page() -> str:
@@ -19,69 +19,56 @@ def options_page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Options"
     yield ""
-    yield "Generated from `falconet/config/` by `make docs`; a test fails when it is stale. A switch `--x`"
-    yield "has a counterpart `--no-x`. In a YAML config the same names are keys, with `-` or `_`."
+    yield "Generated from `falconet/config/` by `make docs`; a test fails when it is stale. `--no-x` turns the switch"
+    yield "`--x` off. In a YAML config the same names are keys, with `-` or `_`."
     shown: set[type[object]] = set()
     for name, command in COMMANDS.items():
-        sections = sections_of(command)
+        sections = sections_in_order(command)
         if not sections:
             continue
-        again = [_title(section) for section in sections.values() if section in shown]
+        again = [title(section) for section in sections if section in shown]
         yield ""
         yield f"## falconet {name}"
         yield ""
         yield (command.__doc__ or "").strip()
         if again:
             yield f"Takes the options of {', '.join(again)} as above, and these:"
-        for field, section in sections.items():
+        for section in sections:
             if section not in shown:
                 shown.add(section)
-                options = [option for option in options_of(command).values() if option.path[0] == field]
-                yield from _section(section, options)
+                yield from _section(section, [each for each in options_of(command).values() if each.section is section])
 
 
 def _section(section: type[object], options: list[Option]) -> Iterator[str]:
     yield ""
-    yield f"### {_title(section)}"
+    yield f"### {title(section)}"
     yield ""
     yield (section.__doc__ or "").strip()
     yield ""
     yield "| option | value | default | meaning |"
     yield "|---|---|---|---|"
     for option in options:
-        value = "switch" if option.is_flag else option.wanted()
-        yield f"| `--{option.name}` | {value} | {_default(option)} | {option.help} |".replace("<", "&lt;")
-
-
-def _title(section: type[object]) -> str:
-    """`LearningRate` as `Learning rate`."""
-    first, *others = re.findall("[A-Z][a-z]*", section.__name__)
-    return " ".join([first, *map(str.lower, others)])
-
-
-def _default(option: Option) -> str:
-    if option.default is None or option.default == ():
-        return "none"
-    if isinstance(option.default, bool):
-        return "on" if option.default else "off"
-    return f"`{' '.join(spelled(option.default))}`"
+        value = "switch" if option.is_flag else option.expected()
+        default = default_of(option)
+        plain = option.is_flag or default == "none"
+        cells = f"| `--{option.name}` | {value} | {default if plain else f'`{default}`'} | {option.help} |"
+        yield cells.replace("<", "&lt;")
 
 
 INTRODUCTION = """# Named configs
 
-Generated from `falconet/configs/` by `make docs`; a test fails when it is stale. `--config NAME` takes one, and what is
-typed counts more. `falconet configs` lists them.
+Generated from `falconet/configs/` by `make docs`; a test fails when it is stale. Use one with `--config NAME`; options
+on the command line override it. `falconet configs` lists them.
 
-Those of the originals have the originals' names and mean what the originals' files said: a test compares each with what
-the dialects make of `compat/*/configs.yml`, option by option. None of them was run to its end here. Figures after "The
-original:" are what its documents, its vendor's page or its public MLPerf logs state, on its hardware; where there are
-none, none is known.
+The originals' configs keep their names and their meaning: a test compares each one, option by option, with the
+translation of `compat/*/configs.yml`. None of them has been run to its end here. Figures after "The original:" come
+from its documents, its vendor's page or its public MLPerf logs, on its hardware; no figure means that none is known.
 
-- They were made for 1 to 256 devices. On fewer, replicas are folded into accumulation and stages into one process: the
-  global batch and the learning rate stay, and a line says so.
-- Those on ImageNet need `--data-dir` (or `DATA_DIR`).
-- A name that a training and an inference benchmark share is two configs: the command decides.
-- Where releases differ under one name, the TensorFlow program's SDK 2.1 counts, then SDK 2.5.
+- They were made for 1 to 256 devices. On fewer, replicas are folded into accumulation and stages into one process; the
+  global batch and the learning rate stay the same, and a note reports it.
+- Configs on ImageNet need `--data-dir` (or `DATA_DIR`).
+- Where a training and an inference config share a name, the command decides which one is meant.
+- Where releases of the TensorFlow program differ under one name, SDK 2.1 takes precedence over SDK 2.5.
 """
 
 
@@ -100,7 +87,7 @@ def _family(family: str) -> Iterator[str]:
     yield ""
     stated = {name: [*_extended(name, use), *deviations(name, use=use)] for name in names}
     if any(stated.values()):
-        yield "What differs from the original, and why:"
+        yield "Differences from the original, and why:"
         yield ""
         for name, lines in stated.items():
             if lines:
@@ -111,7 +98,7 @@ def _family(family: str) -> Iterator[str]:
 def _extended(name: str, use: Use) -> Iterator[str]:
     parent = all_configs(use)[name].get(EXTENDS)
     if parent:
-        yield f"as `{parent}`."
+        yield f"extends `{parent}`."
 
 
 def _training(names: Iterable[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""When each option of a training has an effect: what must be asked for beside it, in words and as a test."""
+"""Which options have no effect without which others: one table for training, one for every other command."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -45,7 +45,7 @@ def _has_processes(options: TrainOptions) -> bool:
 
 
 def _draws_weights(options: TrainOptions) -> bool:
-    """Not where they are read: by restore, which has a checkpoint, or from --init-path."""
+    """Not where weights are read: by restore from its checkpoint, or from --init-path."""
     return options.training.init_path is None and not hasattr(options, "input")
 
 
@@ -63,18 +63,18 @@ _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation"
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
-    ("epoch", "a length in epochs: --updates says it", lambda options: options.training.updates is None),
+    ("epoch", "a length in epochs: --updates replaces it", lambda options: options.training.updates is None),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
     *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
-    ("lr-scheduler-freq", "a number an epoch: --lr-changes says it", lambda o: o.learning_rate.lr_changes is None),
+    ("lr-scheduler-freq", "a number per epoch: --lr-changes replaces it", lambda o: o.learning_rate.lr_changes is None),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
     ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
-    *((name, "new weights: these are read", _draws_weights) for name in ("weight-init", "zero-init")),
+    *((name, "new weights: they are read from a file", _draws_weights) for name in ("weight-init", "zero-init")),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
     (
         "enable-fast-groupnorm",
@@ -96,7 +96,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
-    *((name, "--normalization deviation", rules.by_pixels) for name in ("pixel-mean", "pixel-deviation")),
+    *((name, "--normalization deviation", rules.normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
     (
@@ -127,10 +127,10 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ),
     (
         "offload-optimizer",
-        "an optimizer that has state: --momentum above 0",
+        "an optimizer with state, such as --momentum above 0",
         lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
     ),
-    *((name, "data from the host, not --data synthetic", _host_data) for name in _HOST_OPTIONS),
+    *((name, "data from the host (not --data synthetic)", _host_data) for name in _HOST_OPTIONS),
     *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
     ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     *((name, "--replicas", _has_replicas) for name in ("enable-optimizer-rts", "identical-replica-seeding")),
@@ -140,19 +140,19 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
 )
 
 
-Row = tuple[str, str, Callable[[Any], bool]]  # an option, what is said behind "has no effect", when it has one
+Row = tuple[str, str, Callable[[Any], bool]]  # an option, what follows "has no effect", when it has one
 
 
 def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
     """One line for each option that was asked for and has no effect here."""
     known = options_of(type(options))
-    for name, why in idle(options).items():
-        changed = value_of(options, known[name]) != known[name].default  # a stored config.yaml names every default
+    for name, why in unused(options).items():
+        changed = value_of(options, known[name]) != known[name].default  # a run's config.yaml names every default
         if changed and is_asked_for(sources.get(name)):
             yield f"--{name} has no effect {why}"
 
 
-def idle(options: object) -> dict[str, str]:
+def unused(options: object) -> dict[str, str]:
     """Every option without effect here, and why."""
     found: dict[str, str] = {}
     for name, why, holds in ELSEWHERE.get(type(options), ()):
@@ -169,7 +169,7 @@ def idle(options: object) -> dict[str, str]:
 
 
 def _as_training(options: object) -> commands.TrainOptions:
-    """A training with the sections that a command shares with it, the others as they are if nothing is said."""
+    """A training with the sections that a command shares with it, and defaults for the others."""
     if isinstance(options, commands.TrainOptions):
         return options
     shared = {section.name for section in fields(commands.TrainOptions)}
@@ -188,14 +188,14 @@ def _runs_a_model(options: commands.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
-_OF_TRAINING = (
+_ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
 )
-_NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _never) for name in _OF_TRAINING)
+_NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _never) for name in _ONLY_IN_TRAINING)
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
-_ALONE = "on the input alone, without a model"
-_UNVALIDATED: Row = ("validation-batch-size", "where nothing is validated", _never)
+_ALONE = "on the input pipeline, which has no model"
+_UNVALIDATED: Row = ("validation-batch-size", "because nothing is validated", _never)
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     commands.ValidateOptions: _NOT_TRAINED,
@@ -203,8 +203,8 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
-        ("dataset-cache", "where batches are read once, before the clock starts", _never),
-        ("weights", "beside --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
+        ("dataset-cache", "because batches are read once, before the clock starts", _never),
+        ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
     commands.AverageOptions: (
         *(
@@ -228,12 +228,12 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
             for name in _names(Augmentation, but=_NOT_MIXED)
         ),
         *(
-            (name, "beside --md5", lambda options: not options.bench.md5)
+            (name, "with --md5", lambda options: not options.bench.md5)
             for name in ("split", "seconds", "passes", "output")
         ),
     ),
 }
-# Options that have an effect in a command where training has none for them.
+# Options that have an effect in a command where the same line would have none in training.
 OTHERWISE = {
     (commands.InferOptions, "iterations"),
     (commands.BenchServeOptions, "iterations"),

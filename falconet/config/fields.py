@@ -1,15 +1,19 @@
-"""What is declared beside an option's type: a number's range, `auto`, and whether a checkpoint may supply the value."""
+"""What one option is: its name, type, range, default and help, and whether a checkpoint may supply its value."""
 
 import ast
 import inspect
+import itertools
+import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
+UNSET = "None"  # what is typed to remove a stored value
 T = TypeVar("T")
 
 
@@ -18,31 +22,31 @@ class Origin:
     """Where the value of an option may come from."""
 
     local: bool  # never from a checkpoint
-    again: str = ""  # what naming it again on the line of `restore` does, in words; empty: not worth a note
+    again: str = ""  # what repeating it on the line of `restore` does, in words; empty: not worth a note
 
 
 def local(default: T, *, again: str = "") -> T:
-    """A field that a checkpoint never supplies: every path, every sink, and what deletes or reaches the network.
+    """A field that a checkpoint never supplies: every path, every sink, and what deletes or uses the network.
 
-    A checkpoint may come from another person; such options are for the command line, a config or the environment.
+    A checkpoint may come from another person; such options come from the command line, a config or the environment.
     """
     return field(default=default, metadata={ORIGIN: Origin(local=True, again=again)})
 
 
 def portable(default: T) -> T:
-    """A path or a sink that a checkpoint may supply all the same: one that is only read, or stays in the run folder."""
+    """A path or a sink that a checkpoint may supply after all: it is only read, or stays in the run folder."""
     return field(default=default, metadata={ORIGIN: Origin(local=False)})
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; `low` itself is out when `open_low`."""
+    """Finite numbers from `low` to `high`; `open_low` excludes `low`."""
 
     low: float
     high: float | None = None
     open_low: bool = False
 
-    def holds(self, value: float) -> bool:
+    def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
         return above and (self.high is None or value <= self.high)
 
@@ -69,23 +73,30 @@ def Between(low: float, high: float) -> Range:  # noqa: N802
 
 
 def value_or(value: int | Auto, automatic: int) -> int:
-    """What an option says, or what `auto` comes to."""
+    """The value of an option, or what `auto` stands for."""
     return automatic if value == "auto" else value
 
 
-_KNOWN: dict[type[object], dict[str, "Option"]] = {}  # reading the source of the sections takes milliseconds
+_KNOWN: dict[type[object], dict[str, "Option"]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option: `name` as it is typed, without the dashes; `path` as (section, field)."""
+    """One option: `name` as typed, without dashes; `path` is (section, field)."""
 
     name: str
     path: tuple[str, str]
+    section: type[object]
     type: Any
     default: object
-    help: str
-    origin: Origin | None = None  # None: training itself, which a checkpoint supplies
+    origin: Origin | None = None  # None: part of the training, which a checkpoint supplies
+
+    @property
+    def help(self) -> str:
+        """The string below the field."""
+        source = inspect.getsourcefile(self.section)
+        assert source is not None
+        return _helps(Path(source))[self.section.__name__, self.path[1]]
 
     @property
     def is_local(self) -> bool:
@@ -104,23 +115,29 @@ class Option:
     def takes_path(self) -> bool:
         return Path in _parts(self.type)
 
-    def wanted(self) -> str:
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(map(str, _choices(self.type)))
+
+    def expected(self) -> str:
         """The type in words: `a whole number, at least 1, or auto`."""
         return _in_words(self.type)
 
-    def choices(self) -> tuple[str, ...]:
-        return tuple(str(choice) for choice in _choices(self.type))
+    def metavar(self) -> str:
+        """The type in a word, for help: N, PATH or {a,b}."""
+        return _metavar(self.type)
 
-    def out_of_range(self, value: object) -> str | None:
-        """What was wanted instead of `value`, if it is outside the option's range."""
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int | float) and not _allows(self.type, item):
-                return self.wanted()
-        return None
+    def value(self, texts: Sequence[str]) -> object:
+        """The value that was typed, of this option's type and within its range; else ValueError."""
+        if self.takes_many:
+            (item, _) = get_args(self.type)
+            return tuple(_converted(item, text) for text in texts)
+        (text,) = texts
+        return _converted(self.type, text)
 
 
 def options_of(command: type[object]) -> dict[str, Option]:
-    """Every option of a command by name, in the order of the help."""
+    """Every option of a command by name, section by section."""
     if command not in _KNOWN:
         _KNOWN[command] = {option.name: option for option in _options(command)}
     return _KNOWN[command]
@@ -128,41 +145,41 @@ def options_of(command: type[object]) -> dict[str, Option]:
 
 def value_of(options: object, option: Option) -> object:
     """The value of one option."""
-    section, field = option.path
-    return getattr(getattr(options, section), field)
+    section, name = option.path
+    return getattr(getattr(options, section), name)
 
 
 def sections_of(command: type[object]) -> dict[str, type[object]]:
     """The sections of a command by field name."""
-    return dict(get_type_hints(command))
+    hints = get_type_hints(command)
+    return {each.name: hints[each.name] for each in fields(command)}  # type: ignore[arg-type]  # a dataclass
 
 
 def _options(command: type[object]) -> Iterator[Option]:
     for section, cls in sections_of(command).items():
         hints = get_type_hints(cls, include_extras=True)
-        helps = docstrings(cls)
         for each in fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
             yield Option(
                 name=each.name.replace("_", "-"),
                 path=(section, each.name),
+                section=cls,
                 type=hints[each.name],
                 default=each.default,
-                help=helps[each.name],
                 origin=each.metadata.get(ORIGIN),
             )
 
 
-def docstrings(cls: type) -> dict[str, str]:
-    """The string under each field, which Python itself throws away."""
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for line, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(line.target, ast.Name)
-            assert isinstance(following.value, ast.Constant)
-            texts[line.target.id] = " ".join(str(following.value.value).split())
-    return texts
+@cache
+def _helps(source: Path) -> dict[tuple[str, str], str]:
+    """The string below each field, by class and field; Python does not keep it, so it is read from the source."""
+    found = {}
+    module = ast.parse(source.read_text(encoding="utf-8"))
+    for cls in (node for node in module.body if isinstance(node, ast.ClassDef)):
+        for line, text in itertools.pairwise(cls.body):
+            if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                assert isinstance(line.target, ast.Name)
+                found[cls.name, line.target.id] = " ".join(str(text.value.value).split())
+    return found
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -173,34 +190,56 @@ def _choices(kind: Any) -> tuple[object, ...]:
     return tuple(choice for part in _parts(kind) if get_origin(part) is Literal for choice in get_args(part))
 
 
-def _allows(kind: Any, value: float) -> bool:
-    """Whether some part of the type holds the number."""
-    if get_origin(kind) is tuple:
-        return _allows(get_args(kind)[0], value)
-    if value in _choices(kind):
-        return True
-    if value != value or value in (float("inf"), float("-inf")):
-        return False
-    ranges = [
-        mark
-        for part in _parts(kind)
-        if get_origin(part) is Annotated
-        for mark in get_args(part)[1:]
-        if isinstance(mark, Range)
-    ]
-    return not ranges or any(mark.holds(value) for mark in ranges)
+def _converted(kind: Any, text: str) -> object:
+    """Choices come before everything else, so that `auto` is never a path."""
+    for choice in _choices(kind):
+        if text == str(choice):
+            return choice
+    parts = _parts(kind)
+    if text == UNSET and type(None) in parts:
+        return None
+    for part in parts:
+        base, *ranges = get_args(part) if get_origin(part) is Annotated else (part,)
+        if base in (int, float):
+            number: float = base(text)
+            if math.isfinite(number) and all(number in each for each in ranges):
+                return number
+        elif base in (str, Path):
+            return base(text)
+    raise ValueError(text)
 
 
 def _in_words(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list: {_in_words(get_args(kind)[0])}"
-    words = []
+    text = ""
     for part in _parts(kind):
-        if get_origin(part) is Annotated:
-            base, *marks = get_args(part)
-            words.append(", ".join([_in_words(base), *(str(mark) for mark in marks if isinstance(mark, Range))]))
-        elif get_origin(part) is Literal:
-            words.append(", ".join(str(choice) for choice in get_args(part)))
-        elif part is not type(None):
-            words.append({"int": "a whole number", "float": "a number", "Path": "a path"}.get(part.__name__, "text"))
-    return " or ".join(words)
+        if part is not type(None):
+            comma = "," if ", " in text else ""  # `a whole number, at least 1, or auto`
+            text += f"{comma} or {_name(part)}" if text else _name(part)
+    return text
+
+
+def _name(part: Any) -> str:
+    if get_origin(part) is Annotated:
+        base, *ranges = get_args(part)
+        return ", ".join([_name(base), *map(str, ranges)])
+    if get_origin(part) is Literal:
+        *others, last = map(str, get_args(part))
+        return f"{', '.join(others)} or {last}" if others else last
+    return {"int": "a whole number", "float": "a number", "Path": "a path"}.get(part.__name__, "text")
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"{_metavar(get_args(kind)[0])} ..."
+    return "|".join(_letters(part) for part in _parts(kind) if part is not type(None))
+
+
+def _letters(part: Any) -> str:
+    if get_origin(part) is Annotated:
+        return _letters(get_args(part)[0])
+    if get_origin(part) is Literal:
+        choices = ",".join(map(str, get_args(part)))
+        return f"{{{choices}}}" if "," in choices else choices
+    return {"int": "N", "float": "X", "Path": "PATH"}.get(part.__name__, "TEXT")

@@ -1,105 +1,116 @@
-"""The help of a command: its options in groups, with worked examples."""
+"""The help of a command: a worked example, the options that people use first, the rest under headings."""
 
-import contextlib
+import re
 import shutil
 import textwrap
-import types
 from collections.abc import Iterator, Sequence
-from dataclasses import field, fields, make_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from falconet.config.fields import docstrings, options_of, sections_of
+from falconet.config import options as declared
+from falconet.config.commands import Command
+from falconet.config.fields import Option, options_of, sections_of
 from falconet.config.settings import spelled
 
-STYLE = (tyro.conf.OmitArgPrefixes,)
-GOES_ON = " \\"  # at the end of a shell's line
+WIDEST = 120  # columns
+LEFT = 28  # columns for an option and its value; longer ones have a line to themselves
+EVERYTHING = "--help-all"
+CONTINUED = " \\"  # at the end of a shell's line
 
 
-def print_help(command: type, *, usage: str, about: str, examples: Sequence[str], first: Sequence[str] = ()) -> None:
-    """`usage`: what is typed before the options; `about`: what the command does; `first`: options to know first."""
-    lines = [*wrapped(about), "", "Example:" if len(examples) == 1 else "Examples:"]
+def overview(commands: dict[str, type[Command]], *, usage: str) -> list[str]:
+    """Every command on a line."""
+    width = max(map(len, commands))
+    rows = (_row(name, _about(command), width=width) for name, command in commands.items())
+    return [
+        f"usage: falconet {usage} [options]",
+        "",
+        "Train convolutional image classifiers with PyTorch, from a laptop to a cluster.",
+        "",
+        *(line for row in rows for line in row),
+        "",
+        f"`falconet {usage} --help` lists its options.",
+    ]
+
+
+def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (), everything: bool = False) -> list[str]:
+    """The help of one command; `others`: longer commands that start with its name."""
+    known = options_of(command)
+    usage = ["usage: falconet", name, *map(str.upper, command.arguments), *(["[options]"] if known else [])]
+    examples = [command.example, *(f"falconet {other} --help" for other in others)]
+    lines = [" ".join(usage), "", *wrapped(_about(command)), "", "Examples:" if others else "Example:"]
     lines += [line for example in examples for line in _typed(example)]
-    if first:
-        lines += ["", *wrapped(f"Options to begin with: {', '.join(first)}.", indent="  ")]
-    switches = [option.name for option in options_of(command).values() if option.is_flag and not option.default]
-    if switches:
-        lines += [
-            "",
-            *wrapped(f"A switch is turned off by --no- before its name, as in --no-{switches[0]}."),
-        ]
-    description = "\n".join(lines)
-    registry = ConstructorRegistry()
-    registry.primitive_rule(_unset)
-    with registry, contextlib.suppress(SystemExit):
-        tyro.cli(_shown(command), args=["--help"], prog=usage, description=description, config=STYLE)
+    if everything or not command.common:
+        for section in sections_in_order(command):
+            lines += ["", f"{title(section)}:", *_rows(_of(section, command))]
+    else:
+        headings = sections_in_order(command)
+        lines += ["", "Common options:", *_rows([known[option] for option in command.common])]
+        lines += ["", *wrapped(f"`falconet {name} {EVERYTHING}` lists all {len(known)} options, under these headings:")]
+        width = max(len(title(section)) for section in headings)
+        lines += [line for section in headings for line in _row(title(section), _about(section), width=width)]
+    if any(option.is_flag for option in known.values()):
+        lines += ["", *wrapped("A switch has no value; --no- before its name turns it off.")]
+    return lines
+
+
+def sections_in_order(command: type[object]) -> list[type[object]]:
+    """The sections of a command as options.py has them: a checkpoint's table keeps another order."""
+    order = list(vars(declared))
+    return sorted(sections_of(command).values(), key=lambda section: order.index(section.__name__))
+
+
+def title(section: type[object]) -> str:
+    """`LearningRate` as `Learning rate`."""
+    first, *others = re.findall("[A-Z][a-z]*", section.__name__)
+    return " ".join([first, *map(str.lower, others)])
+
+
+def default_of(option: Option) -> str:
+    """An option's default as it would be typed; none: it is unset or empty."""
+    if option.default is None or option.default == ():
+        return "none"
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    return " ".join(spelled(option.default))
 
 
 def wrapped(text: str, *, indent: str = "") -> list[str]:
-    """The lines of a text on this terminal, those after the first behind `indent`."""
+    """The lines of a text on this terminal; those after the first start with `indent`."""
     return textwrap.wrap(
         text, width=_columns(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
+def _of(section: type[object], command: type[object]) -> list[Option]:
+    return [option for option in options_of(command).values() if option.section is section]
+
+
+def _rows(options: Sequence[Option]) -> Iterator[str]:
+    for option in options:
+        on = option.is_flag and bool(option.default)
+        name = f"--[no-]{option.name}" if on else f"--{option.name}"
+        left = name if option.is_flag else f"{name} {option.metavar()}"
+        unset = not option.choices and default_of(option) in ("none", "off")
+        text = option.help if unset else f"{option.help.removesuffix('.')} (default: {default_of(option)})."
+        yield from _row(left, text, width=LEFT)
+
+
+def _row(left: str, text: str, *, width: int) -> list[str]:
+    """Two columns; a left one that is too long has its line to itself."""
+    indent = " " * (width + 4)
+    if len(left) > width:
+        return [*wrapped(f"  {left}", indent="      "), *wrapped(indent + text, indent=indent)]
+    return wrapped(f"  {left.ljust(width)}  {text}", indent=indent)
+
+
+def _about(cls: type[object]) -> str:
+    return (cls.__doc__ or "").strip()
+
+
 def _typed(example: str) -> list[str]:
-    """A command line; what a terminal cannot hold goes on in the next line, as a shell takes it."""
+    """A command line; where the terminal is too narrow it continues on the next line, as a shell reads it."""
     parts = textwrap.wrap(example, width=_columns() - 8, break_long_words=False, break_on_hyphens=False)
-    return ("  " + f"{GOES_ON}\n      ".join(parts)).split("\n")
+    return ("  " + f"{CONTINUED}\n      ".join(parts)).split("\n")
 
 
 def _columns() -> int:
-    return min(shutil.get_terminal_size().columns, 120)
-
-
-def _shown(command: type) -> type:
-    """The same options, each switch under one name: a pair of names for each leaves no room for what it does.
-
-    A switch that is on has both: its words are about the one, and the other is what somebody types.
-    """
-    sections = [
-        (name, make_dataclass(cls.__name__, list(_fields(cls)), namespace={"__doc__": cls.__doc__}))
-        for name, cls in sections_of(command).items()
-    ]
-    return make_dataclass(command.__name__, [(name, cls, field(default_factory=cls)) for name, cls in sections])
-
-
-def _fields(cls: type[object]) -> Iterator[tuple[str, Any, Any]]:
-    hints, helps = get_type_hints(cls, include_extras=True), docstrings(cls)
-    for each in fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
-        kind, hint = hints[each.name], None
-        if kind is bool:
-            hint = f"(default: {'on' if each.default else 'off'})"
-        kind = Annotated[kind, tyro.conf.arg(help=helps[each.name], help_behavior_hint=hint)]
-        yield each.name, Annotated[kind, tyro.conf.FlagCreatePairsOff] if each.default is False else kind, each.default
-
-
-def _unset(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """An option that may stay unset, or a list that may be empty, by what it takes and `default: none`.
-
-    tyro itself would offer `{None}` as a value, and show the empty list as nothing.
-    """
-    parts = get_args(info.type)
-    if get_origin(info.type) is tuple:
-        metavar = f"{_metavar(parts[0])} ..."
-    elif get_origin(info.type) in (Union, types.UnionType) and type(None) in parts:
-        metavar = "|".join(_metavar(part) for part in parts if part is not type(None))
-    else:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda texts: texts[0],
-        is_instance=lambda _: True,
-        str_from_instance=lambda value: ["none" if value in (None, ()) else " ".join(spelled(value))],
-    )
-
-
-def _metavar(part: Any) -> str:
-    if get_origin(part) is Annotated:
-        return _metavar(get_args(part)[0])
-    if get_origin(part) is Literal:
-        return "{" + ",".join(map(str, get_args(part))) + "}"
-    return str(part.__name__).upper()
+    return min(shutil.get_terminal_size().columns, WIDEST)

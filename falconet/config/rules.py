@@ -1,98 +1,15 @@
-"""What may not be combined about data; rules like those of `rules`, which calls them."""
+"""What may not be combined: one table of rules, and the derived facts that rules and runs share."""
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal
 
-from falconet.config import options
 from falconet.config.commands import TrainOptions
-from falconet.config.options import (
-    Augmentation,
-    Numerics,
-    Parallel,
-    further_average,
-    missing_for_fine_tuning,
-    missing_sink,
-)
-from falconet.errors import ConfigError
+from falconet.config.options import MODELS, Augmentation, Numerics, Parallel, further_average
+from falconet.errors import ConfigError, did_you_mean
 
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
-
-
-def folder_needs_a_place(options: Any) -> str | None:
-    kind = options.data.data
-    if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
-        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
-    return None
-
-
-def only_planned(options: Any) -> bool:
-    """Whether a run is planned and not made, on data whose published size is known."""
-    return options.data.data == "imagenet" and hasattr(options, "run") and options.run.plan
-
-
-def bytes_are_not_normalised_yet(options: Any) -> str | None:
-    if options.data.normalization_location == "host" and options.data.eight_bit_io:
-        return (
-            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
-            " --no-eight-bit-io beside it"
-        )
-    return None
-
-
-def colours_are_three(options: Any) -> str | None:
-    for name in ("pixel_mean", "pixel_deviation"):
-        count = len(getattr(options.data, name))
-        if count not in (0, 3):
-            return f"--{name.replace('_', '-')}: got {count} numbers, wanted 3, of red, green and blue"
-    return None
-
-
-def by_pixels(options: Any) -> bool:
-    """Whether pixels are normalised by numbers of the whole data."""
-    return bool(options.data.normalization_location != "none" and options.data.normalization == "deviation")
-
-
-def decoded_there_is_not_copied(options: Any) -> str | None:
-    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
-        return "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu"
-    return None
-
-
-def is_stored(options: Any) -> bool:
-    """Whether images lie somewhere, and are not made up."""
-    return options.data.data not in ("generated", "synthetic")
-
-
-def crops_photos(options: Any) -> bool:
-    """Whether random crops of photos are drawn."""
-    return options.data.data in PHOTOS and options.augmentation.augment in ("auto", "crop-flip")
-
-
-def crops(options: Any) -> bool:
-    """Whether images may be cropped at random."""
-    return options.augmentation.augment in ("auto", "crop-flip")
-
-
-def objects_by_area(options: Any) -> bool:
-    """Whether crops must overlap objects by a rule that can be chosen; TensorFlow's draw has its own."""
-    return boxes_used(options) != "no" and options.augmentation.crop_draw == "area"
-
-
-def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:
-    """Whether these crops look at annotated objects."""
-    if not crops_photos(options):
-        return "no"
-    if options.augmentation.use_bbox_info:
-        return "yes"
-    return "if there" if options.augmentation.use_bbox_info_if_there else "no"
-
-
-def validates_whole(options: Any) -> bool:
-    """Whether one process validates with the whole model; stages hand on micro-batches."""
-    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
-
-
 _AUTO = re.compile(r"auto:\d{1,4}")
 
 
@@ -104,188 +21,55 @@ def check(options: object) -> None:
             raise ConfigError(problem)
 
 
-def minimum_micro_batch(augmentation: Augmentation) -> tuple[int, str]:
-    """The smallest micro-batch that the mixing needs, and the options that ask for it."""
-    if uses_cutmix(augmentation):
-        return 3, "--cutmix-lambda-low and -high"
-    return (2, "--mixup-alpha") if augmentation.mixup_alpha > 0 else (1, "")
+# What options mean together.
+
+
+def only_planned(options: Any) -> bool:
+    """Whether a run is only planned, on data whose published size is known."""
+    return options.data.data == "imagenet" and hasattr(options, "run") and options.run.plan
+
+
+def normalises_by_dataset(options: Any) -> bool:
+    """Whether pixels are normalised by numbers of the whole dataset."""
+    return bool(options.data.normalization_location != "none" and options.data.normalization == "deviation")
+
+
+def is_stored(options: Any) -> bool:
+    """Whether images are read, not made up."""
+    return options.data.data not in ("generated", "synthetic")
+
+
+def crops(options: Any) -> bool:
+    """Whether images may be cropped at random."""
+    return options.augmentation.augment in ("auto", "crop-flip")
+
+
+def crops_photos(options: Any) -> bool:
+    """Whether photos are cropped at random."""
+    return options.data.data in PHOTOS and crops(options)
+
+
+def boxes_used(options: Any) -> Literal["no", "if there", "yes"]:
+    """Whether these crops look at annotated objects."""
+    if not crops_photos(options):
+        return "no"
+    if options.augmentation.use_bbox_info:
+        return "yes"
+    return "if there" if options.augmentation.use_bbox_info_if_there else "no"
+
+
+def objects_by_area(options: Any) -> bool:
+    """Whether the overlap with objects can be chosen; TensorFlow's draw fixes it."""
+    return boxes_used(options) != "no" and options.augmentation.crop_draw == "area"
 
 
 def uses_cutmix(augmentation: Augmentation) -> bool:
     return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
 
 
-def _mixing_needs_partners(options: Any) -> str | None:
-    least, asked_by = minimum_micro_batch(options.augmentation)
-    if options.data.micro_batch_size < least:
-        return f"--micro-batch-size: got {options.data.micro_batch_size}, wanted at least {least} for {asked_by}"
-    return None
-
-
-def _cutmix_bounds_are_ordered(options: Any) -> str | None:
-    low, high = options.augmentation.cutmix_lambda_low, options.augmentation.cutmix_lambda_high
-    if low > high:
-        return f"--cutmix-lambda-low: got {low:g}, wanted at most --cutmix-lambda-high, which is {high:g}"
-    return None
-
-
-def _warmup_ends_before_training(options: Any) -> str | None:
-    warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if warmup > epochs and options.training.updates is None:  # else the data decides on the epochs
-        return f"--warmup-epoch: got {warmup:g}, wanted at most --epoch, which is {epochs}"
-    return None
-
-
-def _factors_are_of_drops(options: Any) -> str | None:
-    rate = options.learning_rate
-    factors, drops = len(rate.lr_decay), len(rate.lr_epoch_decay) + len(rate.lr_drop_shares)
-    if factors == 1 or (factors > 1 and factors == drops and rate.lr_schedule == "step"):
-        return None
-    wanted = f"one, or {drops}, one for each of --lr-epoch-decay" if drops > 1 and rate.lr_schedule == "step" else "one"
-    return f"--lr-decay: got {factors} factors, wanted {wanted}"
-
-
-def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
-    kept, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
-    if options.averaging.weight_avg_strategy == "none" or not isinstance(kept, int):
-        return None
-    if last in ("all", -1):
-        return f"--checkpoints-kept: got {kept}, wanted all, because --weight-avg-N all averages every checkpoint"
-    if last > kept:
-        return f"--weight-avg-N: got {last}, wanted at most --checkpoints-kept, which is {kept}"
-    return None
-
-
-def _further_averages_are_known(options: Any) -> str | None:
-    for text in options.averaging.weight_avg_also:
-        if further_average(text) is None:
-            return f"--weight-avg-also: got '{text}', wanted mean:N, mean:all or exponential:DECAY, such as mean:5"
-    if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
-        return "--weight-avg-also: is for further averages; wanted the first one by --weight-avg-strategy"
-    kept = options.checkpoints.checkpoints_kept
-    if options.averaging.weight_avg_also and isinstance(kept, int):
-        return f"--checkpoints-kept: got {kept}, wanted all or auto, because --weight-avg-also averages older ones"
-    return None
-
-
-def _phases_are_of_epochs(options: Any) -> str | None:
-    if options.training.updates is not None and options.fine_tuning.half_res_training:
-        return "--updates: not with --half-res-training, whose phases are whole epochs; wanted --epoch"
-    if options.training.updates is not None and options.numerics.initial_loss_scaling is not None:
-        return "--updates: not with --initial-loss-scaling, which doubles after whole epochs; wanted --epoch"
-    return None
-
-
-def _fine_tuning_is_whole(options: Any) -> str | None:
-    needs = missing_for_fine_tuning(options.fine_tuning, averages=averages(options))
-    return f"--half-res-training: needs {needs}" if needs else None
-
-
-def _recompute_is_on_or_off(options: Any) -> str | None:
-    numerics = options.numerics
-    mode = recompute_mode(numerics, options.parallel)
-    if numerics.recompute_mode == "none" and numerics.enable_recompute:
-        return "--recompute-mode none: contradicts --enable-recompute; wanted auto or manual, or neither option"
-    if mode == "manual" and not numerics.recompute_checkpoints:
-        return "--recompute-mode manual: needs --recompute-checkpoints, regular expressions of layers to keep"
-    if mode == "manual" and numerics.memory_budget is not None:
-        return "--memory-budget: is for --recompute-mode auto, which --recompute-checkpoints contradicts"
-    return None
-
-
-def _scale_is_of_one_kind(options: Any) -> str | None:
-    numerics = options.numerics
-    initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
-    if numerics.auto_loss_scaling and initial not in (None, final):
-        return f"--auto-loss-scaling: contradicts --initial-loss-scaling {initial:g}, which asks for a stepped scale"
-    return None
-
-
-def _divided_lars_adapts_one_type(options: Any) -> str | None:
-    """Its norms are summed over the replicas in one message, which holds weights of one type; norms' are fp32."""
-    lars = options.optimizer
-    mixed = options.machine.precision in ("16.16", "bf16.bf16") and lars.weight_decay_exclude == "nothing"
-    if options.parallel.enable_optimizer_rts and lars.optimizer == "lars" and mixed and not lars.lars_skip:
-        return (
-            f"--enable-optimizer-rts: not with --optimizer lars, --precision {options.machine.precision} and"
-            " --weight-decay-exclude nothing; wanted norms or vectors"
-        )
-    return None
-
-
-def _state_can_be_offloaded(options: Any) -> str | None:
-    if not options.parallel.offload_optimizer:
-        return None
-    rule = options.optimizer.optimizer
-    if rule == "sgd_combined" and not is_scaled(options):
-        return (
-            "--offload-optimizer: not with --optimizer sgd_combined, whose velocity is the gradient itself and stays on"
-            " the device; wanted sgd"
-        )
-    if rule == "lars" and options.parallel.enable_optimizer_rts:
-        return (
-            "--offload-optimizer: not with --enable-optimizer-rts and --optimizer lars, whose norms are sums over all"
-            " replicas; wanted one of the two options"
-        )
-    return None
-
-
-def _resuming_needs_a_folder(options: Any) -> str | None:
-    if options.run.resume and hasattr(options, "input"):
-        return "--resume: is for train; restore goes on with --checkpoint-input-path in any case"
-    if options.run.resume and options.run.run_dir == "auto":
-        return "--resume: needs --run-dir, the folder in which an interrupted run is looked for"
-    return None
-
-
-def _processes_are_for_the_self_test(options: Any) -> str | None:
-    if options.doctor.replicas != "auto" and not options.doctor.distributed:
-        return f"--replicas {options.doctor.replicas}: is for --distributed, which starts processes; wanted both"
-    return None
-
-
-def _splits_are_of_one_kind(options: Any) -> str | None:
-    splits = options.parallel.pipeline_splits
-    wanted = "wanted layers, such as layer2/0 layer3/0, or auto:N alone, N at least 2"
-    for split in splits:
-        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
-            return f"--pipeline-splits: got '{' '.join(splits)}', {wanted}"
-    return None
-
-
-def _one_pass_sees_one_replica(options: Any) -> str | None:
-    span, model = options.parallel.batchnorm_span, options.model
-    if span > 1 and model.disable_stable_batchnorm and model.norm_type == "batch":
-        return (
-            f"--batchnorm-span: got {span}, which --disable-stable-batchnorm cannot have: its one pass sees one"
-            " replica; wanted 1, or no --disable-stable-batchnorm"
-        )
-    return None
-
-
-def _interleaving_needs_micro_batches(options: Any) -> str | None:
-    stages, accumulation = stages_of(options.parallel), options.training.gradient_accumulation
-    if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
-        return (
-            f"--gradient-accumulation: got {accumulation}, wanted at least {stages}, the stages, for"
-            " --pipeline-schedule interleaved; grouped takes any number"
-        )
-    return None
-
-
-def _stages_recompute_whole(options: Any) -> str | None:
-    if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
-        return "--memory-budget: does not go with --pipeline-splits, whose stages recompute every block as it is"
-    return None
-
-
-def _shares_fit_the_stages(options: Any) -> str | None:
-    shares = len(options.workspace.available_memory_proportion)
-    stages = stages_of(options.parallel)
-    if shares in (0, 1, stages):
-        return None
-    wanted = f"one, or {stages}, one a stage" if stages > 1 else "one, as there is one stage"
-    return f"--available-memory-proportion: got {shares} values, wanted {wanted}"
+def validates_whole(options: Any) -> bool:
+    """Whether one process validates with the whole model; stages pass on micro-batches."""
+    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
 
 
 def stages_of(parallel: Parallel) -> int:
@@ -295,7 +79,7 @@ def stages_of(parallel: Parallel) -> int:
 
 
 def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "auto", "manual"]:
-    """What was asked for, the flag of the originals included; stages of a pipeline recompute unless told not to."""
+    """The mode that the options ask for, the originals' flag included; pipeline stages recompute by default."""
     if numerics.recompute_mode is not None:
         return numerics.recompute_mode
     if not (numerics.enable_recompute or numerics.memory_budget is not None or parallel.pipeline_splits):
@@ -304,7 +88,7 @@ def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "a
 
 
 def is_scaled(options: TrainOptions) -> bool:
-    """Whether updates go through the loss scale and the half-precision update rules."""
+    """Whether updates use the loss scale and the half-precision update rules."""
     numerics = options.numerics
     asked = numerics.auto_loss_scaling or numerics.loss_scaling != 1.0 or numerics.initial_loss_scaling is not None
     return asked or options.machine.precision not in ("32.32", "bf16.32")
@@ -315,35 +99,326 @@ def averages(options: TrainOptions) -> bool:
     return options.averaging.weight_avg_strategy != "none"
 
 
+# Rules: each returns what is wrong, in one line, or None.
+
+
+def unknown_model(options: Any) -> str | None:
+    name = options.model.model
+    if name in MODELS or name.startswith("timm:"):
+        return None
+    meant = did_you_mean(name, MODELS) or "; `falconet models` lists them, timm:NAME takes any other"
+    return f"--model: '{name}' is not a model{meant}"
+
+
+def _option_of_another_family(options: Any) -> str | None:
+    """An option of one family must not seem to be obeyed by another."""
+    model = options.model
+    name = model.model
+    residual = name.startswith(("resnet", "resnext"))
+    families = {
+        "efficientnet_": (name.startswith("efficientnet"), "an EfficientNet"),
+        "proxy_": (name.startswith("efficientnet"), "an EfficientNet"),
+        "resnext_": (name.startswith("resnext"), "a ResNeXt"),
+        "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
+        "squeezenet_": (name.startswith("squeezenet"), "a SqueezeNet"),
+        "mobilenet_": (name.startswith("mobilenet-v3"), "a MobileNetV3"),
+        "zero_init": (residual, "a ResNet"),
+        "bottleneck_": (residual and not name.endswith("-cifar"), "a ResNet"),
+        "shortcut_": (residual, "a ResNet"),
+        "stem": (residual, "a ResNet"),
+    }
+    for field in fields(model):
+        for prefix, (is_one, kind) in families.items():
+            if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
+                return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
+    return None
+
+
+def _proxy_norm_follows_a_norm(options: Any) -> str | None:
+    if options.model.proxy_norm and options.model.norm_type == "none":
+        return "--proxy-norm: contradicts --norm-type none, because it follows a norm; expected --norm-type group"
+    return None
+
+
+def _proxy_norm_without_lars(options: Any) -> str | None:
+    """As in the original, which never tried it with layer-wise rates."""
+    if options.model.proxy_norm and options.optimizer.optimizer == "lars":
+        return "--proxy-norm: does not work with --optimizer lars; expected sgd, rmsprop_tf or adamw"
+    return None
+
+
+def _photos_need_a_folder(options: Any) -> str | None:
+    kind = options.data.data
+    if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+    return None
+
+
+def _bytes_are_not_normalised(options: Any) -> str | None:
+    if options.data.normalization_location == "host" and options.data.eight_bit_io:
+        return (
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels as bytes; expected device,"
+            " or --no-eight-bit-io as well"
+        )
+    return None
+
+
+def _colours_are_three(options: Any) -> str | None:
+    for name in ("pixel_mean", "pixel_deviation"):
+        count = len(getattr(options.data, name))
+        if count not in (0, 3):
+            return f"--{name.replace('_', '-')}: got {count} numbers, expected 3, for red, green and blue"
+    return None
+
+
+def _decoded_pixels_are_bytes(options: Any) -> str | None:
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io, because its pixels are never copied; expected cpu"
+    return None
+
+
+def _mixing_needs_partners(options: Any) -> str | None:
+    size = options.data.micro_batch_size
+    if uses_cutmix(options.augmentation):
+        least, asked_by = 3, "--cutmix-lambda-low and -high"
+    else:
+        least, asked_by = (2, "--mixup-alpha") if options.augmentation.mixup_alpha > 0 else (1, "")
+    return f"--micro-batch-size: got {size}, expected at least {least} for {asked_by}" if size < least else None
+
+
+def _cutmix_bounds_are_ordered(options: Any) -> str | None:
+    low, high = options.augmentation.cutmix_lambda_low, options.augmentation.cutmix_lambda_high
+    if low > high:
+        return f"--cutmix-lambda-low: got {low:g}, expected at most --cutmix-lambda-high, which is {high:g}"
+    return None
+
+
+def _warmup_ends_before_training(options: Any) -> str | None:
+    warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
+    if warmup > epochs and options.training.updates is None:  # else the number of epochs depends on the data
+        return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
+    return None
+
+
+def _one_factor_per_drop(options: Any) -> str | None:
+    rate = options.learning_rate
+    factors, drops = len(rate.lr_decay), len(rate.lr_epoch_decay) + len(rate.lr_drop_shares)
+    if factors == 1 or (factors > 1 and factors == drops and rate.lr_schedule == "step"):
+        return None
+    several = drops > 1 and rate.lr_schedule == "step"
+    expected = f"one, or {drops}, one for each of --lr-epoch-decay" if several else "one"
+    return f"--lr-decay: got {factors} factors, expected {expected}"
+
+
+def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
+    kept, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
+    if options.averaging.weight_avg_strategy == "none" or not isinstance(kept, int):
+        return None
+    if last in ("all", -1):
+        return f"--checkpoints-kept: got {kept}, expected all, because --weight-avg-N all averages every checkpoint"
+    if last > kept:
+        return f"--weight-avg-N: got {last}, expected at most --checkpoints-kept, which is {kept}"
+    return None
+
+
+def _further_averages_are_known(options: Any) -> str | None:
+    for text in options.averaging.weight_avg_also:
+        if further_average(text) is None:
+            return f"--weight-avg-also: got '{text}', expected mean:N, mean:all or exponential:DECAY, such as mean:5"
+    if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
+        return "--weight-avg-also: adds to --weight-avg-strategy, which is none; expected mean or exponential"
+    kept = options.checkpoints.checkpoints_kept
+    if options.averaging.weight_avg_also and isinstance(kept, int):
+        return f"--checkpoints-kept: got {kept}, expected all or auto, because --weight-avg-also averages older ones"
+    return None
+
+
+def _phases_are_whole_epochs(options: Any) -> str | None:
+    if options.training.updates is not None and options.fine_tuning.half_res_training:
+        return "--updates: does not work with --half-res-training, whose phases are whole epochs; expected --epoch"
+    if options.training.updates is not None and options.numerics.initial_loss_scaling is not None:
+        return (
+            "--updates: does not work with --initial-loss-scaling, which doubles after whole epochs; expected --epoch"
+        )
+    return None
+
+
+def _fine_tuning_is_complete(options: Any) -> str | None:
+    if not options.fine_tuning.half_res_training:
+        return None
+    if options.fine_tuning.fine_tune_epoch is None:
+        return "--half-res-training: needs --fine-tune-epoch, the epochs at full size that follow"
+    if not averages(options):
+        return (
+            "--half-res-training: needs --weight-avg-strategy mean or exponential, because fine-tuning starts with the"
+            " average of the checkpoints"
+        )
+    return None
+
+
+def _recompute_is_on_or_off(options: Any) -> str | None:
+    numerics = options.numerics
+    mode = recompute_mode(numerics, options.parallel)
+    if numerics.recompute_mode == "none" and numerics.enable_recompute:
+        return "--recompute-mode none: contradicts --enable-recompute; expected auto or manual, or neither option"
+    if mode == "manual" and not numerics.recompute_checkpoints:
+        return "--recompute-mode manual: needs --recompute-checkpoints, regular expressions of the layers to keep"
+    if mode == "manual" and numerics.memory_budget is not None:
+        return "--memory-budget: is for --recompute-mode auto, which --recompute-checkpoints contradicts"
+    return None
+
+
+def _one_kind_of_loss_scale(options: Any) -> str | None:
+    numerics = options.numerics
+    initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
+    if numerics.auto_loss_scaling and initial not in (None, final):
+        return f"--auto-loss-scaling: contradicts --initial-loss-scaling {initial:g}, which asks for a stepped scale"
+    return None
+
+
+def _sharded_lars_has_one_type(options: Any) -> str | None:
+    """Layer norms are summed over the replicas in one message, which holds one type; normalisation layers are fp32."""
+    lars = options.optimizer
+    mixed = options.machine.precision in ("16.16", "bf16.bf16") and lars.weight_decay_exclude == "nothing"
+    if options.parallel.enable_optimizer_rts and lars.optimizer == "lars" and mixed and not lars.lars_skip:
+        return (
+            f"--enable-optimizer-rts: does not work with --optimizer lars, --precision {options.machine.precision} and"
+            " --weight-decay-exclude nothing; expected norms or vectors"
+        )
+    return None
+
+
+def _state_can_be_offloaded(options: Any) -> str | None:
+    if not options.parallel.offload_optimizer:
+        return None
+    rule = options.optimizer.optimizer
+    if rule == "sgd_combined" and not is_scaled(options):
+        return (
+            "--offload-optimizer: does not work with --optimizer sgd_combined, whose velocity is the gradient itself"
+            " and stays on the device; expected sgd"
+        )
+    if rule == "lars" and options.parallel.enable_optimizer_rts:
+        return (
+            "--offload-optimizer: does not work with --enable-optimizer-rts and --optimizer lars, whose norms are sums"
+            " over all replicas; expected only one of the two options"
+        )
+    return None
+
+
+def _resuming_needs_a_run_folder(options: Any) -> str | None:
+    if options.run.resume and hasattr(options, "input"):
+        return "--resume: is for train; restore always continues from --checkpoint-input-path"
+    if options.run.resume and options.run.run_dir == "auto":
+        return "--resume: needs --run-dir, the folder of the interrupted run"
+    return None
+
+
+def _doctor_replicas_need_distributed(options: Any) -> str | None:
+    if options.doctor.replicas != "auto" and not options.doctor.distributed:
+        return f"--replicas {options.doctor.replicas}: needs --distributed, which starts processes"
+    return None
+
+
+def _splits_are_layers_or_auto(options: Any) -> str | None:
+    splits = options.parallel.pipeline_splits
+    expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2"
+    for split in splits:
+        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
+            return f"--pipeline-splits: got '{' '.join(splits)}', expected {expected}"
+    return None
+
+
+def _one_pass_batchnorm_is_local(options: Any) -> str | None:
+    span, model = options.parallel.batchnorm_span, options.model
+    if span > 1 and model.disable_stable_batchnorm and model.norm_type == "batch":
+        return (
+            f"--batchnorm-span: got {span}, expected 1 with --disable-stable-batchnorm, whose single pass sees only one"
+            " replica"
+        )
+    return None
+
+
+def _interleaving_needs_micro_batches(options: Any) -> str | None:
+    stages, accumulation = stages_of(options.parallel), options.training.gradient_accumulation
+    if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
+        return (
+            f"--gradient-accumulation: got {accumulation}, expected at least {stages}, the number of stages,"
+            " for --pipeline-schedule interleaved; grouped takes any number"
+        )
+    return None
+
+
+def _stages_have_no_memory_budget(options: Any) -> str | None:
+    if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
+        return "--memory-budget: does not work with --pipeline-splits, whose stages recompute every block anyway"
+    return None
+
+
+def _one_proportion_per_stage(options: Any) -> str | None:
+    shares = len(options.workspace.available_memory_proportion)
+    stages = stages_of(options.parallel)
+    if shares in (0, 1, stages):
+        return None
+    expected = f"one, or {stages}, one per stage" if stages > 1 else "one, because there is one stage"
+    return f"--available-memory-proportion: got {shares} values, expected {expected}"
+
+
+def _histograms_need_a_sink(options: Any) -> str | None:
+    if options.logging.weight_histogram and not (options.logging.wandb or options.logging.tensorboard):
+        return "--weight-histogram: needs --wandb or --tensorboard, where histograms go"
+    return None
+
+
+def _temporary_folder_has_no_name(options: Any) -> str | None:
+    if not options.run.temporary:
+        return None
+    if hasattr(options, "input"):
+        return "--temporary: is for train; restore continues a run that already has its folder"
+    for name, folder in (
+        ("run-dir", None if options.run.run_dir == "auto" else options.run.run_dir),
+        ("checkpoint-output-path", options.checkpoints.checkpoint_output_path),
+    ):
+        if folder is not None:
+            return f"--temporary: contradicts --{name} {folder}, which is kept; expected only one of the two"
+    return None
+
+
+def _restore_has_its_weights(options: Any) -> str | None:
+    if options.training.init_path is not None:
+        return "--init-path: is for train; restore continues with the checkpoint's weights"
+    return None
+
+
 Rule = Callable[[Any], str | None]
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections a rule reads, and the rule
-    (("model",), options.unknown),
-    (("model",), options.of_another_family),
-    (("model",), options.proxy_without_norm),
-    (("model", "optimizer"), options.proxy_with_lars),
-    (("data",), folder_needs_a_place),
-    (("data",), bytes_are_not_normalised_yet),
-    (("data",), colours_are_three),
-    (("data",), decoded_there_is_not_copied),
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
+    (("model",), unknown_model),
+    (("model",), _option_of_another_family),
+    (("model",), _proxy_norm_follows_a_norm),
+    (("model", "optimizer"), _proxy_norm_without_lars),
+    (("data",), _photos_need_a_folder),
+    (("data",), _bytes_are_not_normalised),
+    (("data",), _colours_are_three),
+    (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
-    (("learning_rate",), _factors_are_of_drops),
-    (("logging",), lambda options: missing_sink(options.logging)),
+    (("learning_rate",), _one_factor_per_drop),
+    (("logging",), _histograms_need_a_sink),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
     (("averaging", "checkpoints"), _further_averages_are_known),
-    (("fine_tuning", "training", "numerics"), _phases_are_of_epochs),
-    (("fine_tuning", "averaging"), _fine_tuning_is_whole),
+    (("fine_tuning", "training", "numerics"), _phases_are_whole_epochs),
+    (("fine_tuning", "averaging"), _fine_tuning_is_complete),
     (("numerics", "parallel"), _recompute_is_on_or_off),
-    (("numerics",), _scale_is_of_one_kind),
+    (("numerics",), _one_kind_of_loss_scale),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
-    (("parallel", "optimizer", "machine"), _divided_lars_adapts_one_type),
-    (("parallel",), _splits_are_of_one_kind),
-    (("parallel", "model"), _one_pass_sees_one_replica),
+    (("parallel", "optimizer", "machine"), _sharded_lars_has_one_type),
+    (("parallel",), _splits_are_layers_or_auto),
+    (("parallel", "model"), _one_pass_batchnorm_is_local),
     (("parallel", "training"), _interleaving_needs_micro_batches),
-    (("parallel", "numerics"), _stages_recompute_whole),
-    (("parallel", "workspace"), _shares_fit_the_stages),
-    (("run",), _resuming_needs_a_folder),
-    (("run", "checkpoints"), options.temporary_elsewhere),
-    (("doctor",), _processes_are_for_the_self_test),
+    (("parallel", "numerics"), _stages_have_no_memory_budget),
+    (("parallel", "workspace"), _one_proportion_per_stage),
+    (("run",), _resuming_needs_a_run_folder),
+    (("run", "checkpoints"), _temporary_folder_has_no_name),
+    (("input", "training"), _restore_has_its_weights),
+    (("doctor",), _doctor_replicas_need_distributed),
 )

@@ -1,4 +1,4 @@
-"""Settings: options with values as they were spelled, and where each came from."""
+"""Settings: options with their values as text, and the source of each."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,29 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
-SAME = {
-    "imagenet-data-path": "data-dir",
-    "wandb-weight-histogram": "weight-histogram",
-}  # other spellings of one option, all alike: the last one given holds
+DEFAULT = "default"
+RETIRED = ("log-style",)  # options that a config.yaml of an earlier version may hold; ignored
+ALIASES = {"imagenet-data-path": "data-dir", "wandb-weight-histogram": "weight-histogram"}
 _NUMBER = re.compile(r"-\.?\d")
+_OFF = "no-"  # before the name of a switch
 
 
 class Setting(NamedTuple):
-    """One option with its value as text: a flag has none, a list has any number."""
+    """One option with its value as text: a switch has none, a list has any number."""
 
-    option: str
+    option: str  # as typed, so a switch may start with no-
     values: tuple[str, ...]
     source: str
+
+    @property
+    def bare(self) -> str:
+        """The name of the option itself; none of them starts with no-."""
+        return self.option.removeprefix(_OFF)
+
+    @property
+    def where(self) -> str:
+        """What an error calls it."""
+        return f"--{self.option}" if self.source == LINE else f"{self.source}: {self.option}"
 
     def argv(self) -> list[str]:
         return [f"--{self.option}", *self.values]
@@ -43,33 +53,36 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
             last = settings.pop()
             settings.append(last._replace(values=(*last.values, token)))
         else:
-            wanted = f"an option was wanted, such as --{next(iter(options))}" if options else "no option was wanted"
-            raise ConfigError(f"'{token}': {wanted}")
+            expected = f"an option, such as --{next(iter(options))}" if options else "no arguments"
+            raise ConfigError(f"got '{token}', expected {expected}")
     for setting in settings:
-        _check_count(setting, options, spelled=f"--{setting.option}")
+        _check_count(setting, options)
     return settings
 
 
 def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str) -> list[Setting]:
     """Options written as YAML or JSON: text, numbers, booleans, and lists of them."""
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{source}: a mapping of options was wanted, such as `epoch: 10`, not {_kind(mapping)}")
+        raise ConfigError(f"{source}: got {_kind(mapping)}, expected options, such as `epoch: 10`")
     settings = []
     for key, value in mapping.items():
         name = _known(str(key).replace("_", "-"), options, dashes="", where=f"{source}: ")
         settings.append(_from_value(name, value, options, source=source))
     for setting in settings:
-        _check_count(setting, options, spelled=f"{source}: {setting.option}")
+        _check_count(setting, options)
     return settings
 
 
 def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     """A YAML file of options."""
-    return from_mapping(read_yaml(path), options, source=str(path))
+    content = read_yaml(path)
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in RETIRED}
+    return from_mapping(content, options, source=str(path))
 
 
 def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:
-    """A YAML document with every scalar as it is spelled, so that `16.16` stays text and 1e-5 is not mistaken."""
+    """A YAML document with every scalar as text, so that `16.16` and `1e-5` keep their spelling."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
@@ -86,7 +99,7 @@ def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoade
 
 
 def spelled(value: object) -> tuple[str, ...]:
-    """A parsed value as it would be typed; the inverse of parsing."""
+    """A value as it would be typed; the inverse of parsing."""
     if isinstance(value, tuple):
         return tuple(str(item) for item in value)
     return (str(value),)
@@ -94,61 +107,60 @@ def spelled(value: object) -> tuple[str, ...]:
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Setting]:
     """DATA_DIR, which the originals read too."""
-    place = environment.get("DATA_DIR")
-    return [Setting("data-dir", (place,), ENVIRONMENT)] if place and "data-dir" in options else []
+    folder = environment.get("DATA_DIR")
+    return [Setting("data-dir", (folder,), ENVIRONMENT)] if folder and "data-dir" in options else []
 
 
 def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[str, Option]) -> list[Setting]:
-    """What a checkpoint's run was trained with, as far as this command has the options and none of them is local."""
+    """The options of a checkpoint's run, except local ones and those that this command does not have."""
     mapping = {name: entry["value"] for name, entry in table.items() if name in options and not options[name].is_local}
     return from_mapping(mapping, options, source=CHECKPOINT)
 
 
 def is_asked_for(source: str | None) -> bool:
-    """Whether somebody chose this value now, on the line or in a config."""
-    return source not in (None, "default", ENVIRONMENT, CHECKPOINT)
+    """Whether the user chose this value for this run, on the line or in a config."""
+    return source not in (None, DEFAULT, ENVIRONMENT, CHECKPOINT)
 
 
 def _from_value(name: str, value: object, options: Mapping[str, Option], *, source: str) -> Setting:
     if options[name].is_flag:
         switch = str(value).lower()
         if switch not in ("true", "false"):
-            raise ConfigError(f"{source}: {name}: got {value!r}, wanted true or false")
-        return Setting(name if switch == "true" else f"no-{name}", (), source)
+            raise ConfigError(f"{source}: {name}: got {value!r}, expected true or false")
+        return Setting(name if switch == "true" else f"{_OFF}{name}", (), source)
     if isinstance(value, Mapping) or value is None:
-        raise ConfigError(f"{source}: {name}: got {_kind(value)}, wanted {options[name].wanted()}")
+        raise ConfigError(f"{source}: {name}: got {_kind(value)}, expected {options[name].expected()}")
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, list | Mapping) for item in items):
-        raise ConfigError(f"{source}: {name}: got a list within a list, wanted {options[name].wanted()}")
+        raise ConfigError(f"{source}: {name}: got a nested list, expected {options[name].expected()}")
     return Setting(name, tuple(str(item) for item in items), source)
 
 
 def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str) -> str:
-    if name in options or (name.startswith("no-") and name[3:] in options and options[name[3:]].is_flag):
+    bare = name.removeprefix(_OFF)
+    if name in options or (bare in options and options[bare].is_flag):
         return name
     for option in options:
         if option.lower() == name.lower():
             return option
-    if SAME.get(name) in options:
-        return SAME[name]
-    raise ConfigError(f"{where}unknown option {dashes}{name}{_meant(name, options, dashes)}")
+    if ALIASES.get(name) in options:
+        return ALIASES[name]
+    spellings = [*options, *(alias for alias, option in ALIASES.items() if option in options)]
+    meant = did_you_mean(dashes + name, [dashes + spelling for spelling in spellings])
+    raise ConfigError(f"{where}unknown option {dashes}{name}{meant}")
 
 
-def _meant(name: str, options: Mapping[str, Option], dashes: str) -> str:
-    spellings = [*options, *(other for other, option in SAME.items() if option in options)]
-    return did_you_mean(dashes + name, [dashes + option for option in spellings])
-
-
-def _check_count(setting: Setting, options: Mapping[str, Option], *, spelled: str) -> None:
-    option = options.get(setting.option)
-    count = len(setting.values)
-    if option is None or option.is_flag:
-        if count:
-            raise ConfigError(f"{spelled}: is a switch and takes no value, got '{' '.join(setting.values)}'")
-    elif count == 0 and not option.takes_many:
-        raise ConfigError(f"{spelled}: needs a value, {option.wanted()}")
-    elif count > 1 and not option.takes_many:
-        raise ConfigError(f"{spelled}: takes one value, got '{' '.join(setting.values)}'")
+def _check_count(setting: Setting, options: Mapping[str, Option]) -> None:
+    option, count = options[setting.bare], len(setting.values)
+    if option.is_flag:
+        problem = "no value: it is a switch" if count else ""
+    elif option.takes_many:
+        return
+    else:
+        problem = option.expected() if count == 0 else "one value" if count > 1 else ""
+    if problem:
+        got = f"'{' '.join(setting.values)}'" if count else "no value"
+        raise ConfigError(f"{setting.where}: got {got}, expected {problem}")
 
 
 def _kind(value: object) -> str:

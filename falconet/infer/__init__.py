@@ -1,1 +1,1 @@
-"""Prediction: a model with its preprocessing."""
+"""Prediction."""

@@ -1,4 +1,4 @@
-"""A model with its preprocessing: pixels in, scores out, in few shapes and one number format."""
+"""A model with its preprocessing: pixels in, scores out, at a few fixed batch sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from falconet.parallel import resources
 from falconet.report.console import Say
 
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S
-Scores = npt.NDArray[Any]  # N x classes; float16 where the regime computes in fp16, else float32
-LANES = 2  # of a CUDA device: while one batch is computed, the next is gathered and copied
+Scores = npt.NDArray[Any]  # N x classes; float16 if the regime computes in fp16, else float32
+LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A model that is ready to predict, and what a checkpoint knows about it."""
+    """A model that is ready to predict, and what its checkpoint says about it."""
 
     name: str
     model: nn.Module  # on `device`, in the formats of `regime`
@@ -44,13 +44,13 @@ class Classifier:
 
 
 def buckets(max_batch: int) -> tuple[int, ...]:
-    """The batch sizes that are computed: powers of two, and the largest."""
+    """Batch sizes to compute: the powers of two below `max_batch`, and `max_batch`."""
     powers = (1 << power for power in range(max_batch.bit_length()))
     return (*(size for size in powers if size < max_batch), max_batch)
 
 
 class Predictor:
-    """Scores of images; a batch is filled up to the next bucket, so that the device sees few shapes."""
+    """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
     def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
         self.classifier = classifier
@@ -61,7 +61,7 @@ class Predictor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the scores: half where the device computes in fp16; numpy has no bf16, so that is widened."""
+        """Dtype of the scores: float16 if the device computes in fp16, else float32 (numpy has no bf16)."""
         formats = self.classifier.regime.formats(self.classifier.device)
         return torch.float16 if formats["activations"] == torch.float16 else torch.float32
 
@@ -71,12 +71,12 @@ class Predictor:
 
     @torch.inference_mode()
     def logits(self, images: Tensor) -> Tensor:  # N x 3 x S x S, uint8 -> N x classes, on the device
-        """Scores before the softmax, in one pass."""
+        """Compute scores before the softmax, in one pass."""
         there = images.to(self.classifier.device, non_blocking=True).contiguous(memory_format=torch.channels_last)
         return self.classifier.regime.run(self._model, self._normalise(there)).to(self.dtype)
 
     def lanes(self) -> list["Lane"]:
-        """What can work at the same time on this device, each warmed up in every shape."""
+        """Create the lanes that can run at the same time on this device, and warm them up for every bucket."""
         found = [Lane(self) for _ in range(LANES if self.classifier.device.type == "cuda" else 1)]
         for lane in found:
             lane.prepare()
@@ -84,27 +84,28 @@ class Predictor:
 
 
 class Lane:
-    """Memory and a stream for one batch at a time; several lanes overlap copies and computation."""
+    """Buffers and a stream for one batch at a time; several lanes overlap copies with computation."""
 
     def __init__(self, predictor: Predictor) -> None:
-        about, shape = (
-            predictor.classifier,
-            (predictor.max_batch, 3, *[predictor.classifier.preprocessing.image_size] * 2),
-        )
+        about = predictor.classifier
+        side = about.preprocessing.image_size
+        shape = (predictor.max_batch, 3, side, side)
         cuda = about.device.type == "cuda"
         self._predictor = predictor
         self._images = torch.zeros(shape, dtype=torch.uint8, pin_memory=cuda)
         self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._images
         self._scores = torch.zeros(shape[0], len(about.class_names), dtype=predictor.dtype, pin_memory=cuda)
         self._stream = torch.cuda.Stream(about.device) if cuda else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by bucket, with where its scores are
+        self._graphs: dict[
+            int, tuple[torch.cuda.CUDAGraph, Tensor]
+        ] = {}  # by bucket, with the tensor that receives the scores
 
     def prepare(self) -> None:
-        """Compute every bucket once, so that the first requests do not wait for compilation and memory."""
+        """Compute every bucket once, so that the first requests do not pay for compilation and allocation."""
         for size in self._predictor.buckets:
             self._compute(size)
         if self._predictor.captured:
-            pool = torch.cuda.graph_pool_handle()  # one memory for all: a lane computes one bucket at a time
+            pool = torch.cuda.graph_pool_handle()  # shared by all graphs: a lane computes one bucket at a time
             for size in reversed(self._predictor.buckets):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -112,18 +113,18 @@ class Lane:
                 self._graphs[size] = (graph, scores)
 
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
-        """The scores of every image of each portion; all of them together fit into the largest bucket."""
+        """Compute the scores of each portion; together they must fit into the largest bucket."""
         ends = list(accumulate(len(portion) for portion in portions))
         rows = self._images.numpy()
         for portion, end in zip(portions, ends, strict=True):
             rows[end - len(portion) : end] = portion
-        # What lies in the rows beyond is an earlier image: each is computed for itself, so it changes nothing.
+        # The rows beyond hold earlier images; every image is computed independently, so they change nothing.
         self._compute(next(size for size in self._predictor.buckets if size >= ends[-1]))
         return np.split(self._scores[: ends[-1]].numpy().copy(), ends[:-1])
 
     @torch.inference_mode()
     def _compute(self, size: int) -> None:
-        """The scores of the first rows, in the host's memory when it returns."""
+        """Compute the scores of the first rows into host memory."""
         if self._stream is None:
             self._scores[:size] = self._predictor.logits(self._images[:size])
             return
@@ -141,23 +142,24 @@ class Lane:
 
 
 def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
-    """What the line names, and the options with those of its checkpoint below them."""
+    """Open the model that the line names; return it with the options, to which its checkpoint adds defaults."""
     options = load_options(ServeOptions, line).options
     path = options.input.checkpoint_input_path
     if path is None or path.is_file():
         return _fresh(options, path, line, note), options
     folder = format.newest_whole(path, note)
     manifest = format.verify(folder)
-    note(f"weights of {folder}, after epoch {manifest.progress.epoch}")
+    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}")
     options = load_options(ServeOptions, line, manifest.config).options
     return _trained(options, folder, manifest, note), options
 
 
 def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights or those of a file."""
+    """A model by name, with random weights or with those of a file."""
     if not any(setting.option == "model" for setting in line):
-        where = f"{path}: holds weights alone; wanted --model beside it" if path else None
-        raise ConfigError(where or "--checkpoint-input-path: is needed, or --model NAME to measure with random weights")
+        if path:
+            raise ConfigError(f"{path}: holds only weights; expected --model as well")
+        raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
     name = options.model.model
     with named_option("model"):
         size = value_or(options.fresh.image_size, zoo.image_size(name))
@@ -169,7 +171,7 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
     if path is not None:
         load_weights(model, read_weights(path), where=str(path), name=name)
     else:
-        note(f"note: {name} has random weights, always the same ones: for measuring")
+        note(f"note: {name} has random weights (always the same ones), for measuring only")
     return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note)
 
 
@@ -195,7 +197,7 @@ def _classifier(
         allow_half_partials(device)
         note(describe_half_partials(device))
     return Classifier(
-        name=options.model.model.replace("/", "-").replace(":", "-"),  # a part of the server's addresses
+        name=options.model.model.replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
         model=regime.prepare(model, device),
         preprocessing=preprocessing,
         class_names=class_names,

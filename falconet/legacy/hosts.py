@@ -1,4 +1,8 @@
-"""The command line that starts the processes of one host, for each host: torchrun's, and ssh's around it. No torch."""
+"""The processes of a program on several hosts: torchrun on each, over ssh where it is another host. No torch in here.
+
+`python -m falconet.legacy.hosts [--numa] [--network N] PROGRAM ...` is what each process runs first: it binds itself to
+a NUMA node or a network, and becomes the program.
+"""
 
 import fcntl
 import ipaddress
@@ -23,7 +27,12 @@ from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel import environment
 
 RENDEZVOUS = 120  # seconds in which the hosts must meet
+REACHING = 15.0  # seconds in which a host must answer
+GRACE = 60.0  # seconds from the end of one host to that of all; torch's agent gives its workers 30 of them
+EVERY = 0.1  # seconds between two checks
 HERE = ("localhost", "127.0.0.1", "::1")
+NODES = Path("/sys/devices/system/node")
+ADDRESS_OF = 0x8915  # SIOCGIFADDR, linux/sockios.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +42,7 @@ class Job:
     program: Sequence[str]
     processes: int
     hosts: Sequence[str] = ()
-    port: int  # of the first host, where the others come
+    port: int  # of the first host, to which the others connect
     folder: str
     variables: Mapping[str, str] = field(default_factory=dict)
     remote_shell: Sequence[str] = ("ssh",)
@@ -44,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One host and what is run for it; the variables are in the line already if it is another host."""
+    """One host and what is run for it; for another host, the line sets the variables itself."""
 
     host: str
     argv: Sequence[str]
@@ -56,10 +65,10 @@ def starts(job: Job) -> list[Start]:
     """What to run for each host, the first one first."""
     hosts = list(job.hosts) or ["localhost"]
     if len(hosts) > 1 and hosts[0] in HERE:
-        raise ConfigError(f"--host: the first is {hosts[0]}, which means another host to {hosts[1]}; wanted its name")
+        raise ConfigError(f"--host: the first is {hosts[0]}, which means another host to {hosts[1]}; expected its name")
     here = [host for host in hosts if is_here(host)]
     if len(here) > 1:
-        raise ConfigError(f"--host: {' and '.join(here)} are both this host; wanted each host once")
+        raise ConfigError(f"--host: {' and '.join(here)} are both this host; expected each host once")
     assert job.processes % len(hosts) == 0, "a replica stays on one host"
     return [_start(job, hosts, number) for number in range(len(hosts))]
 
@@ -75,7 +84,7 @@ def _start(job: Job, hosts: Sequence[str], number: int) -> Start:
 
 
 def _torchrun(job: Job, hosts: Sequence[str], number: int) -> list[str]:
-    """`falconet.parallel.torchrun` takes torchrun's arguments, and ends as the program did."""
+    """`falconet.parallel.torchrun` takes torchrun's arguments, and exits as the program did."""
     each = job.processes // len(hosts)
     meet = ["--standalone"]
     if len(hosts) > 1:
@@ -83,7 +92,7 @@ def _torchrun(job: Job, hosts: Sequence[str], number: int) -> list[str]:
         meet += [f"--master-port={job.port}", f"--rdzv-conf=timeout={RENDEZVOUS}"]
     own = range(number * each, (number + 1) * each)
     shown = [str(rank - own.start) for rank in job.shown if rank in own] if job.shown is not None else []
-    # A rank that is not there: nothing of this host is shown.
+    # A rank that does not exist hides everything of this host.
     only = [f"--local-ranks-filter={','.join(shown) or each}"] if job.shown is not None else []
     tee = ["--tee=3", *only] if job.tagged or only else []
     called = [sys.executable, "-m", "falconet.parallel.torchrun"]
@@ -94,65 +103,95 @@ def is_here(host: str) -> bool:
     return host in HERE or host == socket.gethostname()
 
 
-NODES = Path("/sys/devices/system/node")
-ADDRESS_OF = 0x8915  # SIOCGIFADDR, linux/sockios.h
+def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
+    """Refuse hosts that do not answer, naming the first one."""
+    remote = [start.host for start in starts if start.remote]
+    if remote and not shutil.which(remote_shell[0]):
+        raise ConfigError(f"--host: cannot reach {remote[0]}: {remote_shell[0]} is not installed here")
+    over = [*remote_shell, *_patient(remote_shell)]
+    asked = [
+        (start.host, subprocess.Popen([*over, start.host, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))
+        for start in starts
+        if start.remote
+    ]
+    answers = [(host, *_answer(process)) for host, process in asked]
+    for host, code, answer in answers:
+        if code:
+            reason = answer.strip().splitlines()[-1] if answer.strip() else f"exit code {code}"
+            raise ConfigError(f"--host: cannot reach {host} by {remote_shell[0]}: {reason}")
 
 
-def numa_nodes(folder: Path = NODES) -> list[set[int]]:
-    """The CPUs of each NUMA node that has any; none where the system does not tell."""
-    lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
-    return [cpus for cpus in (_cpus(path.read_text()) for path in lists) if cpus]
+def _patient(remote_shell: Sequence[str]) -> Sequence[str]:
+    """Options that keep ssh from asking questions and from waiting without end."""
+    return ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACHING:.0f}") if remote_shell[0] == "ssh" else ()
 
 
-def _cpus(text: str) -> set[int]:
-    """`0-3,8` as numbers."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
-
-
-def own_cpus(nodes: Sequence[set[int]], allowed: set[int], *, local_rank: int, local_size: int) -> set[int]:
-    """The CPUs of this process's node, of those it may use: neighbours share a node, so that a replica does."""
-    usable = [node & allowed for node in nodes if node & allowed]
-    return usable[local_rank * len(usable) // local_size] if usable else set(allowed)
-
-
-def interface_of(network: str) -> str:
-    """The interface of this host that lies in `network`: a subnet, or an interface's own name."""
-    names = [name for _, name in socket.if_nameindex()]
-    if network in names:
-        return network
+def _answer(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     try:
-        subnet = ipaddress.ip_network(network, strict=False)
-    except ValueError:
-        raise DeviceError(f"'{network}': is neither a subnet nor one of {', '.join(names)}") from None
-    for name in names:
-        address = _address(name)
-        if address and ipaddress.ip_address(address) in subnet:
-            return name
-    raise DeviceError(f"'{network}': no interface of {socket.gethostname()} lies in it; it has {', '.join(names)}")
+        _, answer = process.communicate(timeout=2 * REACHING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return 1, "does not answer"
+    return process.returncode, answer.decode(errors="replace")
 
 
-def _address(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode())
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), ADDRESS_OF, request)[20:24])
-        except OSError:
-            return None  # an interface without an address
+def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> int:
+    """Run all to their end and return the exit code; when one fails, or on a signal, all end."""
+    environment = os.environ | dict(variables)
+    with _signals() as received:
+        # Each in a new session: a terminal's Ctrl-C reaches this process alone, and the workers once.
+        running = [
+            subprocess.Popen(start.argv, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+            for start in starts
+        ]
+        deadline, by_themselves = float("inf"), set[int]()
+        while any(process.poll() is None for process in running):
+            failed = {process.returncode for process in running if process.returncode}
+            if (failed or received) and deadline == float("inf"):
+                deadline, by_themselves = time.monotonic() + GRACE, failed
+                for process in running:
+                    _let_go(process)
+            if time.monotonic() > deadline:
+                for process in running:
+                    process.kill()
+            time.sleep(EVERY)
+    for process in running:
+        _let_go(process)
+    codes = {process.returncode for process in running}
+    if received or INTERRUPTED in (by_themselves or codes):  # those ended from here also exit as interrupted
+        return INTERRUPTED
+    if MISTAKE in codes:
+        return MISTAKE
+    return FAILED if codes - {DONE} else DONE
 
 
-def bind(variables: Mapping[str, str]) -> bool:
-    """Bind this process to its node, if there are several; its memory follows, as Linux allocates where it runs."""
-    nodes = numa_nodes()
-    if len(nodes) < 2:
-        return False
-    rank, size = int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"])
-    os.sched_setaffinity(0, own_cpus(nodes, os.sched_getaffinity(0), local_rank=rank, local_size=size))
-    return True
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Close its standard input, which asks it to end; ssh passes that on to the other host."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that asked this process to end; empty until the first one."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # else `nohup`
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hang_up)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str]) -> int:
-    """`[--numa] [--network N] PROGRAM ...`: does not return, but where it fails."""
+    """Replace this process by the program; returns only if that fails."""
     words = list(argv)
     try:
         while words[0].startswith("--"):
@@ -167,101 +206,62 @@ def main(argv: Sequence[str]) -> int:
     except DeviceError as error:
         sys.stderr.write(f"poprun: btl_tcp_if_include: {error}\n")
     except FileNotFoundError:
-        sys.stderr.write(f"poprun: {words[0]}: not found on {socket.gethostname()}; wanted a program\n")
+        sys.stderr.write(f"poprun: {words[0]}: not found on {socket.gethostname()}; expected a program\n")
     return 2
+
+
+def bind(variables: Mapping[str, str]) -> bool:
+    """Bind this process to its NUMA node, if there are several; Linux allocates memory where a process runs."""
+    nodes = numa_nodes()
+    if len(nodes) < 2:
+        return False
+    rank, size = int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"])
+    os.sched_setaffinity(0, own_cpus(nodes, os.sched_getaffinity(0), local_rank=rank, local_size=size))
+    return True
+
+
+def numa_nodes(folder: Path = NODES) -> list[set[int]]:
+    """The CPUs of each NUMA node that has any; empty where the system does not list them."""
+    lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
+    return [cpus for cpus in (_cpus(path.read_text()) for path in lists) if cpus]
+
+
+def _cpus(text: str) -> set[int]:
+    """`0-3,8` as numbers."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+def own_cpus(nodes: Sequence[set[int]], allowed: set[int], *, local_rank: int, local_size: int) -> set[int]:
+    """The CPUs of this process's node that it may use; neighbouring ranks share a node, so that a replica does."""
+    usable = [node & allowed for node in nodes if node & allowed]
+    return usable[local_rank * len(usable) // local_size] if usable else set(allowed)
+
+
+def interface_of(network: str) -> str:
+    """The interface of this host in `network`, which is a subnet or the name of an interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    if network in names:
+        return network
+    try:
+        subnet = ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        raise DeviceError(f"'{network}': is neither a subnet nor one of {', '.join(names)}") from None
+    for name in names:
+        address = _address(name)
+        if address and ipaddress.ip_address(address) in subnet:
+            return name
+    raise DeviceError(f"'{network}': no interface of {socket.gethostname()} is in it; it has {', '.join(names)}")
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode())
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), ADDRESS_OF, request)[20:24])
+        except OSError:
+            return None  # an interface without an address
 
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-EVERY = 0.1  # seconds between two looks
-GRACE = 60.0  # seconds from the end of one host to that of all; torch's agent gives its workers 30 of them
-REACHING = 15.0  # seconds in which a host must answer
-
-
-def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
-    """Every other host answers, or one line names the first that does not."""
-    remote = [start.host for start in starts if start.remote]
-    if remote and not shutil.which(remote_shell[0]):
-        raise ConfigError(f"--host: cannot reach {remote[0]}: {remote_shell[0]} is not installed here")
-    over = [*remote_shell, *_patient(remote_shell)]
-    asked = [
-        (start.host, subprocess.Popen([*over, start.host, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        for start in starts
-        if start.remote
-    ]
-    answers = [(host, *_answer(process)) for host, process in asked]
-    for host, code, said in answers:
-        if code:
-            reason = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
-            raise ConfigError(f"--host: cannot reach {host} by {remote_shell[0]}: {reason}")
-
-
-def _patient(remote_shell: Sequence[str]) -> Sequence[str]:
-    """No question that nobody would answer, and an end to waiting; of ssh's own options."""
-    return ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACHING:.0f}") if remote_shell[0] == "ssh" else ()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    try:
-        _, said = process.communicate(timeout=2 * REACHING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return 1, "does not answer"
-    return process.returncode, said.decode(errors="replace")
-
-
-def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> int:
-    """Run all to their end and return the exit code; when one fails or we are told to stop, all end."""
-    environment = os.environ | dict(variables)
-    with _told_to_stop() as told:
-        # In sessions of their own: a terminal's Ctrl-C reaches us alone, and their workers once.
-        running = [
-            subprocess.Popen(start.argv, env=environment, stdin=subprocess.PIPE, start_new_session=True)
-            for start in starts
-        ]
-        deadline, by_themselves = float("inf"), set[int]()
-        while any(process.poll() is None for process in running):
-            failed = {process.returncode for process in running if process.returncode}
-            if (failed or told) and deadline == float("inf"):
-                deadline, by_themselves = time.monotonic() + GRACE, failed
-                for process in running:
-                    _let_go(process)
-            if time.monotonic() > deadline:
-                for process in running:
-                    process.kill()
-            time.sleep(EVERY)
-    for process in running:
-        _let_go(process)
-    codes = {process.returncode for process in running}
-    if told or INTERRUPTED in (by_themselves or codes):  # whom we end calls that an interruption too
-        return INTERRUPTED
-    if MISTAKE in codes:
-        return MISTAKE
-    return FAILED if codes - {DONE} else DONE
-
-
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """The end of its standard input is the sign to end; ssh carries it to the other host."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-
-
-@contextmanager
-def _told_to_stop() -> Iterator[list[int]]:
-    """Not empty as soon as somebody asks us to end."""
-    told: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        told.append(number)
-
-    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # else `nohup`
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hang_up)}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

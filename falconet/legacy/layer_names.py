@@ -1,4 +1,4 @@
-"""Layer names of the originals as names of our modules: splits of pipelines, layers kept in recomputation."""
+"""Layer names of the originals as names of our modules: pipeline splits, and layers kept for recomputation."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,22 +11,31 @@ RESNET = {
     **{"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)},
 }
 RESIDUAL = ("resnet", "resnext")  # and a depth; their layers have the same names
-BASIC = ("10", "18", "34")  # two convolutions a block; the others have three
+BASIC = ("10", "18", "34")  # two convolutions per block; the others have three
 CIFAR_BASIC = ("8", "14", "20", "32", "44", "110")
 EFFICIENTNET = {  # B0 to B7: ceil of the depth coefficient times 1, 2, 2, 3, 3, 4, 1
     **{"0": (1, 2, 2, 3, 3, 4, 1), "1": (2, 3, 3, 4, 4, 5, 2), "2": (2, 3, 3, 4, 4, 5, 2), "3": (2, 3, 3, 5, 5, 6, 2)},
     **{"4": (2, 4, 4, 6, 6, 8, 2), "5": (3, 5, 5, 7, 7, 9, 3), "6": (3, 6, 6, 8, 8, 11, 3)},
     **{"7": (4, 7, 7, 10, 10, 13, 4), "CIFAR": (1, 2, 2, 3, 3, 4, 1)},
 }
-SQUEEZENET = {  # the names of its layers; between them lie poolings
+SQUEEZENET = {  # its layers; poolings are between them
     **{f"fire{number}": f"features/{number + 1 + (number > 4) + (number > 8)}" for number in range(2, 10)},
     "finalconv": "classifier/1",
 }
 MOBILENET = {"mobilenet-v3-large": (1, 2, 3, 4, 2, 3), "mobilenet-v3-small": (1, 2, 3, 2, 3)}
+_PLAIN = re.compile(r"[\w/]+")
+_MOBILENET_V2 = (1, 2, 3, 4, 3, 3, 1)  # blocks of each stage, in torchvision and in timm
+# Parts of a block in order; our norms include the activation.
+_SEPARABLE = ("conv_dw", "bn1", "bn1", "conv_pw", "bn2")
+_INVERTED = ("conv_pw", "bn1", "bn1", "conv_dw", "bn2", "bn2", "conv_pwl", "bn3")
+# Blocks of the program's own MobileNetV3 that squeeze and excite, before the last convolution.
+_EXCITED = {"mobilenet-v3-large": (3, 4, 5, 10, 11, 12, 13, 14), "mobilenet-v3-small": (0, *range(3, 11))}
+_FIRST_PARTS = ("conv_dw", "bn1", "se", "conv_pw", "bn2")
+_PARTS = ("conv_pw", "bn1", "conv_dw", "bn2", "se", "conv_pwl", "bn3")
 
 
 def pytorch_layer(name: str, *, model: str) -> str:
-    """A layer of the PyTorch program: torchvision's names, an own MobileNet's, timm's, and additions by number."""
+    """A layer of the PyTorch program: names of torchvision, of timm, of its own MobileNet, and additions by number."""
     added = re.fullmatch(r"add(?:_(\d+))?", name)
     if added:
         return _addition(int(added[1] or 0), model=model, name=name)
@@ -36,8 +45,8 @@ def pytorch_layer(name: str, *, model: str) -> str:
     whole = {"avgpool": "global_pool", "relu": "act1", "first_block/0": "conv_stem", "layer0": "conv1"}
     if name in whole and not model.startswith("efficientnet"):
         return whole[name]
-    name = re.sub(r"/downsample_(\d)$", r"/downsample/\1", name)  # as one of their configs spells it
-    name = re.sub(r"^(layer\d)/block(\d+)", r"\1/\2", name)  # as the example of the program's documents spells it
+    name = re.sub(r"/downsample_(\d)$", r"/downsample/\1", name)  # as one of its configs spells it
+    name = re.sub(r"^(layer\d)/block(\d+)", r"\1/\2", name)  # as an example in its documents spells it
     name = re.sub(r"^(layer\d)/(conv|bn)$", r"\1/0/\2", name)
     name = re.sub(r"^(layer\d/\d+)/(conv|bn)$", r"\1/\g<2>1", name)
     return re.sub(r"^(layer\d/\d+)/relu$", r"\1/act1", name)
@@ -67,69 +76,15 @@ def _mobilenet_block(number: int, *, model: str, name: str) -> str:
     return "blocks/{}/{}".format(*places[number])
 
 
-def tensorflow_layer(name: str, *, family: str, size: str, cifar: bool = False) -> str:
-    """An operation of the TensorFlow program, which is the first of the next stage there as well."""
-    legal = legal_splits(family=family, size=size, cifar=cifar)
-    if name not in legal:
-        said = did_you_mean(name, legal) or f"; wanted some of {_some(legal)}"
-        raise ConfigError(f"--pipeline-splits: '{name}' is not a split of {family} {size}{said}")
-    return legal[name]
-
-
-def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, str]:
-    """Every name that could begin a stage of a model, and our module's."""
-    if family == "squeezenet":
-        return SQUEEZENET
-    return _efficientnet_splits(size) if family == "efficientnet" else _resnet_splits(size, cifar=cifar)
-
-
-def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
-    repeats: tuple[int, ...]
-    if cifar:
-        basic = size in CIFAR_BASIC
-        repeats, last, pool = ((int(size) - 2) // (6 if basic else 9),) * 3, "relu2" if basic else "relu3", "avgpool"
-    else:
-        repeats, last, pool = RESNET[size], "act2" if size in BASIC else "act3", "global_pool"
-    splits = {}
-    for stage, blocks in enumerate(repeats, 1):
-        for block in range(blocks):
-            splits[f"b{stage}/{block}"] = f"layer{stage}/{block}"
-            for relu in (f"b{stage}/{block}/relu", f"stage{stage}/unit{block + 1}/relu"):  # the name of SDK 2.5
-                splits[relu] = f"layer{stage}/{block}/{last}"
-    return {**splits, "reduce_mean": pool, "fc1": "fc"}
-
-
-def _efficientnet_splits(size: str) -> dict[str, str]:
-    splits = {}
-    for stage, blocks in enumerate(EFFICIENTNET[size.removeprefix("B")]):
-        for block in range(blocks):
-            old, ours = f"block{stage + 1}{'abcdefghijklm'[block]}", f"blocks/{stage}/{block}"
-            if stage or block:
-                splits[old] = ours
-            if block == 0:  # those without a residual are cut within as well
-                last = "conv_pwl" if stage else "conv_pw"
-                splits |= {f"{old}/b": f"{ours}/conv_dw", f"{old}/SE": f"{ours}/se", f"{old}/c": f"{ours}/{last}"}
-    return {**splits, "Top": "conv_head"}
-
-
-def _some(names: Sequence[str] | dict[str, str]) -> str:
-    relus = [name for name in names if name.endswith("/relu") and name.startswith("b")]
-    return ", ".join(relus or names)
-
-
-_PLAIN = re.compile(r"[\w/]+")
-_MOBILENET_V2 = (1, 2, 3, 4, 3, 3, 1)  # blocks of each stage, in torchvision and in timm
-# Parts of a block in order, where ours have the activation inside the norm.
-_SEPARABLE = ("conv_dw", "bn1", "bn1", "conv_pw", "bn2")
-_INVERTED = ("conv_pw", "bn1", "bn1", "conv_dw", "bn2", "bn2", "conv_pwl", "bn3")
-# Blocks of the program's own MobileNetV3 that squeeze and excite, before the last convolution.
-_EXCITED = {"mobilenet-v3-large": (3, 4, 5, 10, 11, 12, 13, 14), "mobilenet-v3-small": (0, *range(3, 11))}
-_FIRST_PARTS = ("conv_dw", "bn1", "se", "conv_pw", "bn2")
-_PARTS = ("conv_pw", "bn1", "conv_dw", "bn2", "se", "conv_pwl", "bn3")
+def mobilenet_layer(name: str, *, model: str) -> str | None:
+    """The layer that starts a stage of a MobileNet, or None; the first part of a block stands for the whole block."""
+    name = re.sub(r"^(mb_block/\d+)/seq(/0)?$", r"\1", name)
+    names = dict(_mobilenet_v2()) if model == "mobilenet" else dict(_mobilenet_v3(model)) if model in MOBILENET else {}
+    return names.get(name)
 
 
 def recomputed_layers(pattern: str, *, model: str) -> tuple[str, ...]:
-    """What a rule of `--recompute-checkpoints` means here: layers, or itself where the names are the same."""
+    """The layers that a rule of `--recompute-checkpoints` names; the rule itself where the names are the same."""
     renamed = {name: layers for name, layers in _names(model).items() if layers != (name,)}
     if pattern in renamed:
         return renamed[pattern]
@@ -138,17 +93,10 @@ def recomputed_layers(pattern: str, *, model: str) -> tuple[str, ...]:
     try:
         rule = re.compile(pattern)
     except re.error:
-        return (pattern,)  # told when it is used
+        return (pattern,)  # refused where it is used
     found = [layer for name, layers in renamed.items() if rule.fullmatch(name) for layer in layers]
     same = any(rule.fullmatch(name) for name in _names(model).keys() - renamed.keys())
     return tuple(dict.fromkeys([*([pattern] if same or not found else []), *found]))
-
-
-def mobilenet_layer(name: str, *, model: str) -> str | None:
-    """Where a stage of a MobileNet begins, or None; with its first part, a block begins as a whole."""
-    name = re.sub(r"^(mb_block/\d+)/seq(/0)?$", r"\1", name)
-    names = dict(_mobilenet_v2()) if model == "mobilenet" else dict(_mobilenet_v3(model)) if model in MOBILENET else {}
-    return names.get(name)
 
 
 def _names(model: str) -> dict[str, tuple[str, ...]]:
@@ -172,7 +120,7 @@ def _resnet(depth: str) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield from ((f"{place}/{kind}{part}", (f"{place}/{kind}{part}",)) for kind in ("conv", "bn"))
             if block == 0 and (stage > 1 or convolutions == 3):
                 yield from ((f"{place}/downsample/{part}", (f"{place}/downsample/{part}",)) for part in (0, 1))
-            # One module there, called after every convolution and after the addition.
+            # One module in the original, called after every convolution and after the addition.
             yield f"{place}/relu", tuple(f"{place}/act{part}" for part in range(1, convolutions + 1))
             yield f"add_{number}" if number else "add", (f"{place}/act{convolutions}",)
             number += 1
@@ -191,7 +139,7 @@ def _efficientnet(size: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _mobilenet_v2() -> Iterator[tuple[str, str]]:
-    """torchvision's: features/0, a block each, features/18, classifier/1."""
+    """torchvision's: features/0, one per block, features/18, classifier/1."""
     yield from zip(("features/0", "features/0/0", "features/0/1", "features/0/2"), _stem("conv_stem"), strict=True)
     places = [(stage, block) for stage, blocks in enumerate(_MOBILENET_V2) for block in range(blocks)]
     added = 0
@@ -229,3 +177,53 @@ def _mobilenet_v3(model: str) -> Iterator[tuple[str, str]]:
     yield "last_block", last
     yield from ((f"last_block/{part}", layer) for part, layer in enumerate(tail))
     yield "output", "classifier"
+
+
+def tensorflow_layer(name: str, *, family: str, size: str, cifar: bool = False) -> str:
+    """An operation of the TensorFlow program; there too it is the first of the next stage."""
+    legal = legal_splits(family=family, size=size, cifar=cifar)
+    if name not in legal:
+        meant = did_you_mean(name, legal) or f"; expected some of {_some(legal)}"
+        raise ConfigError(f"--pipeline-splits: '{name}' is not a split of {family} {size}{meant}")
+    return legal[name]
+
+
+def legal_splits(*, family: str, size: str, cifar: bool = False) -> dict[str, str]:
+    """Every name that may start a stage of a model, and the name of our module."""
+    if family == "squeezenet":
+        return SQUEEZENET
+    return _efficientnet_splits(size) if family == "efficientnet" else _resnet_splits(size, cifar=cifar)
+
+
+def _resnet_splits(size: str, *, cifar: bool) -> dict[str, str]:
+    repeats: tuple[int, ...]
+    if cifar:
+        basic = size in CIFAR_BASIC
+        repeats, last, pool = ((int(size) - 2) // (6 if basic else 9),) * 3, "relu2" if basic else "relu3", "avgpool"
+    else:
+        repeats, last, pool = RESNET[size], "act2" if size in BASIC else "act3", "global_pool"
+    splits = {}
+    for stage, blocks in enumerate(repeats, 1):
+        for block in range(blocks):
+            splits[f"b{stage}/{block}"] = f"layer{stage}/{block}"
+            for relu in (f"b{stage}/{block}/relu", f"stage{stage}/unit{block + 1}/relu"):  # the name of SDK 2.5
+                splits[relu] = f"layer{stage}/{block}/{last}"
+    return {**splits, "reduce_mean": pool, "fc1": "fc"}
+
+
+def _efficientnet_splits(size: str) -> dict[str, str]:
+    splits = {}
+    for stage, blocks in enumerate(EFFICIENTNET[size.removeprefix("B")]):
+        for block in range(blocks):
+            old, ours = f"block{stage + 1}{'abcdefghijklm'[block]}", f"blocks/{stage}/{block}"
+            if stage or block:
+                splits[old] = ours
+            if block == 0:  # a block without a shortcut may also be cut inside
+                last = "conv_pwl" if stage else "conv_pw"
+                splits |= {f"{old}/b": f"{ours}/conv_dw", f"{old}/SE": f"{ours}/se", f"{old}/c": f"{ours}/{last}"}
+    return {**splits, "Top": "conv_head"}
+
+
+def _some(names: Sequence[str] | dict[str, str]) -> str:
+    relus = [name for name in names if name.endswith("/relu") and name.startswith("b")]
+    return ", ".join(relus or names)

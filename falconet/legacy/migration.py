@@ -1,4 +1,4 @@
-"""A program's options in words: its help, and the rows of docs/migration.md."""
+"""The originals' options in words: `--help` of each program, and docs/originals/migration.md."""
 
 import sys
 import textwrap
@@ -13,7 +13,7 @@ def help_of(program: Program) -> str:
     lines = [
         f"usage: {program.script} [options] [--show-translation]",
         "",
-        f"{program.about}; an original's program, run by {command_of(program)}.",
+        f"{program.about}; a program of an original, run by {command_of(program)}.",
         "",
     ]
     for option in program.rows:
@@ -21,8 +21,11 @@ def help_of(program: Program) -> str:
         lines += textwrap.wrap(
             f"{becomes_text(option)}: {option.effect}", 110, initial_indent="      ", subsequent_indent="      "
         )
-    lines += ["", "  -- OPTIONS", "      options of Falconet's own, taken as they are: -- --device cpu --image-size 64"]
-    lines += ["  --show-translation", "      prints the canonical command line and what is different, and exits"]
+    lines += ["", "  -- OPTIONS", "      Falconet's options, not translated: -- --device cpu --image-size 64"]
+    lines += [
+        "  --show-translation",
+        "      prints the canonical command line and notes on what is different, and exits",
+    ]
     return "\n".join(lines)
 
 
@@ -34,7 +37,7 @@ def command_of(program: Program) -> str:
 
 
 def becomes_text(option: Old) -> str:
-    """The canonical options, spelled; variables have no dashes."""
+    """The canonical options with their dashes; variables have none."""
     if not option.new:
         return "no effect here"
     return ", ".join(name if name.isupper() else f"--{name}" for name in option.new)
@@ -52,22 +55,22 @@ def _default(option: Old) -> str:
 
 
 _IPU = "accepted; there is no IPU to reserve"
-_MPI = "mpirun is your own; `falconet` takes rank and size from its variables"
+_MPI = "use your own mpirun; `falconet` takes rank and size from its variables"
 
-# Program -> option -> (what it becomes, effect). `poprun` itself is read by launchers.py.
+# Program -> option -> (what it becomes, effect), for programs without a table; poprun.py reads poprun's flags.
 OUTSIDE: dict[str, dict[str, tuple[str, str]]] = {
     "launcher:poprun": {
         "--num-instances": ("poprun --num-instances", "must divide the replicas"),
-        "--num-replicas": ("poprun --num-replicas", "copies of the model in all; counts more than --replicas"),
+        "--num-replicas": ("poprun --num-replicas", "replicas in all; takes precedence over --replicas"),
         "--ipus-per-replica": ("poprun --ipus-per-replica", "processes of one replica: the stages of its pipeline"),
         "--numa-aware": ("poprun --numa-aware", "binds each process to a NUMA node"),
         "-v / -vv": ("poprun -v", "prints the command lines"),
         "--host": ("poprun --host", "hosts, over ssh"),
-        "--mpi-global-args": ("poprun --mpi-global-args", "--tag-output, -x, -H and networks; the rest is named"),
+        "--mpi-global-args": ("poprun --mpi-global-args", "--tag-output, -x, -H and networks; the rest is noted"),
         "--mpi-local-args": ("poprun --mpi-local-args", "the same"),
         "--only-output-from-instance": ("poprun --only-output-from-instance", "the same"),
         "--executable-cache-path": ("TRITON_CACHE_DIR", "where compiled kernels are kept, in every process"),
-        "--offline-mode": ("none", "accepted; what is here is used"),
+        "--offline-mode": ("none", "accepted; the devices of this machine are used"),
         **dict.fromkeys(
             (
                 *("--vipu-server-host", "--vipu-server-timeout", "--vipu-partition", "--vipu-cluster"),
@@ -93,66 +96,70 @@ OUTSIDE: dict[str, dict[str, tuple[str, str]]] = {
 
 INTRODUCTION = """# From the originals to Falconet
 
-Generated from `falconet/dialects/` by `make docs`; a test fails when it is stale. The programs themselves are in
-`compat/`: type what you know there, and it runs. `--show-translation` prints the canonical command line with a note for
-whatever is different, and exits.
+Generated from `falconet/legacy/` by `make docs`; a test fails when it is stale. The originals' programs are in
+`compat/`: type what you know there, and it runs. `--show-translation` prints the canonical command line, with a note
+on everything that is different, and exits.
 
 - Defaults are each program's own: what a line leaves out is set as its original did.
-- Behind a lone `--` stand options of Falconet's own, which are not translated: `-- --device cpu --image-size 64`.
-- Options may be shortened as long as it stays clear which is meant, as the originals allowed (`--pipeline-split`).
-- Named configs are read from `configs.yml` beside the script, in the originals' format; yours may stand there too.
-  The originals' are also named configs of Falconet itself, in canonical options: docs/configs.md.
-- An option of another original is refused with its name here. What only tuned the IPU is accepted, and said to have no
-  effect.
-- Where documents and code of an original contradict each other, the documents hold: TensorFlow's pipeline schedule is
-  grouped if not given, `--initial-loss-scaling` doubles towards `--loss-scaling`, `weight_avg.py` averages.
+- Lines, files and folder names are those of the original ([benchmarking.md](benchmarking.md) lists them). The
+  canonical line that `--show-translation` prints does the same work, with the lines, files and names of Falconet.
+- Falconet's options go after a lone `--` and are not translated: `-- --device cpu --image-size 64`.
+- Options may be shortened as long as they are unambiguous, as in the originals (`--pipeline-split`).
+- Named configs are read from `configs.yml` beside the script, in the originals' format; add yours there. The
+  originals' are also named configs of Falconet itself, in canonical options: [configs.md](configs.md).
+- An option of another original is refused with its name here. What only tuned the IPU is accepted, with a note that
+  it has no effect.
+- Where the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
+  schedule is grouped by default, `--initial-loss-scaling` doubles towards `--loss-scaling`, `weight_avg.py` averages.
 
-What is not the same, whatever the options:
+What differs with any options:
 
-- A seed that is not given is 0; the originals drew one.
-- Images of CIFAR are standardised one by one for lines of the TensorFlow program (`--normalization image`): on the host
-  before they are shifted, as there; with `--eight-bit-io`, on the device, with the black border that the shift leaves.
-- For lines of the TensorFlow program on ImageNet, random crops are drawn as its `sample_distorted_bounding_box` drew
-  them (`--crop-draw height --crop-area 0.05`) and overlap annotated objects wherever there are boxes
-  (`--use-bbox-info-if-there`), as there; for lines of the PyTorch program with `--use-bbox-info` a tenth of the crop is
-  to lie in a box (`--object-overlap crop`), as its documents have it; its code found no box.
-- New weights are drawn as each original's were, whatever is typed: `--weight-init`, `--zero-init` (docs/numerics.md).
-  Unlike there, the convolutions that `--efficientnet-group-dim` changes are drawn as all others are; a fourth channel
-  of the images, which is zero, does not count as an input; and batch norm's running variance begins at 1 for lines of
-  the PopART program, not at 0: no training sees it, and a validation before the statistics have settled would divide by
-  next to nothing.
-- Convolutions and poolings that stride pad as TensorFlow's SAME does for lines of its program (`--padding same`), as in
-  its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded alike on both sides.
-- Photos are resized without antialiasing for lines of the TensorFlow program (`--no-antialias`), between the same
-  neighbours as there, and rounded to levels of 0 to 255. A crop of it, mirrored or not, is the same to that rounding;
-  JPEG decoders differ by single levels, and its fast one for training is not imitated. The centre that is validated is
-  torchvision's, which may lie one pixel further down or right than there.
-- Crops are not aligned to the blocks of a JPEG file, to which the PyTorch program's fused decoder rounded them down.
+- The default seed is 0; the originals drew one.
+- For lines of the TensorFlow program, images of CIFAR are standardised one by one (`--normalization image`): on the
+  host before they are shifted, as in the original; with `--eight-bit-io`, on the device, with the black border of the
+  shift.
+- For lines of the TensorFlow program on ImageNet, random crops are drawn as by its `sample_distorted_bounding_box`
+  (`--crop-draw height --crop-area 0.05`) and overlap annotated objects where there are boxes
+  (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop is to lie
+  in a box (`--object-overlap crop`), as its documents say; its code found no box.
+- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike
+  there, the convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of the
+  images, which is zero, does not count as an input; and batch norm's running variance starts at 1 for lines of the
+  PopART program, not at 0: training does not use it, and a validation before the statistics have settled would divide
+  by almost zero.
+- For lines of the TensorFlow program, convolutions and poolings with a stride pad like TensorFlow's SAME (`--padding
+  same`), as in its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded equally on both sides.
+- For lines of the TensorFlow program, photos are resized without antialiasing (`--no-antialias`), between the same
+  neighbours, and rounded to levels of 0 to 255. A crop, mirrored or not, is the same up to that rounding; JPEG
+  decoders differ by single levels, and the original's fast decoder for training is not imitated. The centre that is
+  validated is torchvision's, which may be one pixel further down or right.
+- Crops are not aligned to the blocks of a JPEG file; the PyTorch program's fused decoder rounded them down to blocks.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
-- The PopART program validated CIFAR with random shifts and mirrored images; here validation has images as they are.
+- The PopART program validated CIFAR with random shifts and mirrored images; here validation uses the images
+  unchanged.
 - Fine-tuning after `--half-res-training` takes its learning rate to 0 over its own epochs; in the PyTorch program the
-  cosine had the length of the main training, so that the rate hardly moved.
-- SqueezeNet is torchvision's, whose convolutions have biases; the TensorFlow program's had none, padded the first one
-  (which makes a map of 55 instead of 54 pixels behind it) and began with smaller weights in the last one (docs/log.md).
-  For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
-- Proxy norm divides by its deviation at once; the TensorFlow program did so behind squeeze and excitation, and left it
+  cosine had the length of the main training, so that the rate hardly changed.
+- SqueezeNet is torchvision's, whose convolutions have biases. The TensorFlow program's had none, padded the first
+  convolution (which makes its output 55 instead of 54 pixels wide) and started with smaller weights in the last one
+  (docs/maintaining/log.md). For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
+- Proxy norm divides by its deviation at once; the TensorFlow program did so after squeeze and excitation, and left it
   out before the classifier, where the weights that follow take its place.
-- `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of which
-  it kept those with a validation. The epoch is among the values.
-- Batch norm's running statistics move with every micro-batch, as in the PyTorch and the PopART program; for lines of
-  the TensorFlow program once an update, by the mean over its micro-batches (`--batchnorm-per-update`), as there.
-- The learning rate is that of each update. The TensorFlow program set it once for all updates of a host call.
+- `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of
+  which it kept those with a validation. The epoch is among the values.
+- Batch norm's running statistics move with every micro-batch, as in the PyTorch and PopART programs; for lines of the
+  TensorFlow program once per update, by the mean over its micro-batches (`--batchnorm-per-update`), as in the
+  original.
+- The learning rate changes with each update. The TensorFlow program set it once for all updates of a host call.
 - The TensorFlow program wrote ckpt-0 again, with other weights, whenever it was restored; here it is written once,
-  before the first update. No average that training makes has it, `weight_avg.py` and `validation.py` take it with the
-  others.
-- `train.py --restore-path RUN` of the TensorFlow program goes on training, as it did, also where its README prints the
-  line under the heading of a validation; `validation.py --restore-path RUN` (`falconet validate
-  --checkpoint-input-path RUN`) measures the checkpoints.
-- Checkpoints are measured by one process, the first, also where `poprun` starts `validation.py` in several; the
-  accuracy is that of every image once.
-- Of the lines that its README prints with a mistake, `poprun ... --ipus-per-replica` without a value means 4, the
-  stages of the model in question, and `poprun ... python3 --config NAME`, without a script, runs the `train.py` of the
-  folder it is typed in. Both are said in one line. Python itself, without poprun, refuses the second.
+  before the first update. Averages made by training exclude it; `weight_avg.py` and `validation.py` include it.
+- `train.py --restore-path RUN` of the TensorFlow program continues training, as it did, even where its README prints
+  the line under the heading of a validation; `validation.py --restore-path RUN` (`falconet validate
+  --checkpoint-input-path RUN`) validates the checkpoints.
+- One process, the first, validates checkpoints, even where `poprun` starts `validation.py` in several; every image
+  counts exactly once.
+- Two lines of the README contain mistakes: `poprun ... --ipus-per-replica` without a value means 4, the stages of the
+  model in question, and `poprun ... python3 --config NAME`, without a script, runs the `train.py` of the current
+  folder. Both are noted. Python itself, without poprun, refuses the second.
 """
 
 

@@ -1,17 +1,17 @@
-"""The PopART program's programs."""
+"""The PopART original's programs and their options."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import pairwise
 
 from falconet.errors import ConfigError
-from falconet.legacy.pytorch import FP_EXCEPTIONS
+from falconet.legacy.pytorch_training import FP_EXCEPTIONS
 from falconet.legacy.table import (
     IPU,
     Effect,
+    Note,
     Old,
     Program,
-    Say,
     To,
     Values,
     Variable,
@@ -32,17 +32,17 @@ CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 def micro_batch(old: Values) -> int:
     batch, factor = old.whole("--batch-size"), old.whole("--replication-factor")
     if batch % factor:
-        raise ConfigError(f"--batch-size: got {batch}, wanted a multiple of --replication-factor, which is {factor}")
+        raise ConfigError(f"--batch-size: got {batch}, expected a multiple of --replication-factor, which is {factor}")
     return batch // factor
 
 
 def batch_size(old: Values) -> Iterable[Effect]:
-    """Theirs is that of all replicas together, before accumulation."""
+    """In the original, the batch of all replicas together, before accumulation."""
     yield To("micro-batch-size", (str(micro_batch(old)),))
 
 
 def model(old: Values) -> Iterable[Effect]:
-    """The data alone decides on the first layers and the size of the images."""
+    """The data alone determines the first layers and the image size."""
     size, cifar = old.text("--size"), old.text("--dataset") != "IMAGENET"
     yield from model_of(size)
     if cifar != (size in CIFAR_SIZES):
@@ -63,14 +63,14 @@ def model_of(size: str) -> Iterable[Effect]:
 
 
 def shortcut(old: Values) -> Iterable[Effect]:
-    """The networks' own are A for CIFAR, B for the others; resnet_main.py has B for all that say nothing else."""
+    """The networks' default is A for CIFAR and B for the others; resnet_main.py's default is B for all."""
     own = "A" if old.text("--size") in CIFAR_SIZES else "B"
     kind = old.text("--shortcut-type") if old.has("--shortcut-type") else own
     yield To("shortcut-type", ("auto" if kind == own else kind,))
 
 
 def data(old: Values) -> Iterable[Effect]:
-    """CIFAR-100 was only documented. CIFAR-10's deviations were means over single images, smaller than the data's."""
+    """CIFAR-100 was documented only. CIFAR-10's deviations were means over single images, smaller than the data's."""
     yield To("data", (old.text("--dataset").lower().replace("-", ""),))
     if old.text("--dataset") == "CIFAR-10":
         yield To("pixel-deviation", CIFAR_DEVIATION)
@@ -82,29 +82,29 @@ def norm(old: Values) -> Iterable[Effect]:
     if kind == "group":
         yield To("norm-num-groups", (old.text("--norm-groups"),))
     elif old.given("--norm-groups"):
-        yield Say("--norm-groups: no effect without --norm-type GROUP")
+        yield Note("--norm-groups: no effect without --norm-type GROUP")
     if kind == "none":
         yield To("conv-bias")
 
 
 def learning_rate(old: Values) -> Iterable[Effect]:
-    """2**x times the batch of all replicas; accumulation does not count."""
+    """2**x times the batch of all replicas, without accumulation."""
     first = _multipliers(old)[0]
     rate = power_of_two("--base-learning-rate", old.whole("--base-learning-rate")) * old.whole("--batch-size")
     yield To("lr", (short(rate * first),))
 
 
 def schedule(old: Values) -> Iterable[Effect]:
-    """Multipliers of the first rate, at shares of training; ours are factors of the rate before."""
+    """The original has multipliers of the first rate, at shares of training; ours are factors of the previous rate."""
     multipliers, shares = _multipliers(old), _shares(old, "--learning-rate-schedule")
     if len(multipliers) != len(shares) + 1:
         raise ConfigError(
-            f"--learning-rate-decay: got {len(multipliers)} multipliers, wanted {len(shares) + 1}, one more than"
+            f"--learning-rate-decay: got {len(multipliers)} multipliers, expected {len(shares) + 1}, one more than"
             " --learning-rate-schedule has"
         )
     if min(multipliers) <= 0:
         raise ConfigError(
-            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, wanted multipliers above 0, such as"
+            f"--learning-rate-decay: got {old.text('--learning-rate-decay')}, expected multipliers above 0, such as"
             " 1,0.1,0.01"
         )
     factors = [round(after / before, 12) for before, after in pairwise(multipliers)] or [1.0]
@@ -117,24 +117,26 @@ def schedule(old: Values) -> Iterable[Effect]:
 def _multipliers(old: Values) -> list[float]:
     found = _shares(old, "--learning-rate-decay")
     if not found:
-        raise ConfigError("--learning-rate-decay: got no number, wanted the first rate's multiplier too, such as 1,0.1")
+        raise ConfigError(
+            "--learning-rate-decay: got no number, expected at least the first rate's multiplier, such as 1,0.1"
+        )
     return found
 
 
 def _shares(old: Values, name: str) -> list[float]:
-    return old.listed(name, wanted="numbers with commas between them")
+    return old.listed(name, expected="numbers separated by commas")
 
 
 def stages(old: Values) -> Iterable[Effect]:
-    """The devices of a replica; without --pipeline they worked one after the other."""
+    """The devices of a replica; without --pipeline they ran one after the other."""
     devices, factor = old.whole("--num-ipus"), old.whole("--replication-factor")
     if devices % factor:
-        raise ConfigError(f"--num-ipus: got {devices}, wanted a multiple of --replication-factor, which is {factor}")
+        raise ConfigError(f"--num-ipus: got {devices}, expected a multiple of --replication-factor, which is {factor}")
     if devices // factor > 1:
         yield To("pipeline-splits", (f"auto:{devices // factor}",))
         yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
     elif old.flag("--pipeline"):
-        yield Say("--pipeline: no effect with one of --num-ipus a replica")
+        yield Note("--pipeline: no effect with one of --num-ipus per replica")
 
 
 def rounding(old: Values) -> Iterable[Effect]:
@@ -146,7 +148,7 @@ def validation(old: Values) -> Iterable[Effect]:
 
 
 def logs(old: Values) -> Iterable[Effect]:
-    """A step of theirs is --batches-per-step updates."""
+    """A step is --batches-per-step updates."""
     effective = old.whole("--batch-size") * old.whole("--gradient-accumulation-factor")
     updates = IMAGES[old.text("--dataset")] // effective
     steps = old.whole("--steps-per-log") * old.whole("--batches-per-step")
@@ -154,7 +156,7 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """Where folders named by time and size go, and the name of the one in them."""
+    """Where the folders named by time and size go, and the name of the run folder in them."""
     if old.given("--log_dir_string"):
         yield To("name-suffix", (old.text("--log_dir_string"),))
     if old.given("--log-dir"):
@@ -162,7 +164,7 @@ def run_folder(old: Values) -> Iterable[Effect]:
 
 
 def recompute(old: Values) -> Iterable[Effect]:
-    """Stages of a pipeline recompute here unless they are told not to."""
+    """Stages of a pipeline recompute here unless that is turned off."""
     staged = old.whole("--num-ipus") > old.whole("--replication-factor")
     if old.flag("--recompute") and not staged:
         yield To("enable-recompute")
@@ -175,15 +177,15 @@ def replicas(old: Values) -> Iterable[Effect]:
         yield To("replicas", (old.text("--replication-factor"),))
 
 
-def beginning(_: Values) -> Iterable[Effect]:
-    """Glorot's bounds of the channels alone, and every norm's scale at 1."""
+def first_weights(_: Values) -> Iterable[Effect]:
+    """Glorot's bounds from the channels alone, and every norm's scale at 1."""
     yield To("weight-init", ("channels",))
     yield To("zero-init", ("none",))
 
 
 def own(old: Values) -> Iterable[Effect]:
-    """What the program has no options for."""
-    yield from beginning(old)
+    """What the program always did, without an option."""
+    yield from first_weights(old)
     yield To("optimizer", ("sgd",))
     yield To("momentum", ("0",))
     yield To("weight-decay-exclude", ("nothing",))
@@ -191,7 +193,7 @@ def own(old: Values) -> Iterable[Effect]:
     if find_spec("tensorboard"):
         yield To("tensorboard")
     else:
-        yield Say("scalars for TensorBoard, which theirs always wrote, need: pip install falconet[tensorboard]")
+        yield Note("TensorBoard scalars, which the original always wrote, need: pip install falconet[tensorboard]")
 
 
 def synthetic_command(old: Values) -> str:
@@ -210,15 +212,15 @@ def synthetic(old: Values) -> Iterable[Effect]:
 
 
 def shards(old: Values) -> Iterable[Effect]:
-    """Stages of a training; a model whose predictions are measured is whole."""
+    """Stages in training; predictions are measured with the whole model."""
     count = old.whole("--shards")
     if count > 1 and synthetic_command(old) == "train":
         yield To("pipeline-splits", (f"auto:{count}",))
         yield To("pipeline-schedule", ("grouped" if old.flag("--pipeline") else "sequential",))
     elif count > 1:
-        yield Say(f"--shards {count}: predictions are measured with the whole model on one device")
+        yield Note(f"--shards {count}: predictions are measured with the whole model on one device")
     elif old.flag("--pipeline"):
-        yield Say("--pipeline: no effect without --shards")
+        yield Note("--pipeline: no effect without --shards")
 
 
 _MODEL_NORMS = ("BATCH", "GROUP", "NONE")
@@ -231,7 +233,7 @@ MAIN: tuple[Old, ...] = (
         "CIFAR-10",
         "data pixel-deviation",
         data,
-        "imagenet, cifar10 with the deviations 0.2023 0.1994 0.201 of its pixels or, as documented, cifar100",
+        "imagenet; cifar10 with the pixel deviations 0.2023 0.1994 0.201; cifar100, as documented",
         choices=("IMAGENET", "CIFAR-10", "CIFAR-100"),
     ),
     same("--data-dir", "text", required=True),
@@ -252,7 +254,7 @@ MAIN: tuple[Old, ...] = (
         "GROUP",
         "norm-type norm-num-groups conv-bias",
         norm,
-        "in small letters; NONE gives convolutions biases",
+        "in lower case; NONE gives convolutions biases",
         choices=_MODEL_NORMS,
     ),
     part_of("--norm-groups", "whole", "16", "norm-num-groups", "the same"),
@@ -266,12 +268,12 @@ MAIN: tuple[Old, ...] = (
         "16 is 16.16, 32 is 32.32",
         choices=("16", "32"),
     ),
-    part_of("--prng", "flag", None, "enable-stochastic-rounding", "on, as it is if nothing is said"),
+    part_of("--prng", "flag", None, "enable-stochastic-rounding", "on, which is the default"),
     becomes("--no-prng", "flag", None, "enable-stochastic-rounding", rounding, "on unless given"),
     nothing("--fp-exceptions", "flag", FP_EXCEPTIONS),
     same("--half-partials", "flag", new="half-partial"),
     becomes(
-        "--base-learning-rate", "whole", "-6", "lr", learning_rate, "2**x times --batch-size; accumulation not counted"
+        "--base-learning-rate", "whole", "-6", "lr", learning_rate, "2**x times --batch-size, without accumulation"
     ),
     becomes(
         "--learning-rate-decay",
@@ -279,17 +281,15 @@ MAIN: tuple[Old, ...] = (
         "1,0.1,0.01",
         "lr-schedule lr-decay lr-epoch-decay",
         schedule,
-        "the factors between neighbours; one if they are all alike",
+        "the factors between neighbours; one if they are all equal",
     ),
-    part_of("--learning-rate-schedule", "text", "0.5,0.75", "lr-epoch-decay", "shares of training times --epochs"),
+    part_of("--learning-rate-schedule", "text", "0.5,0.75", "lr-epoch-decay", "shares of training, times --epochs"),
     same("--epochs", "whole", "30", new="epoch"),
     becomes("--no-validation", "flag", None, "validation-mode", validation, "validation-mode none, else during"),
-    nothing("--valid-per-epoch", "number", "had no effect; an epoch is validated once", "1"),
-    becomes(
-        "--steps-per-log", "whole", "1", "logs-per-epoch", logs, "log points in an epoch: updates / steps", least=1
-    ),
+    nothing("--valid-per-epoch", "number", "had no effect; each epoch is validated once", "1"),
+    becomes("--steps-per-log", "whole", "1", "logs-per-epoch", logs, "log points per epoch: updates / steps", least=1),
     same("--weight-decay", "number", "0"),
-    becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "divided by --replication-factor: stages", least=1),
+    becomes("--num-ipus", "whole", "1", "pipeline-splits", stages, "stages: divided by --replication-factor", least=1),
     becomes("--replication-factor", "whole", "1", "replicas", replicas, "the same", least=1),
     becomes("--recompute", "flag", None, "enable-recompute recompute-mode", recompute, "the same"),
     part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential; stages of equal cost"),
@@ -298,10 +298,10 @@ MAIN: tuple[Old, ...] = (
         "whole",
         "250",
         "logs-per-epoch",
-        "updates of a step; the host starts each itself",
+        "updates per step; the host starts each one",
         least=1,
     ),
-    nothing("--simulation", "flag", "runs on what is here; --device cpu leaves the GPU alone"),
+    nothing("--simulation", "flag", "runs on the devices of this machine; --device cpu leaves the GPU unused"),
     same("--gradient-accumulation-factor", "whole", "1", new="gradient-accumulation", least=1),
     nothing("--ckpt", "text", "checkpoints are folders of safetensors in the run folder, not ONNX files"),
     nothing("--syncless-collectives", "text", COLLECTIVES, choices=("true", "false", "auto")),
@@ -328,12 +328,12 @@ SYNTHETIC: tuple[Old, ...] = (
         "BATCH",
         "norm-type norm-num-groups conv-bias",
         norm,
-        "in small letters; NONE gives convolutions biases",
+        "in lower case; NONE gives convolutions biases",
         choices=_MODEL_NORMS,
     ),
     part_of("--norm-groups", "whole", "32", "norm-num-groups", "the same"),
     becomes("--shortcut-type", "text", None, "shortcut-type", shortcut, "the same", choices=("A", "B", "C")),
-    nothing("--log-dir", "text", "what is measured is printed"),
+    nothing("--log-dir", "text", "results are printed"),
     becomes(
         "--mode",
         "text",
@@ -348,7 +348,7 @@ SYNTHETIC: tuple[Old, ...] = (
     part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches", least=1),
     becomes("--shards", "whole", "1", "pipeline-splits", shards, "stages of equal cost, with --mode train", least=1),
     part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential"),
-    nothing("--auto-sharding", "flag", "stages of equal cost are found in any case"),
+    nothing("--auto-sharding", "flag", "stages of equal cost are always found"),
     same("--report", "flag", new="profile"),
     nothing("--save-graph", "flag", "--report traces what runs"),
     nothing("--simulation", "flag", IPU),
@@ -361,7 +361,7 @@ PROGRAMS = (
         options=MAIN,
         command="train",
         about="trains and validates",
-        style="popart",
+        conventions="popart",
         rule=own,
     ),
     Program(
@@ -369,7 +369,7 @@ PROGRAMS = (
         options=SYNTHETIC,
         command=synthetic_command,
         about="measures a model on random images",
-        style="popart",
-        rule=beginning,
+        conventions="popart",
+        rule=first_weights,
     ),
 )

@@ -1,4 +1,4 @@
-"""poprun's command line, as the originals used it: who runs what, on which hosts. No torch in here."""
+"""`poprun`: Graphcore's launcher, its flags read as the originals used them, its processes started by torchrun."""
 
 import itertools
 import os
@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from falconet import exits
-from falconet.errors import ConfigError, did_you_mean
+
+with exits.at_once():  # the first 0.3 s
+    from falconet.errors import ConfigError, UserError, did_you_mean
+    from falconet.exits import DONE, INTERRUPTED, MISTAKE
+    from falconet.legacy import hosts
+    from falconet.legacy.hosts import Job, Start, is_here, starts
+    from falconet.parallel import environment
+    from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
+    from falconet.report.console import Lines, Say, Screen, are
 
 YES, NO = ("1", "yes", "true", "on"), ("0", "no", "false", "off")
-# Flags of the IPU's own resources, which have no counterpart here; all take one value.
+# Flags of IPU resources, which have no counterpart here; all take one value.
 OF_THE_IPU = (
     *("--vipu-server-host", "--vipu-server-port", "--vipu-server-timeout", "--vipu-partition", "--vipu-cluster"),
     *("--vipu-allocation", "--reset-partition", "--update-partition", "--remove-partition", "--num-ilds"),
     *("--sync-type", "--offline-mode"),
 )
-# mpirun's arguments without a meaning here, and how many values each takes.
+# mpirun's arguments that have no effect here, and how many values each takes.
 OF_MPIRUN = {
     **dict.fromkeys(("--allow-run-as-root", "--oversubscribe", "--display-map", "--report-bindings"), 0),
     **dict.fromkeys(("--bind-to", "--map-by", "--rank-by"), 1),
@@ -30,6 +38,7 @@ PYTHONS_OWN = ("--help", "--version", "--help-env", "--help-xoptions", "--help-a
 FORGOTTEN = "4"  # the TensorFlow README's value of --ipus-per-replica: its mk2_resnet50_bn_16ipus is in 4 stages
 CACHE = "TRITON_CACHE_DIR"
 NETWORKS = ("btl_tcp_if_include", "oob_tcp_if_include")
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them exists where PyTorch may find a device
 HELP = """usage: poprun [flags] PROGRAM [arguments]
 
 Runs a program as several processes, with the flags of Graphcore's poprun, by torchrun.
@@ -40,11 +49,11 @@ Runs a program as several processes, with the flags of Graphcore's poprun, by to
   --host A,B             hosts, over ssh, each with this folder and this Python; the first one coordinates
   --numa-aware yes|no    bind each process to a NUMA node
   --mpi-global-args S    --tag-output, -x VAR[=VALUE], -H HOSTS, --mca btl_tcp_if_include NETWORK,
-  --mpi-local-args S     --mca plm_rsh_agent COMMAND; the other arguments of mpirun are named and have no effect
+  --mpi-local-args S     --mca plm_rsh_agent COMMAND; mpirun's other arguments have no effect and are noted
   --only-output-from-instance N
   --executable-cache-path FOLDER   where compiled kernels are kept (TRITON_CACHE_DIR)
   --dry-run              print the command lines and exit
-  -v                     print them, and go on
+  -v                     print them, and continue
 
 Flags of V-IPU partitions are accepted and have no effect. MASTER_PORT sets the port of the first host (29500).
 
@@ -58,13 +67,13 @@ class Poprun:
 
     program: tuple[str, ...] = ()
     replicas: int = 0  # 0: as many as instances
-    instances: int = 0  # 0: nobody said
+    instances: int = 0  # 0: not given
     stages: int = 1  # processes of one replica
     hosts: tuple[str, ...] = ()
     numa_aware: bool = False
-    tagged: bool = False  # each line of output with the rank before it
+    tagged: bool = False  # each output line starts with the rank
     only_instance: int | None = None
-    exported: dict[str, str | None] = field(default_factory=dict)  # None: poprun's own value
+    exported: dict[str, str | None] = field(default_factory=dict)  # None: the value of this process
     network: str | None = None  # a subnet such as 10.1.3.0/24, or an interface
     remote_shell: tuple[str, ...] = ("ssh",)
     dry_run: bool = False
@@ -73,9 +82,49 @@ class Poprun:
     notes: list[str] = field(default_factory=list)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a program under poprun's flags; returns the exit code, which is the program's if it ran."""
+    say = Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line
+    try:
+        asked = read_poprun(sys.argv[1:] if argv is None else argv)
+        if asked.help:
+            Screen().line(HELP)
+            return DONE
+        asked.program, forgotten = with_script(asked.program, [path.name for path in Path().iterdir()])
+        asked.notes += [forgotten] if forgotten else []
+        return _run(asked, say=say)
+    except UserError as error:
+        say(f"poprun: {error}")
+        return MISTAKE
+    except KeyboardInterrupt:  # before anything was started
+        return INTERRUPTED
+
+
+def command() -> NoReturn:
+    """The entry point of `poprun`."""
+    exits.soon(main())
+
+
+def _run(asked: Poprun, *, say: Say) -> int:
+    processes, fewer = _processes(asked)
+    job = job_of(asked, os.environ, processes=processes)
+    each = starts(job)
+    for note in (*asked.notes, *fewer, *_notes(asked)):
+        say(f"poprun: {note}")
+    if asked.dry_run:
+        _show(each, Screen().line)
+        return DONE
+    if asked.verbose:
+        _show(each, say)
+    if not each[0].remote and not shutil.which(asked.program[0]):
+        raise ConfigError(f"{asked.program[0]}: not found; expected a program on the PATH")
+    hosts.require_reachable(each, remote_shell=asked.remote_shell)
+    return hosts.run_together(each, variables=job.variables)
+
+
 def read_poprun(argv: Sequence[str]) -> Poprun:
-    """The request that a poprun line makes; the first word that is no flag begins the program."""
-    asked, words, idle = Poprun(), list(argv), []
+    """What a poprun line asks for; the first word that is not a flag starts the program."""
+    asked, words, unused = Poprun(), list(argv), []
     while words and words[0].startswith("-"):
         name, equals, value = words.pop(0).partition("=")
         if name == "--":
@@ -90,40 +139,25 @@ def read_poprun(argv: Sequence[str]) -> Poprun:
             if not equals:
                 value = _next(name, words, asked)
             if name in OF_THE_IPU:
-                idle.append(name)
+                unused.append(name)
             else:
                 VALUED[name](asked, name, value)
         else:
             raise ConfigError(f"{name}: poprun has no such flag{did_you_mean(name, FLAGS) or '; --help lists them'}")
     asked.program = tuple(words)
-    if idle:
-        asked.notes.append(f"{', '.join(idle)}: no effect, there is no IPU here")
+    if unused:
+        asked.notes.append(f"{', '.join(unused)}: no effect, there is no IPU here")
     _check(asked)
     return asked
 
 
-def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple[str, ...], str | None]:
-    """A program with train.py where Python is given options of a script and no script, and a line about it.
-
-    One original's README prints its POD128 command so. `scripts`: what lies in the folder where it is typed.
-    """
-    python, *words = program
-    if not re.fullmatch(r"python[\d.]*", python.rpartition("/")[2]) or not words or words[0] in PYTHONS_OWN:
-        return tuple(program), None
-    if not words[0].startswith("--"):
-        return tuple(program), None
-    if "train.py" not in scripts:
-        raise ConfigError(f"{python} {words[0]}: names no script; wanted `{python} train.py {words[0]} ...`")
-    return (python, "train.py", *words), f"{python} {words[0]}: names no script; taken as {python} train.py"
-
-
 def _next(name: str, words: list[str], asked: Poprun) -> str:
-    """The value of a flag: the next word, unless that is a flag; mpirun's arguments begin with a dash themselves."""
+    """The value of a flag: the next word, unless that is a flag; mpirun's arguments start with a dash too."""
     if words and (name in MPI or not words[0].startswith("-")):
         return words.pop(0)
-    if name == "--ipus-per-replica":  # as one original's README printed it, of a model in 4 stages
+    if name == "--ipus-per-replica":  # as one original's README prints it, for a model in 4 stages
         asked.notes.append(
-            f"--ipus-per-replica: has no value; taken as {FORGOTTEN}, which was meant where it is printed so"
+            f"--ipus-per-replica: has no value; taken as {FORGOTTEN}, which the README that prints it so means"
         )
         return FORGOTTEN
     raise ConfigError(f"{name}: needs a value")
@@ -131,34 +165,34 @@ def _next(name: str, words: list[str], asked: Poprun) -> str:
 
 def _yes(name: str, value: str) -> bool:
     if value.lower() not in YES + NO:
-        raise ConfigError(f"{name}: got '{value}', wanted yes or no")
+        raise ConfigError(f"{name}: got '{value}', expected yes or no")
     return value.lower() in YES
 
 
 def _number(name: str, value: str, least: int = 1) -> int:
     if not re.fullmatch(r"\d+", value) or int(value) < least:
-        raise ConfigError(f"{name}: got '{value}', wanted a whole number, at least {least}")
+        raise ConfigError(f"{name}: got '{value}', expected a whole number, at least {least}")
     return int(value)
 
 
 def _hosts(name: str, value: str) -> tuple[str, ...]:
-    """`a,b`; with mpirun's `a:2,b:2`, slots are dropped: processes are divided evenly."""
+    """`a,b`, or mpirun's `a:2,b:2`, whose slots are ignored: processes are divided evenly."""
     hosts = tuple(re.sub(r":\d+$", "", host.strip()) for host in value.split(","))
     for host in hosts:
         if not re.fullmatch(r"[A-Za-z0-9_@%][A-Za-z0-9_.:@%-]*", host):
-            raise ConfigError(f"{name}: got '{value}', wanted names or addresses of hosts with commas between them")
+            raise ConfigError(f"{name}: got '{value}', expected names or addresses of hosts, separated by commas")
     if len(set(hosts)) < len(hosts):
-        raise ConfigError(f"{name}: got '{value}', wanted each host once")
+        raise ConfigError(f"{name}: got '{value}', expected each host once")
     return hosts
 
 
 def _mpi(asked: Poprun, name: str, value: str) -> None:
-    """mpirun's own arguments, as far as they mean something without it."""
+    """mpirun's arguments, as far as they have a meaning without it."""
     try:
         words = shlex.split(value)
     except ValueError as error:
-        raise ConfigError(f"{name}: got '{value}', which a shell could not read: {error}") from None
-    idle = []
+        raise ConfigError(f"{name}: got '{value}', which is not a shell line: {error}") from None
+    unused = []
     while words:
         flag = "--" + words[0].lstrip("-") if len(words[0].lstrip("-")) > 1 else words[0]
         spelled = words.pop(0)
@@ -178,17 +212,17 @@ def _mpi(asked: Poprun, name: str, value: str) -> None:
         elif flag == "--mca" and values[0] == "plm_rsh_agent":
             asked.remote_shell = tuple(shlex.split(values[1])) or ("ssh",)
         elif flag == "--mca" or flag in OF_MPIRUN:
-            idle.append(" ".join([spelled, *values]))
+            unused.append(" ".join([spelled, *values]))
         else:
             known = [*OF_MPIRUN, *MPI_VALUES, "--tag-output"]
-            meant = did_you_mean(spelled, known) or f"; wanted {', '.join(known)}"
-            raise ConfigError(f"{name}: {spelled} is not translated{meant}")
-    if idle:
-        asked.notes.append(f"{name} {', '.join(idle)}: no effect without mpirun")
+            meant = did_you_mean(spelled, known) or f"; expected {', '.join(known)}"
+            raise ConfigError(f"{name}: {spelled} is not supported{meant}")
+    if unused:
+        asked.notes.append(f"{name} {', '.join(unused)}: no effect without mpirun")
 
 
 def _cache(asked: Poprun, name: str, value: str) -> None:  # noqa: ARG001
-    """Their programs were compiled whole; here only Triton's kernels are. Empty: as a variable that is not set."""
+    """The originals compiled whole programs; here only Triton's kernels are. Empty: an unset shell variable."""
     if value:
         asked.exported.setdefault(CACHE, value)
 
@@ -201,17 +235,17 @@ def _check(asked: Poprun) -> None:
         raise ConfigError("PROGRAM: is needed after the flags, such as `falconet train`")
     if asked.instances and asked.replicas % asked.instances:
         raise ConfigError(
-            f"--num-replicas: got {asked.replicas}, wanted a multiple of --num-instances, which is {asked.instances}"
+            f"--num-replicas: got {asked.replicas}, expected a multiple of --num-instances, which is {asked.instances}"
         )
     if asked.only_instance is not None and asked.only_instance >= (asked.instances or asked.replicas):
         raise ConfigError(
-            f"--only-output-from-instance: got {asked.only_instance}, wanted less than the number of instances,"
+            f"--only-output-from-instance: got {asked.only_instance}, expected less than the number of instances,"
             f" {asked.instances or asked.replicas}"
         )
     if asked.hosts and asked.replicas % len(asked.hosts):
         raise ConfigError(
-            f"--num-replicas: got {asked.replicas}, wanted a multiple of the {len(asked.hosts)} hosts: a replica stays"
-            " on one host"
+            f"--num-replicas: got {asked.replicas}, expected a multiple of the {len(asked.hosts)} hosts, because a"
+            " replica stays on one host"
         )
 
 
@@ -242,55 +276,23 @@ SWITCHES: dict[str, Callable[[Poprun], None]] = {
 FLAGS = (*VALUED, *SWITCHES, *OF_THE_IPU, "--numa-aware")
 
 
-with exits.at_once():  # the first 0.3 s
-    from falconet.errors import ConfigError, UserError
-    from falconet.exits import DONE, INTERRUPTED, MISTAKE
-    from falconet.legacy import hosts
-    from falconet.legacy.hosts import Job, Start, is_here, starts
-    from falconet.parallel import environment
-    from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
-    from falconet.report.console import Lines, Say, Screen, are
+def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple[str, ...], str | None]:
+    """A program with train.py added where Python has options of a script but no script, and a note about it.
 
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them is there where PyTorch may see a device
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a program under poprun's flags; returns the exit code, which is the program's if it ran."""
-    say = Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line
-    try:
-        asked = read_poprun(sys.argv[1:] if argv is None else argv)
-        if asked.help:
-            Screen().line(HELP)
-            return DONE
-        asked.program, forgotten = with_script(asked.program, [path.name for path in Path().iterdir()])
-        asked.notes += [forgotten] if forgotten else []
-        return _run(asked, say=say)
-    except UserError as error:
-        say(f"poprun: {error}")
-        return MISTAKE
-    except KeyboardInterrupt:  # before there is anything to end
-        return INTERRUPTED
-
-
-def _run(asked: Poprun, *, say: Say) -> int:
-    processes, fewer = _processes(asked)
-    job = job_of(asked, os.environ, processes=processes)
-    each = starts(job)
-    for note in (*asked.notes, *fewer, *_notes(asked)):
-        say(f"poprun: {note}")
-    if asked.dry_run:
-        _show(each, Screen().line)
-        return DONE
-    if asked.verbose:
-        _show(each, say)
-    if not each[0].remote and not shutil.which(asked.program[0]):
-        raise ConfigError(f"{asked.program[0]}: not found; wanted a program that can be run here")
-    hosts.require_reachable(each, remote_shell=asked.remote_shell)
-    return hosts.run_together(each, variables=job.variables)
+    One original's README prints its POD128 command like this. `scripts`: the files in the current folder.
+    """
+    python, *words = program
+    if not re.fullmatch(r"python[\d.]*", python.rpartition("/")[2]) or not words or words[0] in PYTHONS_OWN:
+        return tuple(program), None
+    if not words[0].startswith("--"):
+        return tuple(program), None
+    if "train.py" not in scripts:
+        raise ConfigError(f"{python} {words[0]}: names no script; expected `{python} train.py {words[0]} ...`")
+    return (python, "train.py", *words), f"{python} {words[0]}: names no script; taken as {python} train.py"
 
 
 def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Job:
-    """The same in torchrun's terms."""
+    """What poprun was asked for, in torchrun's terms."""
     before = [*(["--numa"] if asked.numa_aware else []), *(["--network", asked.network] if asked.network else [])]
     shown = None
     if asked.only_instance is not None:
@@ -308,9 +310,9 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
             environment.REPLICAS: str(asked.replicas),
             environment.STAGES: str(asked.stages),
             environment.TETHERED: "1",
-            # Else restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
+            # Otherwise, restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            # A host that is not there yet is an error to torch's C++, and one that does not come is one of ours.
+            # torch's C++ logs hosts that are late as errors; hosts that never come are reported here.
             "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL") or "FATAL",
             "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY") or "PASSIVE",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
@@ -323,10 +325,18 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
     )
 
 
-def _processes(asked: Poprun) -> tuple[int, list[str]]:
-    """As many as asked for on other hosts; on this one, as many as it has devices for, and a line where that is fewer.
+def _port(text: str | None) -> int:
+    if not text:
+        return environment.PORT
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ConfigError(f"MASTER_PORT: got '{text}', expected 1 to 65535")
+    return int(text)
 
-    The program learns the number of replicas that was asked for, and folds the missing ones into accumulation.
+
+def _processes(asked: Poprun) -> tuple[int, list[str]]:
+    """How many to start, and a note if that is fewer than asked for: this host starts what it has devices for.
+
+    The program knows how many replicas were asked for, and folds the missing ones into accumulation.
     """
     everyone = asked.replicas * asked.stages
     if everyone == 1 or not all(map(is_here, asked.hosts)):
@@ -340,7 +350,7 @@ def _processes(asked: Poprun) -> tuple[int, list[str]]:
 
 def _devices() -> tuple[int, str]:
     if any(map(os.path.exists, DRIVERS)):
-        import torch  # takes seconds, which a machine without a driver need not wait for
+        import torch  # takes seconds: not on a machine without a driver
 
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
@@ -354,15 +364,15 @@ def _cores() -> tuple[int, str]:
 
 
 def _is_for_cpu(asked: Poprun) -> bool:
-    """Whether the program will use no CUDA device, as far as its line says."""
+    """Whether the program's line rules out CUDA devices."""
     words = asked.program
     hidden = asked.exported.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return hidden or "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
 
 
 def _notes(asked: Poprun) -> list[str]:
-    """What was asked for and cannot be had."""
-    notes = [f"-x {name}: is not set here" for name, value in asked.exported.items() if _is_missing(name, value)]
+    """What was asked for and has no effect."""
+    notes = [f"-x {name}: not set here" for name, value in asked.exported.items() if _is_missing(name, value)]
     if asked.numa_aware and all(map(is_here, asked.hosts)) and len(hosts.numa_nodes()) < 2:
         notes.append("--numa-aware: no effect, this host has one NUMA node")
     return notes
@@ -372,22 +382,9 @@ def _is_missing(name: str, value: str | None) -> bool:
     return value is None and name not in os.environ
 
 
-def _port(text: str | None) -> int:
-    if not text:
-        return environment.PORT
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ConfigError(f"MASTER_PORT: got '{text}', wanted 1 to 65535")
-    return int(text)
-
-
 def _show(each: Sequence[Start], line: Say) -> None:
     for start in each:
         line(start.shown)
-
-
-def command() -> NoReturn:
-    """`poprun` as the whole of a process."""
-    exits.soon(main())
 
 
 if __name__ == "__main__":

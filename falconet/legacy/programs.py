@@ -1,4 +1,8 @@
-"""The originals' programs: their command lines are translated, said, and handed over to `falconet`."""
+"""The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
+
+`python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
+`tensorflow` and `popart`. The workers of a translated run are started so.
+"""
 
 import os
 import sys
@@ -10,11 +14,12 @@ from falconet import exits
 
 with exits.at_once():  # the first 0.3 s of every program
     from falconet import cli
-    from falconet.errors import UserError
+    from falconet.errors import UserError, did_you_mean
     from falconet.exits import DONE, INTERRUPTED, MISTAKE
+    from falconet.legacy.conventions import CONVENTIONS
     from falconet.legacy.migration import help_of
     from falconet.legacy.table import Place
-    from falconet.legacy.translate import Translation, program_named, translate
+    from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
 
@@ -23,17 +28,17 @@ SHOW = "--show-translation"
 
 def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
-    words, ours = _parted(list(sys.argv[1:] if argv is None else argv))
+    words, ours = _split(list(sys.argv[1:] if argv is None else argv))
     name = Path(script).name if Path(script).stem != "__main__" else Path(script).resolve().parent.name
     cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
-            _say(help_of(program_named(program)))
+            _print(help_of(program_named(program)))
             return DONE
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
         if SHOW in words:
-            _say("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
+            _print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
             return DONE
     except UserError as error:
         if _is_first(os.environ):
@@ -43,23 +48,28 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         return cli.unwritten(error, name)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return _run(translation, ours, name)
+    if _is_first(os.environ):
+        for note in translation.notes:
+            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
+    for variable, value in translation.environment.items():
+        os.environ[variable] = os.environ.get(variable) or value
+    return cli.main([*translation.argv(), *ours], CONVENTIONS[program_named(program).conventions])
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """The same as the whole of a process."""
+    """Run a program and end the process with its exit code."""
     cli.end(main(program, script, argv))
 
 
 def gc_info() -> NoReturn:
-    """`gc-info -l`, whatever its flags: what this machine has."""
+    """`gc-info -l`, with any flags: list what this machine has."""
     cli.end(cli.main(["doctor"]))
 
 
 def gc_profile(argv: Sequence[str] | None = None) -> int:
-    """`gc-profile -d DIR -- PROGRAM ...`: a program whose run folder, and with it the profile, goes to a folder.
+    """`gc-profile -d DIR -- PROGRAM ...`: run a program whose run folder, and with it the profile, goes to a folder.
 
-    The program takes this process over, and with it every signal: after a Ctrl-C it has the time that it needs to save.
+    The program replaces this process and gets every signal, so that it has time to save after a Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 4 or words[0] != "-d" or words[2] != "--":
@@ -72,22 +82,23 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
-def _run(translation: Translation, ours: list[str], name: str) -> int:
-    if _is_first(os.environ):
-        for note in translation.notes:
-            print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
-    for variable, value in translation.environment.items():
-        os.environ[variable] = os.environ.get(variable) or value
-    return cli.main([*translation.argv(), *ours])
+def canonical(argv: Sequence[str] | None = None) -> int:
+    """A canonical command line, printed in the conventions that its first word names; returns the exit code."""
+    name, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name not in CONVENTIONS:
+        expected = f"expected {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
+        print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
+        return MISTAKE
+    return cli.main(line, CONVENTIONS[name])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if _is_first(os.environ):
         print(text)  # noqa: T201
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
-    """What is theirs, and behind a `--` what is Falconet's own and not translated."""
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The original's words, and after a `--` those of Falconet, which are not translated."""
     if "--" not in words:
         return words, []
     place = words.index("--")
@@ -106,9 +117,13 @@ def _place(script: Path, environment: Mapping[str, str]) -> Place:
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """Several processes of one run say things once."""
+    """Whether this process prints: of several, the first one does."""
     try:
         place = find_place(environment)
     except UserError:
         return True
     return place is None or place.rank == 0
+
+
+if __name__ == "__main__":
+    cli.end(canonical())

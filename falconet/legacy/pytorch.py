@@ -1,497 +1,360 @@
-"""The PyTorch program's networks: which there are, and how they begin."""
+"""The PyTorch original's programs, and its benchmark runner, `python3 -m examples_utils benchmark`."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from falconet.errors import ConfigError
-from falconet.legacy.layer_names import mobilenet_layer, pytorch_layer, recomputed_layers
-from falconet.legacy.table import (
-    IPU,
-    Effect,
-    Kind,
-    Old,
-    Say,
-    To,
-    Values,
-    Variable,
-    becomes,
-    nothing,
-    part_of,
-    same,
-    short,
-)
+from falconet.legacy.pytorch_training import COMMON, IMAGENET, OFFLINE, TRAINING, first_weights
+from falconet.legacy.table import Effect, Note, Program, To, Values, becomes, nothing, part_of, same, unused
 
-MODELS = (
-    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "mobilenet", "efficientnet-b0"),
-    *("efficientnet-b4", "mobilenet-v3-large", "mobilenet-v3-small"),
-    # Of releases up to SDK 2.6, whose benchmarks measure some of them.
-    *("resnext50", "resnext101", *(f"efficientnet-b{size}" for size in (1, 2, 3, 5, 6, 7))),
-)
+BOXES = "imagenet_2012_bounding_boxes.csv"
+WHOLE = "every process of `falconet bench infer` predicts with the whole model; --replicas N uses N devices"
+# The name of a served test, as pytest gives it: test_single_model[resnet50-resnet50-RequestType.SYNC-1].
+_SERVED = {
+    "model": re.compile(r"(?<![\w-])(resnet50|efficientnet-b0|efficientnet-b4)(?![\w])"),
+    "request type": re.compile(r"(?<![A-Za-z])(SYNC|ASYNC)(?![A-Za-z])"),
+    "number of processes": re.compile(r"(?:SYNC-|[^\w.-])(\d+)(?!\w)"),
+}
+_SERVED_REQUESTS = "200"  # per client, a micro-batch each
+_FIRST = ("resnet50", "SYNC", "1")
 
 
-def model(old: Values) -> Iterable[Effect]:
-    """Their MobileNetV3 was their own; all others are torchvision's or timm's."""
-    yield To("model", (old.text("--model"),))
-    if old.text("--model").startswith("mobilenet-v3"):
-        yield To("mobilenet-wide-head")
+def own(old: Values) -> Iterable[Effect]:
+    """What the trainer always did, without an option."""
+    yield from first_weights(old)
+    yield To("checkpoints-kept", ("all",))  # the original removed none
 
 
-def beginning(old: Values) -> Iterable[Effect]:
-    """The first weights of its networks: torchvision's, timm's, torch's; of ResNet-50 some norms begin at zero.
+def samples(old: Values) -> str:
+    """Where `make get-data` puts the sample photos: beside the program's folder."""
+    folder = old.place.folder
+    return str(folder.parent / "data" / "images") if folder else "data/images"
 
-    Group norms were new ones, so that nothing of them began at zero.
+
+def inference_data(old: Values) -> Iterable[Effect]:
+    """The original read its sample photos once and repeated them; ours is any folder of photos."""
+    kind = old.text("--data")
+    if kind != "real":
+        yield To("data", (kind,))
+        return
+    yield To("data", ("folder",))
+    yield To("data-dir", (samples(old),))
+
+
+def weights(old: Values) -> Iterable[Effect]:
+    """Published weights by default, random ones on a machine without a network.
+
+    None were published for the original's MobileNetV3.
     """
-    name = old.text("--model")
-    if name.startswith("mobilenet"):
-        yield To("weight-init", ("normal" if name == "mobilenet" else "uniform",))
-    if name.startswith("resne"):
-        zeroed = name == "resnet50" and old.text("--norm-type") == "batch"
-        yield To("zero-init", ("shortcut" if zeroed else "none",))
+    unpublished = old.text("--model").startswith("mobilenet-v3")
+    yield To("weights", ("random" if old.flag("--random-weights") or unpublished else "auto",))
 
 
-def efficientnet(name: str, default: str) -> Old:
-    """A part of the shape of an EfficientNet, which the other models passed over."""
-
-    def rule(old: Values) -> Iterable[Effect]:
-        if old.text("--model").startswith("efficientnet"):
-            yield To(name.lstrip("-"), (old.text(name),))
-        elif old.given(name):
-            yield Say(f"{name}: has no effect on --model {old.text('--model')}")
-
-    return becomes(name, "whole", default, name.lstrip("-"), rule, "the same; no effect on other models")
-
-
-TRACED_UPDATES = 6  # three before, three under the profiler
-
-
-def profile(old: Values) -> Iterable[Effect]:
-    """Theirs ended after the first host call, which was traced."""
-    if not old.flag("--profile"):
-        return
-    yield To("profile")
-    if _ends_when_traced(old):
-        yield To("updates", (str(TRACED_UPDATES),))
-        yield Say(
-            f"--profile: ends after {TRACED_UPDATES} updates, the last three of them traced; nothing is validated"
-        )
-    else:
-        yield Say(
-            "--profile: three updates are traced; the training goes on after them, because --half-res-training and"
-            " --initial-loss-scaling need whole epochs"
-        )
-
-
-def validation_mode(old: Values) -> Iterable[Effect]:
-    yield To("validation-mode", ("none" if _ends_when_traced(old) else old.text("--validation-mode"),))
-
-
-def checkpoint_input(old: Values) -> Iterable[Effect]:
-    """Where their validation after training looked for checkpoints; empty, their default, is the last weights."""
-    folder = old.text("--checkpoint-input-path") if old.has("--checkpoint-input-path") else ""
-    if not folder:
-        return
-    if _ends_when_traced(old):
-        return  # before there is anything to measure, which is said
-    validates, averages = old.text("--validation-mode") == "after", old.text("--weight-avg-strategy") != "none"
-    if validates:
-        yield To("validate-checkpoints", (folder,))
-    own = old.has("--checkpoint-output-path") and old.text("--checkpoint-output-path") == folder
-    if averages and not own:
-        yield Say("--checkpoint-input-path: the run's own checkpoints are averaged; others by `falconet average`")
-    elif not validates and not averages:
-        yield Say("--checkpoint-input-path: has no effect without --validation-mode after or a --weight-avg-strategy")
-
-
-def _ends_when_traced(old: Values) -> bool:
-    scaled = old.has("--initial-loss-scaling") and not old.flag("--auto-loss-scaling")
-    return old.flag("--profile") and not old.flag("--half-res-training") and not scaled
-
-
-ENDING: tuple[Old, ...] = (
-    becomes(
-        "--profile",
-        "flag",
-        None,
-        "profile updates validation-mode",
-        profile,
-        f"torch.profiler; training ends after {TRACED_UPDATES} updates, as it did after the first host call",
-    ),
-    becomes(
-        "--checkpoint-input-path",
-        "text",
-        None,
-        "validate-checkpoints",
-        checkpoint_input,
-        "with --validation-mode after, each checkpoint of this folder is measured at the end",
-        aliases=("--checkpoint-input-dir",),
-    ),
-    becomes(
-        "--validation-mode",
-        "text",
-        "after",
-        "validation-mode",
-        validation_mode,
-        "the same; none with --profile",
-        choices=("none", "during", "after"),
-    ),
-)
-
-
-IMAGENET_PIXELS = (("0.485", "0.456", "0.406"), ("0.229", "0.224", "0.225"))  # mean and deviation
-IMAGENET = "/localdata/datasets/imagenet-raw-data"  # where the original looked unless told otherwise
-OFFLINE = "there is no ahead-of-time compilation; prints the plan and exits, as that was the use of it"
-MEMORY = "the same share, of the GPU's memory: what cuDNN may use for a convolution beside its data"
-FP_EXCEPTIONS = "always so here: a loss that is not a number stops the run and names the update"
-
-
-def iterations(old: Values) -> Iterable[Effect]:
-    """Their epoch of random data had this many host calls, each of several updates."""
-    calls, updates = old.whole("--iterations", least=1), old.whole("--device-iterations", least=1)
-    yield To("iterations", (str(calls * updates),))
-
-
-def replicas(old: Values) -> Iterable[Effect]:
-    """A launcher's word counts more than the option, as it did."""
-    count = old.place.replicas or old.whole("--replicas", least=1)
-    if old.place.replicas and old.given("--replicas") and old.place.replicas != old.whole("--replicas"):
-        yield Say(f"--replicas {old.whole('--replicas')}: the launcher asks for {count} in all, which counts")
-    if count > 1:
-        yield To("replicas", (str(count),))
-
-
-def device_iterations(old: Values) -> Iterable[Effect]:
+def device_batches(old: Values) -> Iterable[Effect]:
     if old.whole("--device-iterations") > 1:
-        yield Say("--device-iterations: the host starts every update itself; only the length of random data is scaled")
+        yield Note("--device-iterations: the host starts every batch; the number of batches is scaled")
 
 
-def norm_eps(old: Values) -> Iterable[Effect]:
-    """Batch norm keeps the model's own unless it is asked for; the new group norms have the program's default."""
-    if old.given("--norm-eps") or old.text("--norm-type") == "group":
-        yield To("norm-eps", (old.text("--norm-eps"),))
+def strategy(old: Values) -> Iterable[Effect]:
+    """The original did nothing by default, contrary to its documents."""
+    kind = old.text("--weight-avg-strategy")
+    if kind == "none":
+        yield Note("--weight-avg-strategy none: the mean is taken, because averaging is all that this program does")
+    yield To("weight-avg-strategy", ("mean" if kind == "none" else kind,))
 
 
-def batchnorm_momentum(old: Values) -> Iterable[Effect]:
-    if old.given("--batchnorm-momentum"):
-        yield To("batchnorm-momentum", (old.text("--batchnorm-momentum"),))
+def served_test(old: Values) -> Iterable[Effect]:
+    """Run one of the originals' tests, by the name that pytest gave it; what -k leaves open is noted."""
+    expression = old.text("-k") if old.has("-k") else ""
+    found = {name: set(pattern.findall(expression)) for name, pattern in _SERVED.items()}
+    if expression and not found["model"]:
+        example = "test_single_model[resnet50-resnet50-RequestType.SYNC-1]"
+        raise ConfigError(
+            f"-k: got '{expression}', expected a test of resnet50, efficientnet-b0 or -b4, such as {example}"
+        )
+    chosen = {name: _one(name, values, default) for (name, values), default in zip(found.items(), _FIRST, strict=True)}
+    for name, values in found.items():
+        if len(values) != 1:
+            chose = f"of several, only {chosen[name]} is run" if values else f"{chosen[name]}, because it names none"
+            yield Note(f"-k: {name}: {chose}")
+    model, kind, processes = chosen.values()
+    yield To("config", (model,))
+    yield To("request-type", (kind,))
+    yield To("clients", (processes,))
+    yield To("iterations", (_SERVED_REQUESTS,))
+    if old.has("--model-repository"):
+        yield To("checkpoint-input-path", (f"{old.text('--model-repository').rstrip('/')}/{model}",))
 
 
-def fast_groupnorm(old: Values) -> Iterable[Effect]:
-    """Theirs grouped every G-th channel, which is what their checkpoints need."""
-    if old.flag("--enable-fast-groupnorm") and old.text("--norm-type") == "group":
-        yield To("norm-grouping", ("strided",))
-    elif old.flag("--enable-fast-groupnorm"):
-        yield Say("--enable-fast-groupnorm: has no effect without --norm-type group")
+def _one(name: str, values: set[str], default: str) -> str:
+    return min(values, key=int if name == "number of processes" else str) if values else default
 
 
-def normalization(old: Values) -> Iterable[Effect]:
-    """On the host, unless 8-bit images leave only the device."""
-    place = {"ipu": "device"}.get(old.text("--normalization-location"), old.text("--normalization-location"))
-    if place == "host" and old.flag("--eight-bit-io"):
-        place = "device"
-        if old.given("--normalization-location"):
-            yield Say("--normalization-location host: 8-bit images are normalised on the device")
-    yield To("normalization-location", (place,))
+def served_check(old: Values) -> Iterable[Effect]:
+    """Any value turns it on, as in the original, even false."""
+    if not old.given("--benchmark_only"):
+        yield To("check-answers")
 
 
-def eight_bit(old: Values) -> Iterable[Effect]:
-    yield To("eight-bit-io" if old.flag("--eight-bit-io") else "no-eight-bit-io")
+def served_port(old: Values) -> Iterable[Effect]:
+    if old.has("--grpc-port"):
+        yield To("port", (old.text("--grpc-port"),))
+        yield Note("--grpc-port: the server speaks HTTP on it, not gRPC")
 
 
-def splits(old: Values) -> Iterable[Effect]:
-    if old.has("--pipeline-splits"):
-        names = old.texts("--pipeline-splits")
-        yield To("pipeline-splits", tuple(_layer(name, old.text("--model")) for name in names))
-
-
-def cache(old: Values) -> Iterable[Effect]:
-    if old.has("--model-cache-path"):
-        yield Variable("TRITON_CACHE_DIR", old.text("--model-cache-path"))
-
-
-def compile_only(old: Values) -> Iterable[Effect]:
-    if old.flag("--compile-only"):
-        yield To("plan")
-        yield Say(f"--compile-only: {OFFLINE}")
-
-
-def training_data(old: Values) -> Iterable[Effect]:
-    yield To("data", (_data(old),))
-    if _data(old) == "cifar10":
-        yield To("validation-crop", ("centre",))
-        yield To("pixel-mean", IMAGENET_PIXELS[0])
-        yield To("pixel-deviation", IMAGENET_PIXELS[1])
-    if _data(old) != old.text("--data"):
-        yield Say(f"--compile-only: --data {_data(old)} instead of {old.text('--data')}, as it was")
-
-
-def _data(old: Values) -> str:
-    """What is compiled only needs no images."""
-    return "generated" if old.flag("--compile-only") and old.text("--data") != "synthetic" else old.text("--data")
-
-
-def imagenet_path(old: Values) -> Iterable[Effect]:
-    if _data(old) == "imagenet":
-        if old.given("--imagenet-data-path") or not old.place.environment.get("DATA_DIR"):
-            yield To("data-dir", (old.text("--imagenet-data-path"),))
-    elif old.given("--imagenet-data-path"):
-        yield Say(f"--imagenet-data-path: has no effect with --data {_data(old)}")
-
-
-def use_boxes(old: Values) -> Iterable[Effect]:
-    """Theirs were to have a tenth of the crop within the box; TensorFlow's rule is a tenth of the box in the crop."""
-    if old.flag("--use-bbox-info") and not old.flag("--compile-only"):
+def bench_data(old: Values) -> Iterable[Effect]:
+    """The original used the boxes of objects, and needed their file."""
+    kind = old.text("--data")
+    yield To("data", ("folder" if kind == "real" else kind,))
+    if kind == "real":
+        yield To("data-dir", (samples(old),))
+    if kind == "imagenet" and Path(_imagenet(old), BOXES).is_file():
         yield To("use-bbox-info")
         yield To("object-overlap", ("crop",))
 
 
-def checkpoint_output(old: Values) -> Iterable[Effect]:
-    """Empty was their default."""
-    if old.given("--checkpoint-output-path") and old.text("--checkpoint-output-path"):
-        yield To("checkpoint-output-path", (old.text("--checkpoint-output-path"),))
+def bench_path(old: Values) -> Iterable[Effect]:
+    if old.text("--data") == "imagenet":
+        if old.given("--imagenet-data-path") or not old.place.environment.get("DATA_DIR"):
+            yield To("data-dir", (_imagenet(old),))
+    elif old.given("--imagenet-data-path"):
+        yield Note(f"--imagenet-data-path: has no effect with --data {old.text('--data')}")
 
 
-def wandb(old: Values) -> Iterable[Effect]:
-    if old.flag("--wandb"):
-        yield To("wandb")
-        yield To("wandb-project", ("pytorch-cnn",))
+def _imagenet(old: Values) -> str:
+    stored = old.text("--imagenet-data-path")
+    return stored if old.given("--imagenet-data-path") else old.place.environment.get("DATA_DIR") or stored
 
 
-def weight_histogram(old: Values) -> Iterable[Effect]:
-    if old.flag("--wandb-weight-histogram"):
-        if not old.flag("--wandb"):
-            raise ConfigError("--wandb-weight-histogram: needs --wandb, to which the histograms go")
-        yield To("weight-histogram")
+def bench_place(old: Values) -> Iterable[Effect]:
+    place = old.text("--normalization-location")
+    on_device = place == "ipu" or old.flag("--eight-bit-io")
+    yield To("normalization-location", ("device" if on_device else "host",))
 
 
-def recompute_layers(old: Values) -> Iterable[Effect]:
-    """The stages of a pipeline recompute anyway, as theirs did."""
-    recomputes = old.flag("--enable-recompute") or _recompute_mode(old) == "manual" or old.has("--pipeline-splits")
-    if old.has("--recompute-checkpoints") and recomputes:
-        rules = old.texts("--recompute-checkpoints")
-        kept = [layer for rule in rules for layer in recomputed_layers(rule, model=old.text("--model"))]
-        yield To("recompute-checkpoints", tuple(dict.fromkeys(kept)))
-    elif old.given("--recompute-checkpoints"):
-        yield Say("--recompute-checkpoints: has no effect without --recompute-mode manual or --enable-recompute")
+def bench_eight_bit(old: Values) -> Iterable[Effect]:
+    yield To("eight-bit-io" if old.flag("--eight-bit-io") else "no-eight-bit-io")
 
 
-def _recompute_mode(old: Values) -> str:
-    return old.text("--recompute-mode")
+def bench_workers(old: Values) -> Iterable[Effect]:
+    in_loop = old.flag("--disable-async-loading")
+    yield To("dataloader-workers", ("0" if in_loop else old.text("--dataloader-worker"),))
+    if in_loop and old.given("--dataloader-worker"):
+        yield Note("--dataloader-worker: has no effect with --disable-async-loading")
 
 
-def recompute_mode(old: Values) -> Iterable[Effect]:
-    if _recompute_mode(old) != "none":
-        yield To("recompute-mode", (_recompute_mode(old),))
+def bench_model(_: Values) -> Iterable[Effect]:
+    yield To("model", ("resnet50",))
 
 
-def warmup(old: Values) -> Iterable[Effect]:
-    """A warm-up longer than training is cut where training ends, at the rate it has; their benchmarks had such."""
-    warm, epochs = old.number("--warmup-epoch"), old.whole("--epoch", least=1)
-    if warm > epochs:
-        reached = short(old.number("--lr") * epochs / warm)
-        yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
-        yield To("lr", (reached,))
-    yield To("warmup-epoch", (short(min(warm, epochs)),))
+def digest(old: Values) -> Iterable[Effect]:
+    yield from bench_model(old)
+    yield To("data", ("imagenet",))
+    yield To("md5")
 
 
-def loss_scaling(old: Values) -> Iterable[Effect]:
-    """The automatic scale begins at 1 in their program, whatever else is said."""
-    if not old.flag("--auto-loss-scaling"):
-        yield To("loss-scaling", (old.text("--loss-scaling"),))
-        return
-    if old.given("--loss-scaling", "--initial-loss-scaling"):
-        yield Say("--loss-scaling: the automatic scale begins at 1, as it did")
-
-
-def initial_loss_scaling(old: Values) -> Iterable[Effect]:
-    if old.has("--initial-loss-scaling") and not old.flag("--auto-loss-scaling"):
-        yield To("initial-loss-scaling", (old.text("--initial-loss-scaling"),))
-
-
-def _same_text(text: str, _model: str) -> str:
-    return text
-
-
-def _layer(text: str, model: str) -> str:
-    return mobilenet_layer(text, model=model) or pytorch_layer(text, model=model)
-
-
-def fine_tune(
-    name: str,
-    kind: Kind,
-    default: str | None,
-    *,
-    effect: str = "the same",
-    renamed: Callable[[str, str], str] = _same_text,
-) -> Old:
-    """An option of the phase after a half-resolution one; without it, the original's default holds there."""
-
-    def rule(old: Values) -> Iterable[Effect]:
-        if not old.flag("--half-res-training"):
-            if old.given(name):
-                yield Say(f"{name}: has no effect without --half-res-training")
-        elif old.has(name) and (name, old.text(name)) != ("--fine-tune-epoch", "0"):  # none given: refused, as it was
-            yield To(name.lstrip("-"), (renamed(old.text(name), old.text("--model")),))
-
-    return becomes(name, kind, default, name.lstrip("-"), rule, effect)
-
-
-COMMON: tuple[Old, ...] = (
-    same("--micro-batch-size", "whole", "1", aliases=("--batch-size",)),
-    same("--dataloader-rebatch-size", "whole"),
-    becomes("--iterations", "whole", "100", "iterations", iterations, "times --device-iterations: updates in an epoch"),
-    becomes(
-        "--model",
-        "text",
-        "resnet18",
-        "model mobilenet-wide-head",
-        model,
-        "the same; a MobileNetV3 with the head of theirs",
-        choices=MODELS,
+_SHARED = {option.name: option for option in COMMON}
+_PREDICTED = {  # what differs without training
+    "--pipeline-splits": unused(_SHARED["--pipeline-splits"], WHOLE),
+    "--iterations": replace(_SHARED["--iterations"], effect="times --device-iterations: batches, at most 2,000"),
+    "--device-iterations": replace(
+        _SHARED["--device-iterations"], rule=device_batches, effect="scales --iterations; the host starts every batch"
     ),
-    becomes("--pipeline-splits", "text", None, "pipeline-splits", splits, "layers renamed as ours", count="some"),
-    becomes("--replicas", "whole", "1", "replicas", replicas, "the same; a launcher's number counts more"),
-    becomes("--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; else a note"),
-    same("--half-partial", "flag"),
-    nothing("--exchange-memory-target", "text", IPU, choices=("cycles", "balanced", "memory")),
-    same("--norm-type", "text", "batch", aliases=("--normlayer",), choices=("batch", "group", "none")),
-    becomes("--norm-eps", "number", "1e-05", "norm-eps", norm_eps, "the same, for batch norm too"),
-    same("--norm-num-groups", "whole", "32", aliases=("--groupnorm-group-num",)),
-    becomes(
-        "--enable-fast-groupnorm",
-        "flag",
-        None,
-        "norm-grouping",
-        fast_groupnorm,
-        "strided: every G-th channel in a group, as theirs; our --enable-fast-groupnorm is a kernel for neighbours",
+    "--batchnorm-momentum": unused(_SHARED["--batchnorm-momentum"], "is for training"),
+}
+_CHECKPOINT = same("--checkpoint-input-path", "text", required=True, aliases=("--checkpoint-path",))
+PROGRAMS = (
+    Program(
+        name="pytorch:train.py",
+        options=(*COMMON, *TRAINING),
+        command="train",
+        about="trains from scratch",
+        conventions="pytorch",
+        rule=own,
     ),
-    becomes(
-        "--batchnorm-momentum", "number", "0.1", "batchnorm-momentum", batchnorm_momentum, "the same; auto if not given"
+    Program(
+        name="pytorch:restore.py",
+        options=(_CHECKPOINT,),
+        command="restore",
+        about="continues a run from a checkpoint",
+        whole=False,
+        conventions="pytorch",
     ),
-    becomes(
-        "--normalization-location",
-        "text",
-        "host",
-        "normalization-location",
-        normalization,
-        "ipu becomes device",
-        choices=("host", "ipu", "none"),
+    Program(
+        name="pytorch:validate.py",
+        options=(_CHECKPOINT,),
+        command="validate",
+        about="the accuracy of a checkpoint, or of each one in a folder",
+        whole=False,
+        conventions="pytorch",
     ),
-    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
-    same("--dataloader-worker", "whole", new="dataloader-workers", effect="threads instead of processes"),
-    becomes("--model-cache-path", "text", None, "TRITON_CACHE_DIR", cache, "where compiled kernels are kept"),
-    same("--input-image-padding", "flag"),
-    nothing("--num-io-tiles", "whole", "copies overlap with compute by themselves", "0"),
-    becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
-    nothing("--offline-target-ipu-version", "whole", IPU, "2"),
-    efficientnet("--efficientnet-expand-ratio", "6"),
-    efficientnet("--efficientnet-group-dim", "1"),
-    part_of("--config", "text", None, "config", "a named config of configs.yml; what is typed counts more"),
-    part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),
+    Program(
+        name="pytorch:weight_avg.py",
+        options=(
+            _CHECKPOINT,
+            same("--checkpoint-output-path", "text"),
+            becomes(
+                "--weight-avg-strategy",
+                "text",
+                "none",
+                "weight-avg-strategy",
+                strategy,
+                "the same; none becomes mean, because averaging is all that the program does",
+                choices=("mean", "exponential", "none"),
+            ),
+            same("--weight-avg-exp-decay", "number", "0.99"),
+            same("--weight-avg-N", "whole", "-1"),
+        ),
+        command="average",
+        about="averages the checkpoints of a run",
+        whole=False,
+    ),
+    Program(
+        name="pytorch:inference/run_benchmark.py",
+        options=(
+            *(_PREDICTED.get(option.name, option) for option in COMMON),
+            becomes(
+                "--data",
+                "text",
+                "real",
+                "data data-dir",
+                inference_data,
+                "real is --data folder with the sample photos of `make get-data`",
+                choices=("real", "synthetic", "generated"),
+            ),
+            same("--precision", "text", "16.16", choices=("16.16", "32.32")),
+            same(
+                "--profile", "flag", effect="torch.profiler for three batches; nothing is measured, as in the original"
+            ),
+            becomes(
+                "--random-weights",
+                "flag",
+                None,
+                "weights",
+                weights,
+                "--weights random; without it, published weights if available, otherwise random ones, with a note",
+            ),
+            same("--checkpoint-input-path", "text", effect="weights to measure with; the original had no such option"),
+        ),
+        command="bench infer",
+        about="throughput and latency of a model that predicts",
+        conventions="pytorch",
+    ),
+    Program(
+        name="pytorch:inference/run_benchmark_with_triton_server.py",
+        options=(
+            becomes(
+                "-k",
+                "text",
+                None,
+                "config request-type clients iterations",
+                served_test,
+                "model, request type and number of processes are taken from the test's name; one test is run",
+            ),
+            part_of(
+                "--model-repository",
+                "text",
+                None,
+                "checkpoint-input-path",
+                "a folder with a checkpoint or a run folder of the model's name; without it, random weights",
+            ),
+            becomes("--grpc-port", "whole", None, "port", served_port, "the port, for HTTP; any free one by default"),
+            becomes(
+                "--benchmark_only",
+                "text",
+                None,
+                "check-answers",
+                served_check,
+                "answers are compared with the model's unless given; the server is always measured",
+            ),
+            nothing("-s", "flag", "an option of pytest; results are always printed"),
+            nothing("-v", "flag", "an option of pytest"),
+        ),
+        word=nothing("PATH", "text", "the folder of the originals' tests; Falconet's server is measured"),
+        command="bench serve",
+        about="throughput and latency through a server",
+        conventions="pytorch",
+    ),
+    Program(
+        name="pytorch:datasets/host_benchmark.py",
+        options=(
+            same("--micro-batch-size", "whole", "1024"),
+            same("--iterations", "whole", "2", new="passes", effect="passes over the images"),
+            becomes(
+                "--data",
+                "text",
+                "imagenet",
+                "data data-dir use-bbox-info object-overlap",
+                bench_data,
+                "real is --data folder with the sample photos; imagenet uses its file of boxes if there is one",
+                choices=("real", "synthetic", "generated", "cifar10", "imagenet"),
+            ),
+            becomes(
+                "--imagenet-data-path", "text", IMAGENET, "data-dir", bench_path, "the same; DATA_DIR if it is set"
+            ),
+            part_of("--disable-async-loading", "flag", None, "dataloader-workers", "0: the loop itself reads"),
+            becomes(
+                "--normalization-location",
+                "text",
+                "host",
+                "normalization-location",
+                bench_place,
+                "ipu becomes device",
+                choices=("host", "ipu"),
+            ),
+            becomes("--dataloader-worker", "whole", "32", "dataloader-workers", bench_workers, "threads"),
+            becomes("--eight-bit-io", "flag", None, "eight-bit-io", bench_eight_bit, "the same; off unless given"),
+            same("--dataloader-rebatch-size", "whole"),
+            part_of("-h", "flag", None, "help", "prints the options and what each becomes", aliases=("--help",)),
+        ),
+        command="data bench",
+        about="how fast the loader is",
+        rule=bench_model,
+    ),
+    Program(
+        name="pytorch:datasets/validate_dataset.py",
+        options=(same("--imagenet-data-path", "text", new="data-dir", required=True),),
+        command="data bench",
+        about="whether the images are those of ILSVRC 2012, by md5 (--md5)",
+        rule=digest,
+    ),
 )
-
-TRAINING: tuple[Old, ...] = (
-    becomes(
-        "--data",
-        "text",
-        "cifar10",
-        "data validation-crop pixel-mean pixel-deviation",
-        training_data,
-        "the same, CIFAR-10 normalised and validated as ImageNet is; generated with --compile-only",
-        choices=("cifar10", "imagenet", "synthetic", "generated"),
+RUNNERS = (
+    Program(
+        name="tool:examples_utils benchmark",
+        options=(
+            same("--spec", "text", count="some"),
+            same("--benchmark", "text", count="some"),
+            same("--allow-wandb", "flag"),
+            nothing("--ignore-wandb", "flag", "always the case unless --allow-wandb is given"),
+            becomes(
+                "--compile-only",
+                "flag",
+                None,
+                "plan",
+                lambda old: [To("plan")] if old.flag("--compile-only") else [],
+                OFFLINE,
+            ),
+            same("--include-convergence", "flag"),
+            becomes(
+                "--ignore-errors",
+                "flag",
+                None,
+                "stop-on-error",
+                lambda old: [To("no-stop-on-error" if old.flag("--ignore-errors") else "stop-on-error")],
+                "without it, the first failure stops the rest",
+            ),
+            same("--log-dir", "text", aliases=("--logdir",)),
+            nothing("--logging", "text", "failures are always reported; --show-output prints everything"),
+            same("--profile", "flag"),
+            same("--timeout", "number"),
+            same("--csv-metrics", "text", count="some"),
+            same("--additional-metrics", "flag"),
+            part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
+        ),
+        command="bench",
+        about="runs benchmark specs",
     ),
-    same("--precision", "text", "16.16", choices=("16.16", "16.32", "32.32")),
-    becomes("--imagenet-data-path", "text", IMAGENET, "data-dir", imagenet_path, "the same; DATA_DIR if it is set"),
-    same("--gradient-accumulation", "whole", "1"),
-    same("--lr", "number", "0.01"),
-    same("--weight-decay", "number", "0.0001"),
-    same("--optimizer", "text", "sgd", choices=("sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf")),
-    same("--optimizer-eps", "number", "1e-08"),
-    same("--momentum", "number", "0.0"),
-    same("--rmsprop-decay", "number", "0.99"),
-    same("--epoch", "whole", "10"),
-    becomes(
-        "--checkpoint-output-path",
-        "text",
-        None,
-        "checkpoint-output-path",
-        checkpoint_output,
-        "the same",
-        aliases=("--checkpoint-output-dir", "--checkpoint-path"),
-    ),
-    same("--checkpoint-save-freq", "whole", "1"),
-    same("--validation-frequency", "whole", "4"),
-    becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "to the project pytorch-cnn"),
-    becomes(
-        "--wandb-weight-histogram",
-        "flag",
-        None,
-        "weight-histogram",
-        weight_histogram,
-        "the same: every trained weight, at every log point; needs --wandb, as it did",
-    ),
-    same("--seed", "whole", effect="the same; 0 if not given, where the original drew one"),
-    becomes(
-        "--recompute-mode",
-        "text",
-        "none",
-        "recompute-mode",
-        recompute_mode,
-        "the same",
-        choices=("none", "auto", "manual"),
-    ),
-    same("--enable-recompute", "flag"),
-    becomes(
-        "--recompute-checkpoints",
-        "text",
-        None,
-        "recompute-checkpoints",
-        recompute_layers,
-        "layers renamed as ours; add_N is the layer behind that addition",
-        count="some",
-    ),
-    same("--disable-stable-batchnorm", "flag"),
-    same("--offload-optimizer", "flag"),
-    same("--enable-optimizer-rts", "flag"),
-    same("--available-memory-proportion", "number", count="some", effect=MEMORY),
-    same("--logs-per-epoch", "whole", "1"),
-    same("--label-smoothing", "number", "0.0"),
-    same("--lr-schedule", "text", "step", choices=("step", "cosine", "exponential")),
-    same("--lr-decay", "number", "0.5"),
-    same("--lr-epoch-decay", "number", count="some"),
-    becomes("--warmup-epoch", "number", "0", "warmup-epoch", warmup, "the same; cut where training ends before it"),
-    same("--lr-scheduler-freq", "number", "0"),
-    becomes("--loss-scaling", "number", "1.0", "loss-scaling", loss_scaling, "the same; 1 with --auto-loss-scaling"),
-    becomes(
-        "--initial-loss-scaling",
-        "number",
-        None,
-        "initial-loss-scaling",
-        initial_loss_scaling,
-        "the same, as documented: doubles until it is --loss-scaling",
-    ),
-    same("--auto-loss-scaling", "flag"),
-    same("--enable-stochastic-rounding", "flag"),
-    nothing("--enable-fp-exceptions", "flag", FP_EXCEPTIONS),
-    becomes(
-        "--use-bbox-info",
-        "flag",
-        None,
-        "use-bbox-info object-overlap",
-        use_boxes,
-        "the same: a tenth of a crop lies in the box, or it is the last of ten",
-    ),
-    same("--mixup-alpha", "number", "0.0"),
-    same("--cutmix-lambda-low", "number", "0.0"),
-    same("--cutmix-lambda-high", "number", "0.0"),
-    same("--cutmix-disable-prob", "number", "0.0"),
-    same("--half-res-training", "flag"),
-    fine_tune("--fine-tune-epoch", "whole", "0", effect="the same; needed with --half-res-training, as it was"),
-    fine_tune("--fine-tune-lr", "number", "0.25"),
-    replace(fine_tune("--fine-tune-micro-batch-size", "whole", "1"), aliases=("--fine-tune-batch-size",)),
-    fine_tune("--fine-tune-gradient-accumulation", "whole", "1"),
-    fine_tune("--fine-tune-first-trainable-layer", "text", None, effect="layers renamed as ours", renamed=_layer),
-    same("--weight-avg-strategy", "text", "none", choices=("mean", "exponential", "none")),
-    same("--weight-avg-exp-decay", "number", "0.99"),
-    same("--weight-avg-N", "whole", "-1"),
-    *ENDING,
 )

@@ -1,4 +1,4 @@
-"""The values of an old line: what was typed, else the program's own default."""
+"""Rows of the originals' tables: an old option, the values it takes, and what it becomes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -8,22 +8,58 @@ from typing import Any, Literal
 
 from falconet.errors import ConfigError, did_you_mean
 
-_LARGEST_EXPONENT = 100  # a rate of 2**100 times a batch is still a float
+_LARGEST_EXPONENT = 100  # 2**100 times a batch is still a float
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
-class Values:
-    """Old options by name, typed; reading one that the program does not have is our mistake."""
+@dataclass(frozen=True)
+class To:
+    """A canonical option with its value as text; a switch has none, and `no-` before its name turns it off."""
 
-    def __init__(self, options: Mapping[str, "Old"], given: Mapping[str, tuple[str, ...]], place: "Place") -> None:
+    option: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line for the user: what is different here."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that has the old option's effect."""
+
+    name: str
+    value: str
+
+
+Effect = To | Note | Variable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an old line was typed, and what it depends on there."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None  # of the program
+    configs: Path | None = None  # its configs.yml, if it has one
+    replicas: int | None = None  # the total that a launcher was asked for
+
+
+class Values:
+    """The values of an old line by option: what was typed, otherwise the program's default."""
+
+    def __init__(self, options: Mapping[str, "Old"], given: Mapping[str, tuple[str, ...]], place: Place) -> None:
         self._options, self._given, self.place = options, given, place
 
     def given(self, *names: str) -> bool:
-        """Whether one of these was typed, or stands in the config."""
+        """Whether one of these was typed, or is in the config."""
         return any(name in self._given for name in names)
 
     def has(self, name: str) -> bool:
-        """Whether it was typed or has a default."""
+        """Whether it was typed, is in the config, or has a default."""
         return bool(self.texts(name))
 
     def flag(self, name: str) -> bool:
@@ -43,7 +79,7 @@ class Values:
     def whole(self, name: str, *, least: int | None = None) -> int:
         number = _whole(name, self.text(name))
         if least is not None and number < least:
-            raise ConfigError(f"{name}: got '{number}', wanted a whole number, at least {least}")
+            raise ConfigError(f"{name}: got '{number}', expected a whole number, at least {least}")
         return number
 
     def number(self, name: str) -> float:
@@ -52,16 +88,118 @@ class Values:
     def numbers(self, name: str) -> list[float]:
         return [_number(name, text) for text in self.texts(name)]
 
-    def listed(self, name: str, *, wanted: str) -> list[float]:
-        """The numbers of a text with commas between them; `wanted` says what they should be."""
+    def listed(self, name: str, *, expected: str) -> list[float]:
+        """Numbers separated by commas; `expected` describes them in the error."""
         try:
             return [_number(name, text) for text in self.text(name).split(",") if text]
         except ConfigError:
-            raise ConfigError(f"{name}: got '{self.text(name)}', wanted {wanted}") from None
+            raise ConfigError(f"{name}: got '{self.text(name)}', expected {expected}") from None
 
 
-def check_value(option: "Old", values: tuple[str, ...], *, spelled: str) -> tuple[str, ...]:
-    """The values of an option if they are of its kind; `spelled` is the name as the user wrote it."""
+Rule = Callable[[Values], Iterable[Effect]]
+Kind = Literal["flag", "whole", "number", "text"]
+Count = Literal["one", "some", "maybe"]  # values: one, one or more, none or one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Old:
+    """One option of an original program."""
+
+    name: str  # as it is typed, with its dashes
+    kind: Kind
+    effect: str  # one line: what it does here, or why it has no effect
+    new: tuple[str, ...] = ()  # canonical options it sets, without dashes; none: no effect here
+    rule: Rule | None = None
+    aliases: tuple[str, ...] = ()
+    count: Count = "one"
+    default: str | None = None  # as it would be typed
+    choices: tuple[str, ...] = ()
+    bare: str | None = None  # the value of a `maybe` option that is given without one
+    required: bool = False
+    lower: bool = False  # upper and lower case are the same
+    least: int | None = None  # the smallest valid number
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def has_effect(self) -> bool:
+        return bool(self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of the originals."""
+
+    name: str  # as the tables of the originals have it: tf1:train.py
+    options: tuple[Old, ...]
+    command: str | Callable[[Values], str]  # the canonical command
+    about: str
+    whole: bool = True  # sets its defaults too; else what was typed only, over a checkpoint's options
+    conventions: str = "falconet"  # whose lines, files and names its users see
+    rule: Rule | None = None  # what it always sets
+    word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
+
+    @property
+    def rows(self) -> tuple[Old, ...]:
+        """Its options, and the words that belong to none."""
+        return (*self.options, self.word) if self.word else self.options
+
+    @property
+    def dialect(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def script(self) -> str:
+        return self.name.partition(":")[2].rpartition("/")[2]
+
+
+IPU = "tuned the IPU only; there is nothing to set here"
+
+
+def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:
+    """An option whose value stays the same, under its name or a `new` one."""
+    option = new or name.lstrip("-")
+
+    def rule(old: Values) -> Iterable[Effect]:
+        if kind == "flag":
+            if old.flag(name):
+                yield To(option)
+        elif old.has(name):
+            yield To(option, old.texts(name))
+
+    text = effect or ("the same" if option == name.lstrip("-") else "the same, under another name")
+    return Old(name=name, kind=kind, default=default, new=(option,), effect=text, rule=rule, **more)
+
+
+def becomes(name: str, kind: Kind, default: str | None, new: str, rule: Rule, effect: str, **more: Any) -> Old:
+    """An option whose value `rule` computes; `new` names the canonical options it sets."""
+    return Old(name=name, kind=kind, default=default, new=tuple(new.split()), effect=effect, rule=rule, **more)
+
+
+def part_of(name: str, kind: Kind, default: str | None, new: str, effect: str, **more: Any) -> Old:
+    """An option that another option's rule reads."""
+    return Old(name=name, kind=kind, default=default, new=tuple(new.split()), effect=effect, **more)
+
+
+def nothing(name: str, kind: Kind, why: str, default: str | None = None, **more: Any) -> Old:
+    """An option without effect here; `why` gives the reason and what to use instead."""
+
+    def rule(old: Values) -> Iterable[Effect]:
+        if old.given(name):
+            yield Note(f"{name}: {why}")
+
+    return Old(name=name, kind=kind, default=default, effect=why, rule=rule, **more)
+
+
+def unused(option: Old, why: str) -> Old:
+    """The same option in a program where it has no effect."""
+    return replace(option, rule=nothing(option.name, option.kind, why).rule, new=(), effect=why, required=False)
+
+
+def check_value(option: Old, values: tuple[str, ...], *, spelled: str) -> tuple[str, ...]:
+    """The values of an option, checked; `spelled` is its name as the user wrote it."""
     if option.kind == "flag":
         if values:
             raise ConfigError(f"{spelled}: is a switch and takes no value, got '{' '.join(values)}'")
@@ -77,7 +215,7 @@ def check_value(option: "Old", values: tuple[str, ...], *, spelled: str) -> tupl
     for value in values:
         if option.choices and value not in option.choices:
             meant = did_you_mean(value, option.choices)
-            raise ConfigError(f"{spelled}: got '{value}', wanted {expected(option)}{meant}")
+            raise ConfigError(f"{spelled}: got '{value}', expected {expected(option)}{meant}")
         if option.kind == "whole":
             _require_least(option, _whole(spelled, value), spelled=spelled)
         if option.kind == "number":
@@ -85,20 +223,20 @@ def check_value(option: "Old", values: tuple[str, ...], *, spelled: str) -> tupl
     return values
 
 
-def expected(option: "Old") -> str:
-    """The kind of an option in words."""
+def expected(option: Old) -> str:
+    """What an option takes, in words."""
     if option.choices:
         return " or ".join(option.choices)
     return {"whole": "a whole number", "number": "a number", "text": "text", "flag": "nothing"}[option.kind]
 
 
 def truth(text: str) -> bool | None:
-    """A switch as YAML has it; None when it is none."""
+    """A switch as YAML spells it; None: neither true nor false."""
     return True if text.lower() in _TRUE else False if text.lower() in _FALSE else None
 
 
 def short(number: float) -> str:
-    """A number as a person would type it: 0.5, 3e-05, 16384; every digit that matters is kept."""
+    """A number as a person would type it: 0.5, 3e-05, 16384; no significant digit is lost."""
     if number == int(number) and abs(number) < 1e15:
         return f"{number:.0f}"
     return repr(round(number, 15) if abs(number) >= 1e-6 else float(f"{number:.9g}"))
@@ -107,20 +245,20 @@ def short(number: float) -> str:
 def power_of_two(name: str, exponent: float) -> float:
     """2**x, the form of the originals' learning rates."""
     if exponent > _LARGEST_EXPONENT:
-        raise ConfigError(f"{name}: got {exponent:g}, wanted an exponent of 2, at most {_LARGEST_EXPONENT}")
+        raise ConfigError(f"{name}: got {exponent:g}, expected an exponent of 2, at most {_LARGEST_EXPONENT}")
     return float(2.0**exponent)
 
 
-def _require_least(option: "Old", number: float, *, spelled: str) -> None:
+def _require_least(option: Old, number: float, *, spelled: str) -> None:
     if option.least is not None and number < option.least:
-        raise ConfigError(f"{spelled}: got {number:g}, wanted at least {option.least}")
+        raise ConfigError(f"{spelled}: got {number:g}, expected at least {option.least}")
 
 
 def _whole(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name}: got '{text}', wanted a whole number") from None
+        raise ConfigError(f"{name}: got '{text}', expected a whole number") from None
 
 
 def _number(name: str, text: str) -> float:
@@ -129,150 +267,5 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{name}: got '{text}', wanted a number")
+        raise ConfigError(f"{name}: got '{text}', expected a number")
     return number
-
-
-Kind = Literal["flag", "whole", "number", "text"]
-Count = Literal["one", "some", "maybe"]  # a value, one or more, none or one
-
-
-@dataclass(frozen=True)
-class To:
-    """A canonical option with its value as text; a switch has none, and is turned off by `no-` before its name."""
-
-    option: str
-    values: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Say:
-    """One line for the user: what is different here."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable that has the old option's effect."""
-
-    name: str
-    value: str
-
-
-Effect = To | Say | Variable
-Rule = Callable[[Values], Iterable[Effect]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Old:
-    """One option of an original program."""
-
-    name: str  # as it is typed, with its dashes
-    kind: Kind
-    effect: str  # one line: what it does here, or why it does nothing
-    new: tuple[str, ...] = ()  # canonical options it sets, without dashes; none: no effect here
-    rule: Rule | None = None
-    aliases: tuple[str, ...] = ()
-    count: Count = "one"
-    default: str | None = None  # as it would be typed
-    choices: tuple[str, ...] = ()
-    bare: str | None = None  # the value of a `maybe` option that is given without one
-    required: bool = False
-    lower: bool = False  # its value is read in small letters
-    least: int | None = None  # the smallest number that means something
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
-
-    @property
-    def key(self) -> str:
-        """Its name in a YAML file; `no-validation` is there as `validation: false` too."""
-        return self.name.lstrip("-").replace("_", "-")
-
-    @property
-    def has_effect(self) -> bool:
-        return bool(self.new)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """One program of the originals."""
-
-    name: str  # as the tables of the originals have it: tf1:train.py
-    options: tuple[Old, ...]
-    command: str | Callable[[Values], str]  # the canonical command
-    about: str
-    whole: bool = True  # sets the defaults of its own too; else only what was typed, over what a checkpoint says
-    style: str | None = None  # whose lines and files it leaves; None: ours
-    rule: Rule | None = None  # what it sets whatever is typed
-    word: Old | None = None  # a word that is no option's value, such as a path; none: there are no such words
-    renamed: Mapping[str, str] = field(default_factory=dict)  # documented under a name that no release had
-
-    @property
-    def rows(self) -> tuple[Old, ...]:
-        """Its options, and the word that is none."""
-        return (*self.options, self.word) if self.word else self.options
-
-    @property
-    def dialect(self) -> str:
-        return self.name.partition(":")[0]
-
-    @property
-    def script(self) -> str:
-        return self.name.partition(":")[2].rpartition("/")[2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where an old line was typed: what it can see besides itself."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-    folder: Path | None = None  # of the program
-    configs: Path | None = None  # its configs.yml, if it has one
-    replicas: int | None = None  # what a launcher asked for, in all
-
-
-def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:
-    """An option whose value is taken as it is, under its own name or a `new` one."""
-    option = new or name.lstrip("-")
-
-    def rule(old: Values) -> Iterable[Effect]:
-        if kind == "flag":
-            if old.flag(name):
-                yield To(option)
-        elif old.has(name):
-            yield To(option, old.texts(name))
-
-    says = effect or ("the same" if option == name.lstrip("-") else "the same, under another name")
-    return Old(name=name, kind=kind, default=default, new=(option,), effect=says, rule=rule, **more)
-
-
-def becomes(name: str, kind: Kind, default: str | None, new: str, rule: Rule, effect: str, **more: Any) -> Old:
-    """An option whose value is worked out by `rule`; `new` names the canonical options it sets."""
-    return Old(name=name, kind=kind, default=default, new=tuple(new.split()), effect=effect, rule=rule, **more)
-
-
-def part_of(name: str, kind: Kind, default: str | None, new: str, effect: str, **more: Any) -> Old:
-    """An option that the rule of another one reads."""
-    return Old(name=name, kind=kind, default=default, new=tuple(new.split()), effect=effect, **more)
-
-
-def nothing(name: str, kind: Kind, why: str, default: str | None = None, **more: Any) -> Old:
-    """An option without effect here: `why` says so, and what to use instead."""
-
-    def rule(old: Values) -> Iterable[Effect]:
-        if old.given(name):
-            yield Say(f"{name}: {why}")
-
-    return Old(name=name, kind=kind, default=default, effect=why, rule=rule, **more)
-
-
-def idle(option: Old, why: str) -> Old:
-    """The same option in a program where it does nothing."""
-    passive = nothing(option.name, option.kind, why)
-    return replace(option, rule=passive.rule, new=(), effect=why, required=False)
-
-
-IPU = "only tuned the IPU; nothing to set here"

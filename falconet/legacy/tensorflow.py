@@ -1,4 +1,4 @@
-"""What means nothing beside other options of a line of the TensorFlow program: refused as there, or said."""
+"""The TensorFlow original's programs, and which of their options leave others unused."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -6,10 +6,11 @@ from math import ceil
 
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
-from falconet.legacy.pytorch import MEMORY
-from falconet.legacy.table import Effect, Old, Program, Say, To, Values, becomes, idle, nothing, part_of, same, short
-from falconet.legacy.tensorflow_machine import KEEPING, MACHINE
+from falconet.legacy.pytorch_training import MEMORY
+from falconet.legacy.table import Effect, Note, Old, Program, To, Values, becomes, nothing, part_of, same, short, unused
+from falconet.legacy.tensorflow_machine import MACHINE
 from falconet.legacy.tensorflow_model import DATA, MODEL, own
+from falconet.legacy.tensorflow_output import OUTPUT
 from falconet.legacy.tensorflow_recipe import LENGTH, RATE, SCHEDULE, UPDATE, resume
 
 OF_FAMILY = {  # options that only one family of models had
@@ -21,23 +22,37 @@ OF_FAMILY = {  # options that only one family of models had
     "resnext": ("--convolution-groups", "--widenet"),
     "squeezenet": ("--use-bypass",),
 }
+VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
 _Holds = Callable[[Values], bool]
 
 
+def training(old: Values) -> Iterable[Effect]:
+    """What a training always sets, and notes on unused options."""
+    refuse_other_families(old)
+    yield from own(old)
+    yield from without_effect(old)
+
+
+def predicting(old: Values) -> Iterable[Effect]:
+    """What predictions always set."""
+    refuse_other_families(old)
+    yield from own(old)
+
+
 def refuse_other_families(old: Values) -> None:
-    """Theirs knew the options of the chosen model alone."""
+    """The original knew the options of the chosen model only."""
     for family, names in OF_FAMILY.items():
         for name in names:
             if old.given(name) and tensorflow_facts.family(old) != family:
-                raise ConfigError(f"{name}: is for --model {family}, and this is {tensorflow_facts.family(old)}")
+                raise ConfigError(f"{name}: is for --model {family}, not {tensorflow_facts.family(old)}")
 
 
 def without_effect(old: Values) -> Iterable[Effect]:
-    """One line for each option of a training that another one makes idle."""
+    """One note for each group of options that other options leave unused."""
     for names, holds, why in _NEEDS:
         given = [name for name in names if old.given(name)]
         if given and not holds(old):
-            yield Say(f"{', '.join(given)}: no effect {why}")
+            yield Note(f"{', '.join(given)}: no effect {why}")
 
 
 def _rule(name: str) -> _Holds:
@@ -53,7 +68,7 @@ def _by_updates_alone(old: Values) -> bool:
 
 
 def _has_norm(old: Values, *, batch: bool) -> bool:
-    """Of a model without norms that is said elsewhere."""
+    """A model without norms is noted elsewhere."""
     return tensorflow_facts.family(old) == "squeezenet" or tensorflow_facts.uses_batch_norm(old) is batch
 
 
@@ -61,7 +76,7 @@ _NEEDS: Sequence[tuple[tuple[str, ...], _Holds, str]] = (
     (
         ("--momentum",),
         lambda old: tensorflow_facts.optimiser(old) != "SGD",
-        "with --optimiser SGD, which has none; --optimiser momentum has it",
+        "with --optimiser SGD; --optimiser momentum has momentum",
     ),
     (
         ("--rmsprop-decay", "--rmsprop-base-decay-exp", "--rmsprop-epsilon"),
@@ -76,7 +91,7 @@ _NEEDS: Sequence[tuple[tuple[str, ...], _Holds, str]] = (
     (
         ("--weight-decay",),
         lambda old: tensorflow_facts.optimiser(old) != "LARS" or not old.given("--lars-weight-decay"),
-        "beside --lars-weight-decay",
+        "with --lars-weight-decay",
     ),
     (("--learning-rate-decay", "--learning-rate-schedule"), _schedule("stepped"), "without --lr-schedule stepped"),
     (("--lr-decay-rate", "--lr-drops"), _schedule("exponential"), "without --lr-schedule exponential"),
@@ -90,8 +105,8 @@ _NEEDS: Sequence[tuple[tuple[str, ...], _Holds, str]] = (
         lambda old: not _by_updates_alone(old) or old.text("--lr-schedule") == "polynomial_decay_lr",
         "with --iterations alone; it needs --epochs",
     ),
-    (("--log-freq",), _by_updates_alone, "without --iterations alone; --logs-per-epoch counts"),
-    (("--logs-per-epoch",), lambda old: not _by_updates_alone(old), "with --iterations alone; --log-freq counts"),
+    (("--log-freq",), _by_updates_alone, "without --iterations alone; --logs-per-epoch applies"),
+    (("--logs-per-epoch",), lambda old: not _by_updates_alone(old), "with --iterations alone; --log-freq applies"),
     (("--wandb-project",), lambda old: old.flag("--wandb"), "without --wandb"),
     (("--config-path",), lambda old: old.given("--config"), "without --config"),
     (("--max-cross-replica-buffer-size",), lambda old: tensorflow_facts.replicas(old) > 1, "with one replica"),
@@ -107,22 +122,6 @@ _NEEDS: Sequence[tuple[tuple[str, ...], _Holds, str]] = (
 )
 
 
-VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
-
-
-def training(old: Values) -> Iterable[Effect]:
-    """What a training is whatever is typed, and what of it is idle."""
-    refuse_other_families(old)
-    yield from own(old)
-    yield from without_effect(old)
-
-
-def predicting(old: Values) -> Iterable[Effect]:
-    """What predictions are whatever is typed."""
-    refuse_other_families(old)
-    yield from own(old)
-
-
 def train_command(old: Values) -> str:
     if old.flag("--dataset-benchmark"):
         return "data bench"
@@ -130,14 +129,14 @@ def train_command(old: Values) -> str:
 
 
 def validation_command(old: Values) -> str:
-    """Without a checkpoint it measured a model of random weights: that is the inference benchmark."""
+    """Without a checkpoint it measured a model with random weights: the inference benchmark."""
     if old.flag("--dataset-benchmark"):
         return "data bench"
     return "validate" if old.has("--restore-path") else "bench infer"
 
 
 def embedded_command(old: Values) -> str:
-    """Requests side by side are what a server is measured with."""
+    """Several threads that ask at once are clients of a server."""
     return "bench serve" if _threads(old) > 1 else "bench infer"
 
 
@@ -148,19 +147,19 @@ def _threads(old: Values) -> int:
 def clients(old: Values) -> Iterable[Effect]:
     if _threads(old) > 1:
         yield To("clients", (str(_threads(old)),))
-        yield Say(f"--num-inference-thread {_threads(old)}: as many processes ask a server of ours, over HTTP")
+        yield Note(f"--num-inference-thread {_threads(old)}: as many processes ask a server started here, over HTTP")
 
 
 def repeats(old: Values) -> Iterable[Effect]:
-    """Of a validation without a checkpoint, which measures speed."""
+    """Passes of a validation without a checkpoint, which measures speed."""
     if not old.has("--restore-path"):
         yield from passes(old)
     elif old.whole("--repeat") > 1:
-        yield Say("--repeat: the accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
+        yield Note("--repeat: accuracy is exact, so it is measured once; `falconet bench infer` measures speed")
 
 
 def copies(old: Values) -> int:
-    """Devices that predict: each shard was one more replica, with the whole model. A launcher's word counts more."""
+    """Devices that predict: each shard was another whole replica. A launcher's number takes precedence."""
     return tensorflow_facts.replicas(old) * (1 if old.place.replicas else old.whole("--shards"))
 
 
@@ -170,27 +169,27 @@ def predictors(old: Values) -> Iterable[Effect]:
 
 
 def memory_share(old: Values) -> Iterable[Effect]:
-    """Of a model in one piece: the largest that convolutions had in a stage."""
+    """For a whole model, the largest share that convolutions had in any stage."""
     if old.has("--available-memory-proportion"):
         share = max(old.numbers("--available-memory-proportion")[::2])
         yield To("available-memory-proportion", (short(share),))
 
 
 def passes(old: Values) -> Iterable[Effect]:
-    """As many batches as that many passes over the validation images have."""
+    """The batches of that many passes over the validation images."""
     batches = ceil(VALIDATION_IMAGES[tensorflow_facts.dataset(old)] / (tensorflow_facts.micro_batch(old) * copies(old)))
     yield To("iterations", (str(old.whole("--repeat") * batches),))
 
 
 def shared_passes(old: Values) -> Iterable[Effect]:
-    """The same, divided over the threads that ask."""
+    """The same, divided among the threads that ask."""
     for effect in passes(old):
         assert isinstance(effect, To)
         yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
 
 
 def valid_batch(old: Values) -> Iterable[Effect]:
-    """Of the checkpoints' validation, or of the predictions that are measured without one."""
+    """The batch of the checkpoints' validation, or of the predictions that are measured without one."""
     if old.has("--valid-batch-size"):
         option = "validation-batch-size" if old.has("--restore-path") else "micro-batch-size"
         yield To(option, (old.text("--valid-batch-size"),))
@@ -217,25 +216,31 @@ _VALIDATING: tuple[Old, ...] = (
         "without --restore-path: passes over the validation images",
         least=1,
     ),
-    nothing("--inference", "text", "what is measured is always said"),
-    nothing("--total-batch-size", "whole", "the checkpoint knows its epoch"),
+    nothing("--inference", "text", "results are always printed"),
+    nothing("--total-batch-size", "whole", "the checkpoint holds its epoch"),
 )
 _LENGTH = tuple(replace(option, rule=resume) if option.name == "--restore-path" else option for option in LENGTH)
-_SHARED = (*_LENGTH, *RATE, *UPDATE, *KEEPING, *MACHINE, *MODEL, *DATA)
+_SHARED = (*_LENGTH, *RATE, *UPDATE, *OUTPUT, *MACHINE, *MODEL, *DATA)
 _TRAINING = "is for training"
-_BESIDE = "validation.csv and log.txt are in the run folder that --restore-path names; without it nothing is written"
-_NOT_HERE = {  # what predictions have no use for, where that is not because they train nothing
+_BESIDE = "validation.csv and log.txt go to the run folder of --restore-path; without it, nothing is written"
+_NOT_HERE = {  # why predictions do not use an option, if not because they train nothing
     **dict.fromkeys(("--log-dir", "--logs-path", "--name-suffix", "--no-logs"), _BESIDE),
     **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
-    "--log-all-instances": "the first process alone measures",
+    "--log-all-instances": "only the first process measures",
 }
-_WHOLE = "a model that predicts is whole; --shards are more replicas of it"
-_MEASURED = ("--restore-path", "--help", "--config", "--config-path", "--batch-size")  # of those below, these count
+_WHOLE = "a model that predicts is whole; --shards are further replicas of it"
+_MEASURED = (
+    "--restore-path",
+    "--help",
+    "--config",
+    "--config-path",
+    "--batch-size",
+)  # the options of LENGTH that predictions use
 _MACHINE = {option.name: option for option in (*MACHINE, *MODEL, *DATA)}
-_OTHERWISE = {  # what has another effect than in training
-    **{name: idle(_MACHINE[name], _WHOLE) for name in ("--pipeline", "--pipeline-splits", "--pipeline-schedule")},
+_OTHERWISE = {  # options whose effect differs from training
+    **{name: unused(_MACHINE[name], _WHOLE) for name in ("--pipeline", "--pipeline-splits", "--pipeline-schedule")},
     **{
-        name: idle(_MACHINE[name], _TRAINING)
+        name: unused(_MACHINE[name], _TRAINING)
         for name in (
             *("--mixup-alpha", "--cutmix-lambda", "--cutmix-version", "--BN-decay", "--block-survival-prob"),
             *("--max-cross-replica-buffer-size", "--enable-recomputation", "--identical-replica-seeding", "--BN-span"),
@@ -243,17 +248,19 @@ _OTHERWISE = {  # what has another effect than in training
             *("--dataset-percentage-to-use", "--train-with-valid-preprocessing"),
         )
     },
-    "--seed": idle(_MACHINE["--seed"], "nothing that is drawn here counts in what is measured"),
+    "--seed": unused(_MACHINE["--seed"], "random numbers do not affect what is measured"),
     "--replicas": becomes(
         "--replicas",
         "whole",
         "1",
         "replicas",
         predictors,
-        "times the workers and --shards; a launcher's number counts more",
+        "times the workers and --shards; a launcher's number takes precedence",
         least=1,
     ),
-    "--shards": part_of("--shards", "whole", "1", "replicas", "more replicas, as there: each has the model", least=1),
+    "--shards": part_of(
+        "--shards", "whole", "1", "replicas", "more replicas, as in the original: each has the whole model", least=1
+    ),
     "--available-memory-proportion": replace(
         _MACHINE["--available-memory-proportion"],
         rule=memory_share,
@@ -277,25 +284,24 @@ _OTHERWISE = {  # what has another effect than in training
         "`falconet data bench --split validation` with one pass over the images",
     ),
 }
-_RESTORED = {"--restore-path": "the checkpoints that are measured; without it, random weights"}
+_RESTORED = {"--restore-path": "the checkpoints to validate; without it, random weights"}
 _PREDICTING: tuple[Old, ...] = (
     *(
         replace(option, effect=_RESTORED.get(option.name, option.effect))
         if option.name in _MEASURED
-        else idle(option, _TRAINING)
+        else unused(option, _TRAINING)
         for option in LENGTH
     ),
-    *(idle(option, _NOT_HERE.get(option.name, _TRAINING)) for option in (*RATE, *SCHEDULE, *UPDATE, *KEEPING)),
+    *(unused(option, _NOT_HERE.get(option.name, _TRAINING)) for option in (*RATE, *SCHEDULE, *UPDATE, *OUTPUT)),
     *(_OTHERWISE.get(option.name, option) for option in (*MACHINE, *MODEL, *DATA)),
 )
-
 PROGRAMS = (
     Program(
         name="tf1:train.py",
         options=(*_SHARED, *SCHEDULE),
         command=train_command,
-        about="trains from scratch, or goes on with --restore-path",
-        style="tensorflow",
+        about="trains from scratch, or continues with --restore-path",
+        conventions="tensorflow",
         rule=training,
     ),
     Program(
@@ -303,7 +309,7 @@ PROGRAMS = (
         options=(*_PREDICTING, *_VALIDATING),
         command=validation_command,
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
-        style="tensorflow",
+        conventions="tensorflow",
         rule=predicting,
     ),
     Program(
@@ -315,7 +321,7 @@ PROGRAMS = (
         command="restore",
         about="continues a run",
         whole=False,
-        style="tensorflow",
+        conventions="tensorflow",
     ),
     Program(
         name="tf1:weight_avg.py",
@@ -345,7 +351,7 @@ PROGRAMS = (
         name="tf1:inference_embedded.py",
         options=(
             *(
-                idle(option, "`validation.py --dataset-benchmark` measures the input")
+                unused(option, "`validation.py --dataset-benchmark` measures the input")
                 if option.name == "--dataset-benchmark"
                 else option
                 for option in _PREDICTING
@@ -362,15 +368,15 @@ PROGRAMS = (
                 "1",
                 "clients iterations",
                 clients,
-                "more than one: `falconet bench serve --clients N`, clients that ask side by side",
+                "more than one: `falconet bench serve --clients N`, with clients that ask at once",
                 least=1,
             ),
-            nothing("--force-recompile", "flag", "there is no compiled program to make again"),
-            nothing("--tmp-execs", "flag", "there is no compiled program to name"),
+            nothing("--force-recompile", "flag", "there is no compiled program"),
+            nothing("--tmp-execs", "flag", "there is no compiled program"),
         ),
         command=embedded_command,
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
-        style="tensorflow",
+        conventions="tensorflow",
         rule=predicting,
     ),
 )

@@ -1,4 +1,4 @@
-"""What the TensorFlow program works out from several options: data, model, batch, epochs, learning rate."""
+"""What the TensorFlow program computes from several options: data, model, batch, epochs, learning rate."""
 
 import json
 import re
@@ -18,7 +18,7 @@ IMAGENET_SIZES = {
     "efficientnet": tuple(f"B{size}" for size in range(8)),
     "squeezenet": ("1.0",),
 }
-CIFAR_BOTTLENECKS = ("11", "29", "38", "47", "56", "65")  # of the two of 56 layers, this one counted
+CIFAR_BOTTLENECKS = ("11", "29", "38", "47", "56", "65")  # of the two with 56 layers, the original used this one
 CIFAR_SIZES = {
     "resnet": ("8", "14", "20", "32", "44", "110", *CIFAR_BOTTLENECKS),
     "resnext": CIFAR_BOTTLENECKS,
@@ -30,19 +30,19 @@ CIFAR_SIZES = {
 def family(old: Values) -> str:
     name = old.text("--model").lower()
     if name not in FAMILIES:
-        raise ConfigError(f"--model: got '{name}', wanted {', '.join(FAMILIES)}")
+        raise ConfigError(f"--model: got '{name}', expected {', '.join(FAMILIES)}")
     return name
 
 
 def dataset(old: Values) -> str:
-    """Named, or read off the folder's name."""
+    """Given, or guessed from the folder's name."""
     if old.has("--dataset"):
         return old.text("--dataset")
     folder = data_dir(old) or ""
     found = re.search(r"imagenet|cifar-?100|cifar-?10", folder.lower())
     if not found:
-        where = f"cannot be told from --data-dir {folder}" if folder else "is needed, or --data-dir"
-        raise ConfigError(f"--dataset: {where}; wanted imagenet, cifar-10 or cifar-100")
+        where = f"cannot be guessed from --data-dir {folder}" if folder else "is needed, or --data-dir"
+        raise ConfigError(f"--dataset: {where}; expected imagenet, cifar-10 or cifar-100")
     return {"cifar10": "cifar-10", "cifar100": "cifar-100"}.get(found[0], found[0])
 
 
@@ -69,15 +69,17 @@ def size(old: Values) -> str:
 
 
 def model(old: Values) -> str:
-    """Our name of the model; a size that we do not have is refused with those we have."""
+    """Our name of the model; an unknown size is refused with a list of the known ones."""
     kind, number = family(old), size(old)
     sizes = (IMAGENET_SIZES if is_imagenet(old) else CIFAR_SIZES)[kind]
     if number not in sizes:
-        raise ConfigError(f"--model-size: {kind} {number} for {dataset(old)} is not there; wanted {', '.join(sizes)}")
+        raise ConfigError(
+            f"--model-size: {kind} {number} for {dataset(old)} does not exist; expected {', '.join(sizes)}"
+        )
     if kind == "efficientnet":
         return f"efficientnet-{number.lower()}"
     if kind == "squeezenet":
-        return kind  # for CIFAR too: the same layers at 32 pixels, as the original had it
+        return kind  # for CIFAR too: the same layers at 32 pixels, as in the original
     if is_imagenet(old):
         return f"{kind}{number}"
     return "resnet56b-cifar" if (kind, number) == ("resnet", "56") else f"{kind}{number}-cifar"
@@ -91,9 +93,9 @@ def micro_batch(old: Values) -> int:
 
 
 def workers(old: Values) -> int:
-    """Processes that TF_CONFIG lists, each with replicas of its own."""
+    """Processes that TF_CONFIG lists, each with its replicas."""
     if old.flag("--distributed") and old.place.replicas:
-        raise ConfigError("--distributed: is for TF_CONFIG alone; poprun has started this and counts the replicas")
+        raise ConfigError("--distributed: is for TF_CONFIG only; poprun started this process and sets the replicas")
     text = old.place.environment.get("TF_CONFIG", "")
     if not old.flag("--distributed") or not text:
         return 1
@@ -102,21 +104,21 @@ def workers(old: Values) -> int:
         cluster = content["cluster"]
         return max(1, len(cluster.get("chief", [])) + len(cluster.get("worker", [])))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError("TF_CONFIG: cannot be read; wanted JSON with a cluster of workers") from None
+        raise ConfigError("TF_CONFIG: cannot be read; expected JSON with a cluster of workers") from None
 
 
 def replicas(old: Values) -> int:
-    """Copies of the model in all; a launcher's word counts more than the option."""
+    """Replicas in all; a launcher's number takes precedence over the option."""
     return (old.place.replicas or old.whole("--replicas")) * workers(old)
 
 
 def total_batch(old: Values) -> int:
-    """Images in one update, which the learning rate is scaled by."""
+    """Images per update, which scale the learning rate."""
     return micro_batch(old) * old.whole("--gradient-accumulation-count") * replicas(old)
 
 
 def images(old: Values) -> int:
-    """Training images; of ImageNet's, the share that was asked for."""
+    """Training images; of ImageNet, the share that was asked for."""
     share = old.whole("--dataset-percentage-to-use") if is_imagenet(old) else 100
     return IMAGES[dataset(old)] * share // 100
 
@@ -125,14 +127,14 @@ def epochs(old: Values) -> float:
     if old.has("--epochs"):
         asked = old.number("--epochs")
         if asked <= 0:
-            raise ConfigError(f"--epochs: got {asked:g}, wanted more than 0")
+            raise ConfigError(f"--epochs: got {asked:g}, expected more than 0")
         return asked
     known = (350, 300) if family(old) == "efficientnet" else (100, 160)
     return known[0 if is_imagenet(old) else 1]
 
 
 def length(old: Values) -> float:
-    """Epochs until training ends: --iterations counts more than --epochs."""
+    """Epochs until training ends: --iterations takes precedence over --epochs."""
     return old.whole("--iterations") / updates_per_epoch(old) if old.has("--iterations") else epochs(old)
 
 
@@ -141,7 +143,7 @@ def whole_epochs(old: Values) -> int:
 
 
 def updates(old: Values) -> int | None:
-    """The length of training in updates, where that is no number of epochs."""
+    """The length of training in updates, where it is not a whole number of epochs."""
     if old.has("--iterations"):
         return None if _is_one_epoch(old) else old.whole("--iterations")
     if isclose(length(old), whole_epochs(old)):
@@ -150,14 +152,14 @@ def updates(old: Values) -> int | None:
 
 
 def updates_per_epoch(old: Values) -> int:
-    """By the numbers of images that the program takes for granted."""
+    """From the numbers of images that the program assumes."""
     if _is_one_epoch(old):
         return old.whole("--iterations")
     return max(1, images(old) // total_batch(old))
 
 
 def _is_one_epoch(old: Values) -> bool:
-    """Random data of --iterations alone is one epoch of that many updates."""
+    """Random data with --iterations alone is one epoch of that many updates."""
     return is_random(old) and old.has("--iterations") and not old.has("--epochs")
 
 
@@ -179,7 +181,7 @@ _EFFICIENTNET_EXPONENTS = {"SGD": -7.0, "momentum": -10.0, "RMSprop": -14.0}
 
 
 def optimiser(old: Values) -> str:
-    """As the program's code spells it; its documents write RMSProp."""
+    """The name as the program's code spells it; its documents write RMSProp."""
     return {"RMSProp": "RMSprop"}.get(old.text("--optimiser"), old.text("--optimiser"))
 
 
@@ -191,7 +193,7 @@ def peak(old: Values) -> float:
 
 
 def warmup(old: Values) -> float:
-    """Epochs of warm-up; a training by --iterations has none, unless epochs are given too."""
+    """Epochs of warm-up; a training by --iterations has none unless --epochs is given too."""
     polynomial = old.text("--lr-schedule") == "polynomial_decay_lr"
     if old.has("--iterations") and not old.has("--epochs") and not polynomial:
         return 0.0
@@ -210,13 +212,13 @@ def rmsprop_decay(old: Values) -> float:
     decay = 1.0 - power_of_two("--rmsprop-base-decay-exp", exponent) * total_batch(old)
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(
-            f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, wanted 0 to 1"
+            f"--rmsprop-base-decay-exp: 1 - 2**{exponent:g} x {total_batch(old)} is {decay:g}, expected 0 to 1"
         )
     return decay
 
 
 def weight_decay(old: Values) -> float:
-    """That of LARS has an option of its own, whose documented default is the other one."""
+    """LARS has its own option, whose documented default is the common one."""
     names = ("--lars-weight-decay", "--weight-decay") if optimiser(old) == "LARS" else ("--weight-decay",)
     for name in names:
         if old.has(name):
@@ -227,7 +229,7 @@ def weight_decay(old: Values) -> float:
 
 
 def smoothing(old: Values) -> float:
-    """Their s gives every other class s / (C - 1), ours s / C of all: the same targets for s x C / (C - 1)."""
+    """The original's s gives every other class s / (C - 1), ours gives all s / C: equal for our s x C / (C - 1)."""
     asked = old.number("--label-smoothing")
     if not asked and family(old) == "efficientnet" and is_imagenet(old):
         asked = 0.1
@@ -252,7 +254,7 @@ def groups(old: Values) -> int:
 
 def network(old: Values) -> Network:
     """What the names of the model's variables depend on."""
-    model(old)  # says what is wrong with the size
+    model(old)  # refuses an unknown size
     return Network(
         family=family(old),
         size=size(old),

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.layer_names import BASIC, CIFAR_BASIC
-from falconet.legacy.table import Effect, Old, Say, To, Values, becomes, nothing, part_of, same, short
+from falconet.legacy.table import Effect, Note, Old, To, Values, becomes, nothing, part_of, same, short
 
-LOADER = "the loader has one pipeline for every format, which is reproducible with any number of threads"
+LOADER = "the loader reads every format in one way, reproducible with any number of threads"
 
 
 def model(old: Values) -> Iterable[Effect]:
@@ -16,11 +16,11 @@ def model(old: Values) -> Iterable[Effect]:
         and tensorflow_facts.family(old) == "resnet"
         and tensorflow_facts.size(old) in BASIC
     ):
-        yield To("shortcut-type", ("stages",))  # which is B where blocks have three convolutions
+        yield To("shortcut-type", ("stages",))  # the same as B where blocks have three convolutions
 
 
 def own(old: Values) -> Iterable[Effect]:
-    """What it had no options for: how photos were resized, padding, and first weights; SqueezeNet's are ours anyway."""
+    """What it always did, without an option: resizing, padding, initial weights; a SqueezeNet has ours."""
     if tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
         yield To("no-antialias")
     kind = tensorflow_facts.family(old)
@@ -36,7 +36,7 @@ def own(old: Values) -> Iterable[Effect]:
 def norm(old: Values) -> Iterable[Effect]:
     """Batch norm for CIFAR, group norm of every G-th channel for ImageNet and EfficientNets, none for SqueezeNet."""
     if tensorflow_facts.family(old) == "squeezenet":
-        yield from (Say(f"{name}: SqueezeNet has no norms") for name in _NORM_OPTIONS if old.given(name))
+        yield from (Note(f"{name}: SqueezeNet has no norms") for name in _NORM_OPTIONS if old.given(name))
         return
     efficient = tensorflow_facts.family(old) == "efficientnet"
     if tensorflow_facts.uses_batch_norm(old):
@@ -52,11 +52,11 @@ def norm(old: Values) -> Iterable[Effect]:
 
 
 def stable_norm(old: Values) -> Iterable[Effect]:
-    """Theirs took one pass unless told otherwise, but for ResNeXts and EfficientNets on ImageNet."""
+    """The original took one pass by default, except for ResNeXts and EfficientNets on ImageNet."""
     stable = old.flag("--stable-norm") or (
         tensorflow_facts.is_imagenet(old) and tensorflow_facts.family(old) in ("resnext", "efficientnet")
     )
-    spans = old.whole("--BN-span") > 1  # of which ours knows the stable form alone
+    spans = old.whole("--BN-span") > 1  # ours has only the stable form
     one_pass = (
         tensorflow_facts.family(old) != "squeezenet"
         and tensorflow_facts.uses_batch_norm(old)
@@ -75,7 +75,7 @@ def group_dim(old: Values) -> Iterable[Effect]:
     elif tensorflow_facts.family(old) == "resnext" and old.has("--group-dim"):
         yield To("resnext-group-dim", (old.text("--group-dim"),))
     elif old.given("--group-dim"):
-        yield Say(f"--group-dim: has no effect on a {tensorflow_facts.family(old)}")
+        yield Note(f"--group-dim: has no effect on a {tensorflow_facts.family(old)}")
 
 
 def image_size(old: Values) -> Iterable[Effect]:
@@ -84,7 +84,7 @@ def image_size(old: Values) -> Iterable[Effect]:
     elif not tensorflow_facts.is_imagenet(old) and (
         tensorflow_facts.is_random(old) or not tensorflow_facts.model(old).endswith("-cifar")
     ):
-        yield To("image-size", ("32",))  # else the data's and the model's own
+        yield To("image-size", ("32",))  # otherwise the size of the data and the model
 
 
 def data(old: Values) -> Iterable[Effect]:
@@ -94,16 +94,16 @@ def data(old: Values) -> Iterable[Effect]:
         yield To("classes", (str(tensorflow_facts.CLASSES[kind]),))
         return
     yield To("data", (kind.replace("-", ""),))
-    if old.has("--data-dir"):  # DATA_DIR is read by the canonical program as well
+    if old.has("--data-dir"):  # the canonical program reads DATA_DIR too
         yield To("data-dir", (old.text("--data-dir"),))
 
 
 def mixing(old: Values) -> Iterable[Effect]:
-    """Random images are not mixed, as they were not."""
+    """Random images are not mixed, as in the original."""
     alpha, share = old.number("--mixup-alpha"), old.number("--cutmix-lambda")
     if tensorflow_facts.is_random(old):
         if alpha or share < 1:
-            yield Say("--mixup-alpha and --cutmix-lambda: random images are not mixed, as they were not")
+            yield Note("--mixup-alpha and --cutmix-lambda: random images are not mixed, as in the original")
         return
     yield To("mixup-alpha", (short(alpha),))
     if share < 1:
@@ -111,7 +111,7 @@ def mixing(old: Values) -> Iterable[Effect]:
 
 
 def _cutmix(share: float, *, version: str) -> Iterable[Effect]:
-    """Version 2 has a fixed share. Version 1 skips some batches and else draws 1 + ln(U)/4 with U from e**-4 to 1."""
+    """Version 2 has a fixed share. Version 1 skips some batches; otherwise it draws 1 + ln(U)/4, U from e**-4 to 1."""
     if version == "2":
         yield To("cutmix-lambda-low", (short(share),))
         yield To("cutmix-lambda-high", (short(share),))
@@ -127,7 +127,7 @@ def eight_bit(old: Values) -> Iterable[Effect]:
 
 
 def normalisation_place(old: Values) -> Iterable[Effect]:
-    """On the device, unless it is asked for on the host and neither 8-bit images nor the fused step forbid it.
+    """On the device by default; on the host if asked for, without 8-bit images and the fused step.
 
     Images of CIFAR were always standardised on the host, before they were shifted.
     """
@@ -137,11 +137,11 @@ def normalisation_place(old: Values) -> Iterable[Effect]:
 
 
 def normalise(old: Values) -> Iterable[Effect]:
-    """Without it, images of ImageNet only lose their mean; those of CIFAR are standardised one by one anyway."""
+    """Without it, only ImageNet's mean is subtracted; images of CIFAR are always standardised one by one."""
     if _is_standardised(old):
         yield To("normalization", ("image",))
         if old.given("--normalise-input"):
-            yield Say("--normalise-input: images of CIFAR are standardised one by one, as they were")
+            yield Note("--normalise-input: images of CIFAR are always standardised one by one, as in the original")
     elif not old.flag("--normalise-input") and not tensorflow_facts.is_random(old):
         yield To("normalization", ("mean",))
 
@@ -164,11 +164,11 @@ def percentage(old: Values) -> Iterable[Effect]:
     if tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
         yield To("dataset-percentage", (old.text("--dataset-percentage-to-use"),))
     elif old.given("--dataset-percentage-to-use"):
-        yield Say("--dataset-percentage-to-use: has no effect but on ImageNet")
+        yield Note("--dataset-percentage-to-use: has an effect on ImageNet only")
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
-    """Without it, crops of ImageNet's photos are drawn as TensorFlow's sample_distorted_bounding_box did."""
+    """Without it, ImageNet's crops are drawn as by TensorFlow's sample_distorted_bounding_box."""
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
     elif tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
@@ -197,7 +197,7 @@ MODEL: tuple[Old, ...] = (
     ),
     part_of("--group-norm", "flag", None, "norm-type", "--norm-type group, every G-th channel in a group"),
     part_of("--groups", "whole", None, "norm-num-groups", "32 for ImageNet, 16 for CIFAR, 4 for EfficientNets"),
-    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once an update"),
+    part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once per update"),
     same("--BN-span", "whole", "1", new="batchnorm-span"),
     same("--convolution-groups", "whole", new="resnext-groups"),
     becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),
@@ -234,8 +234,8 @@ MODEL: tuple[Old, ...] = (
         "--efficientnet-activation relu",
     ),
     same("--expand-ratio", "whole", new="efficientnet-expand-ratio"),
-    part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, of EfficientNets"),
-    same("--proxy-norm", "flag", effect="the same; with --gradient-accumulation-count as well, and without a pipeline"),
+    part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, for EfficientNets"),
+    same("--proxy-norm", "flag", effect="the same; also with --gradient-accumulation-count, and without a pipeline"),
     same("--proxy-epsilon", "number", "0.03"),
     becomes(
         "--no-proxy-recompute",
@@ -254,7 +254,7 @@ MODEL: tuple[Old, ...] = (
         None,
         "disable-stable-batchnorm",
         stable_norm,
-        "without it, batch norm's variance takes one pass, as there; group norm's and --BN-span's is always stable",
+        "without it, batch norm's variance takes one pass; with group norm or --BN-span it is always stable",
     ),
 )
 DATA: tuple[Old, ...] = (
@@ -264,24 +264,22 @@ DATA: tuple[Old, ...] = (
         None,
         "data classes data-dir",
         data,
-        "imagenet, cifar10 or cifar100, in letters of any size; read off --data-dir if not given",
+        "imagenet, cifar10 or cifar100, in upper or lower case; guessed from --data-dir by default",
         choices=("imagenet", "cifar-10", "cifar-100"),
         lower=True,
     ),
-    part_of("--data-dir", "text", None, "data-dir", "the same; else DATA_DIR"),
-    same(
-        "--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto if not given"
-    ),
+    part_of("--data-dir", "text", None, "data-dir", "the same; DATA_DIR by default"),
+    same("--pipeline-num-parallel", "whole", new="dataloader-workers", effect="threads of the loader; auto by default"),
     part_of("--generated-data", "flag", None, "data", "--data generated"),
     part_of("--synthetic-data", "flag", None, "data", "--data synthetic"),
-    becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on unless given"),
+    becomes("--no-dataset-cache", "flag", None, "dataset-cache", cache, "--no-dataset-cache; on by default"),
     becomes(
         "--normalise-input",
         "flag",
         None,
         "normalization",
         normalise,
-        "deviation; without it, ImageNet's images only lose their mean; CIFAR's are always standardised one by one",
+        "deviation; without it, only ImageNet's mean is subtracted; CIFAR's images are always standardised one by one",
     ),
     becomes("--image-size", "whole", None, "image-size", image_size, "the same"),
     becomes(
@@ -290,7 +288,7 @@ DATA: tuple[Old, ...] = (
         None,
         "augment use-bbox-info-if-there crop-draw crop-area",
         valid_preprocessing,
-        "--augment none; without it, crops of ImageNet's photos overlap objects where there are boxes, as they did",
+        "--augment none; without it, ImageNet's crops overlap objects where there are boxes, as in the original",
     ),
     becomes(
         "--hostside-norm",
@@ -298,9 +296,9 @@ DATA: tuple[Old, ...] = (
         None,
         "normalization-location",
         normalisation_place,
-        "host, else device; CIFAR's: host",
+        "host, otherwise device; host for CIFAR",
     ),
-    nothing("--no-hostside-norm", "flag", "always so unless --hostside-norm is given"),
+    nothing("--no-hostside-norm", "flag", "always the case unless --hostside-norm is given"),
     nothing("--standard-imagenet", "flag", LOADER),
     becomes("--mixup-alpha", "number", "0.0", "mixup-alpha", mixing, "the same; not with random data"),
     part_of(
@@ -315,11 +313,11 @@ DATA: tuple[Old, ...] = (
         "text",
         "1",
         "cutmix-lambda-low",
-        "2: a fixed share; 1: drawn by --cutmix-draw exponential, with the same chance to skip",
+        "2: a fixed share; 1: --cutmix-draw exponential, with the same probability of skipping",
         choices=("1", "2"),
     ),
     nothing("--hostside-image-mixing", "flag", "images are mixed on the device"),
-    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off unless given"),
+    becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off by default"),
     becomes(
         "--dataset-percentage-to-use",
         "whole",
@@ -335,7 +333,7 @@ DATA: tuple[Old, ...] = (
         "--valid-batch-size",
         "whole",
         new="validation-batch-size",
-        effect="the same, under another name; as --batch-size if not given",
+        effect="the same, under another name; --batch-size by default",
         least=1,
     ),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts, tensorflow_variables
-from falconet.legacy.table import Effect, Old, Say, To, Values, becomes, part_of, same, short
+from falconet.legacy.table import Effect, Note, Old, To, Values, becomes, part_of, same, short
 
 LARS_SKIPS = ("beta", "gamma", "bias")
 
@@ -14,7 +14,7 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    """Whole epochs as such, a part of one in updates; a restored run forgets a length in updates that it had."""
+    """Whole epochs stay epochs, a fraction becomes updates; a restored run drops a length in updates."""
     updates = tensorflow_facts.updates(old)
     if updates is None:
         yield To("epoch", (str(tensorflow_facts.whole_epochs(old)),))
@@ -25,7 +25,7 @@ def epochs(old: Values) -> Iterable[Effect]:
 
 
 def iterations(old: Values) -> Iterable[Effect]:
-    """Random data has as many updates an epoch as the real data would, or as were asked for."""
+    """Random data has as many updates per epoch as the real data would, or as were asked for."""
     if old.has("--iterations") and tensorflow_facts.updates(old) is not None:
         yield To("updates", (old.text("--iterations"),))
     if tensorflow_facts.is_random(old):
@@ -33,11 +33,11 @@ def iterations(old: Values) -> Iterable[Effect]:
 
 
 def learning_rate(old: Values) -> Iterable[Effect]:
-    """2**x times the total batch. A warm-up longer than training is cut where training ends, at the rate it has."""
+    """2**x times the total batch. A warm-up longer than training is cut off at its end, at the rate reached."""
     rate, warm, whole = tensorflow_facts.peak(old), tensorflow_facts.warmup(old), tensorflow_facts.whole_epochs(old)
     if warm > whole and tensorflow_facts.updates(old) is None:
         reached = short(rate * whole / warm)
-        yield Say(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as it did")
+        yield Note(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as in the original")
         yield To("lr", (reached,))
         yield To("warmup-epoch", (short(whole),))
     else:
@@ -53,14 +53,14 @@ def schedule(old: Values) -> Iterable[Effect]:
         yield To("lr-decay", (old.text("--learning-rate-decay"),))
         if tensorflow_facts.updates(old) is None:
             yield To("lr-epoch-decay", tuple(short(share * length) for share in _drops(old)))
-        else:  # whatever the number of images
+        else:  # independent of the number of images
             yield To("lr-drop-shares", tuple(short(share) for share in _drops(old)))
     if kind == "exponential":
         rate, drops = _exponential(old)
         yield To("lr-decay", (short(rate),))
         if tensorflow_facts.updates(old) is None:
             yield To("lr-scheduler-freq", (short(drops / length),))
-        else:  # whatever the number of images
+        else:  # independent of the number of images
             yield To("lr-changes", (str(drops),))
     if kind == "polynomial_decay_lr":
         yield To("lr-power", (old.text("--poly-lr-decay-power"),))
@@ -70,7 +70,7 @@ def schedule(old: Values) -> Iterable[Effect]:
 def _drops(old: Values) -> list[float]:
     if not old.has("--learning-rate-schedule"):
         return [0.3, 0.6, 0.8, 0.9] if tensorflow_facts.is_imagenet(old) else [0.5, 0.75]
-    return old.listed("--learning-rate-schedule", wanted="shares of training as 0.5,0.75")
+    return old.listed("--learning-rate-schedule", expected="shares of training, such as 0.5,0.75")
 
 
 def _exponential(old: Values) -> tuple[float, int]:
@@ -100,7 +100,7 @@ def optimiser(old: Values) -> Iterable[Effect]:
 
 
 def weight_decay(old: Values) -> Iterable[Effect]:
-    """Scales and shifts of norms are left out on ImageNet, nothing on CIFAR, by LARS what it skips."""
+    """Norms are not decayed on ImageNet, everything is on CIFAR; LARS has its skip list."""
     yield To("weight-decay", (short(tensorflow_facts.weight_decay(old)),))
     if old.text("--optimiser") == "LARS":
         yield from _lars_skips(old)
@@ -109,14 +109,14 @@ def weight_decay(old: Values) -> Iterable[Effect]:
 
 
 def _lars_skips(old: Values) -> Iterable[Effect]:
-    """Their default, beta gamma bias, is every vector: --weight-decay-exclude vectors."""
+    """The default, beta gamma bias, means every vector: --weight-decay-exclude vectors."""
     if old.texts("--lars-skip-list") == LARS_SKIPS:
         yield To("weight-decay-exclude", ("vectors",))
         return
     network = tensorflow_facts.network(old)
     found = tensorflow_variables.find(network, old.texts("--lars-skip-list"))
-    for fragment in found.idle:
-        yield Say(
+    for fragment in found.unknown:
+        yield Note(
             f"--lars-skip-list: '{fragment}' is in no variable's name{tensorflow_variables.meant(network, fragment)}"
         )
     trained = tensorflow_facts.trained(old)
@@ -128,12 +128,12 @@ def _lars_skips(old: Values) -> Iterable[Effect]:
 
 
 def trainable(old: Values) -> Iterable[Effect]:
-    """The weights whose variables have one of the fragments in their names; moving statistics were variables too."""
+    """The weights whose variables' names contain one of the fragments; moving statistics were variables too."""
     if not old.given("--variable-filter"):
         return
     network = tensorflow_facts.network(old)
     found = tensorflow_variables.find(network, old.texts("--variable-filter"))
-    for fragment in found.idle:
+    for fragment in found.unknown:
         raise ConfigError(
             f"--variable-filter: '{fragment}' is in no variable's name{tensorflow_variables.meant(network, fragment)}"
         )
@@ -147,14 +147,14 @@ def label_smoothing(old: Values) -> Iterable[Effect]:
 
 
 def accumulation(old: Values) -> Iterable[Effect]:
-    """Batch norm's statistics were accumulated as gradients are, and moved once an update."""
+    """Batch norm's statistics were accumulated like gradients, and moved once per update."""
     yield To("gradient-accumulation", (old.text("--gradient-accumulation-count"),))
     if tensorflow_facts.uses_batch_norm(old):
         yield To("batchnorm-per-update")
 
 
 def restore(old: Values) -> Iterable[Effect]:
-    """Goes on training; the README prints such a line for a validation too, which train.py never did."""
+    """Continue training; the README also prints such a line for a validation, which train.py never did."""
     if old.has("--restore-path"):
         yield To("checkpoint-input-path", (old.text("--restore-path"),))
 
@@ -163,13 +163,13 @@ def resume(old: Values) -> Iterable[Effect]:
     if old.has("--restore-path"):
         path = old.text("--restore-path")
         yield from restore(old)
-        yield Say(f"--restore-path: goes on training {path}; `validation.py --restore-path {path}` measures it")
+        yield Note(f"--restore-path: continues training {path}; `validation.py --restore-path {path}` validates it")
 
 
 LENGTH: tuple[Old, ...] = (
     becomes("--restore-path", "text", None, "checkpoint-input-path", restore, "continues that run: `falconet restore`"),
     part_of("--help", "flag", None, "help", "prints the options and what each becomes", aliases=("-h",)),
-    part_of("--config", "text", None, "config", "a named config of configs.yml; what is typed counts more"),
+    part_of("--config", "text", None, "config", "a named config of configs.yml; the command line takes precedence"),
     part_of("--config-path", "text", None, "config", "another file of named configs"),
     becomes(
         "--batch-size",
@@ -177,7 +177,7 @@ LENGTH: tuple[Old, ...] = (
         None,
         "micro-batch-size",
         batch_size,
-        "the same; its default depends on model and data, as it did",
+        "the same; its default depends on model and data, as in the original",
         aliases=("--micro-batch-size",),
         least=1,
     ),
@@ -187,12 +187,18 @@ LENGTH: tuple[Old, ...] = (
         "1",
         "gradient-accumulation batchnorm-per-update",
         accumulation,
-        "the same; batch norm's statistics move once an update, as they did",
+        "the same; batch norm's statistics move once per update, as in the original",
         aliases=("--gradients-to-accumulate", "--pipeline-depth"),  # its names up to SDK 1.2
         least=1,
     ),
     becomes(
-        "--epochs", "number", None, "epoch updates", epochs, "the same; 2.5 is said in updates", aliases=("--epoch",)
+        "--epochs",
+        "number",
+        None,
+        "epoch updates",
+        epochs,
+        "the same; a fraction becomes updates",
+        aliases=("--epoch",),
     ),
     becomes(
         "--iterations",
@@ -200,7 +206,7 @@ LENGTH: tuple[Old, ...] = (
         None,
         "updates iterations",
         iterations,
-        "updates in all, which count more than --epochs; with random data alone: updates of the one epoch",
+        "updates in all; takes precedence over --epochs; with random data and no --epochs, updates of one epoch",
         least=1,
     ),
 )
@@ -214,7 +220,7 @@ RATE: tuple[Old, ...] = (
         "2**x times micro-batch x accumulation x replicas x workers",
         aliases=("--base-learning-rate-exponent",),
     ),
-    part_of("--abs-learning-rate", "number", None, "lr", "the rate itself; counts more than the exponent"),
+    part_of("--abs-learning-rate", "number", None, "lr", "the rate itself; takes precedence over the exponent"),
 )
 SCHEDULE: tuple[Old, ...] = (
     becomes(
@@ -226,22 +232,22 @@ SCHEDULE: tuple[Old, ...] = (
         "stepped becomes step, polynomial_decay_lr becomes polynomial",
         choices=("stepped", "cosine", "exponential", "polynomial_decay_lr"),
     ),
-    part_of("--learning-rate-decay", "number", "0.1", "lr-decay", "factor of a drop"),
+    part_of("--learning-rate-decay", "number", "0.1", "lr-decay", "the factor of each drop"),
     part_of(
         "--learning-rate-schedule",
         "text",
         None,
         "lr-epoch-decay lr-drop-shares",
-        "shares of training times --epochs; shares as they are with --iterations",
+        "shares of training, times --epochs; with --iterations, the shares themselves",
     ),
     part_of("--warmup-epochs", "number", "5", "warmup-epoch", "the same; none with --iterations alone"),
-    part_of("--lr-decay-rate", "number", None, "lr-decay", "factor of an exponential drop"),
+    part_of("--lr-decay-rate", "number", None, "lr-decay", "the factor of each exponential drop"),
     part_of(
         "--lr-drops",
         "whole",
         None,
         "lr-scheduler-freq lr-changes",
-        "divided by --epochs: drops an epoch; with --iterations, drops in all",
+        "divided by --epochs: drops per epoch; with --iterations, drops in all",
         least=1,
     ),
     part_of("--poly-lr-decay-power", "number", "2.0", "lr-power", "the same"),
@@ -268,10 +274,10 @@ UPDATE: tuple[Old, ...] = (
         "text",
         " ".join(LARS_SKIPS),
         "lars-skip weight-decay-exclude",
-        "parts of variables' names become patterns of ours; the default is --weight-decay-exclude vectors",
+        "parts of variables' names become patterns of our names; the default is --weight-decay-exclude vectors",
         count="some",
     ),
-    part_of("--lars-weight-decay", "number", None, "weight-decay", "the decay that LARS has"),
+    part_of("--lars-weight-decay", "number", None, "weight-decay", "LARS's decay"),
     part_of("--lars-eeta", "number", "0.001", "lars-eeta", "the same"),
     becomes(
         "--weight-decay",
@@ -279,7 +285,7 @@ UPDATE: tuple[Old, ...] = (
         None,
         "weight-decay weight-decay-exclude lars-skip",
         weight_decay,
-        "the same; on ImageNet norms alone are left out, on CIFAR nothing",
+        "the same; on ImageNet norms are not decayed, on CIFAR everything is",
     ),
     same("--loss-scaling", "number", "128"),
     becomes(
@@ -297,8 +303,8 @@ UPDATE: tuple[Old, ...] = (
         None,
         "trainable",
         trainable,
-        "parts of variables' names become patterns of ours: fc1 is fc, b4 is layer4, beta is .*bn1/bias and so on",
+        "parts of variables' names become patterns of our names: fc1 is fc, b4 is layer4, beta is .*bn1/bias and so on",
         count="some",
     ),
-    same("--init-path", "text", effect="the same: a checkpoint of Falconet, or weights by safetensors or torch"),
+    same("--init-path", "text", effect="the same: a checkpoint of Falconet, or a safetensors or torch file of weights"),
 )

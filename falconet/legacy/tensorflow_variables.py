@@ -1,4 +1,4 @@
-"""The TensorFlow program's variables by name, and our weights: fragments of names in, patterns of ours out."""
+"""The TensorFlow program's variables and our weights: parts of variables' names become patterns of our names."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from falconet.errors import did_you_mean
 from falconet.legacy.layer_names import BASIC, CIFAR_BASIC, EFFICIENTNET, RESNET, SQUEEZENET
 
 _SHIFT, _SCALE = ("beta", "bias"), ("gamma", "weight")
-# Rows of the one variable that proxy norm had, beside two that held what is worked out here.
+# Rows of proxy norm's one variable; its other two rows held what is computed here.
 _PROXY = (("0", "bias"), ("1", "weight"), ("4", "proxy_shift"), ("5", "proxy_scale"))
 _MOVING = (("moving_mean", "running_mean"), ("moving_variance", "running_var"))
 
@@ -25,47 +25,47 @@ class Network(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Our weights that fragments of variables' names mean, and fragments that mean none."""
+    """Our weights that the fragments name, and the fragments that name none."""
 
     weights: frozenset[str]
-    idle: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
 def find(network: Network, fragments: Sequence[str]) -> Found:
-    """A variable is meant by any part of its name; names of SDK 2.1 are looked at first, then those of SDK 2.5."""
+    """A fragment names every variable that contains it; SDK 2.1's names are tried first, then SDK 2.5's."""
     tables = [dict(_variables(network, release)) for release in _RELEASES]
     weights: set[str] = set()
-    idle = []
+    unknown = []
     for fragment in fragments:
         hits = [own for table in tables if (own := {table[name] for name in table if fragment in name})]
         weights |= hits[0] if hits else set()
-        idle += [] if hits else [fragment]
-    return Found(frozenset(weights), tuple(idle))
+        unknown += [] if hits else [fragment]
+    return Found(frozenset(weights), tuple(unknown))
 
 
 def weights_of(network: Network) -> list[str]:
-    """Every weight of ours, and every statistic of batch norm, in the order in which they run."""
+    """Every weight of ours, and every statistic of batch norm, in the order of execution."""
     return [ours for _, ours in _variables(network, _RELEASES[0])]
 
 
 def meant(network: Network, fragment: str) -> str:
-    """What a fragment that is in no name was probably to be."""
+    """What an unknown fragment probably means."""
     names = [name for name, _ in _variables(network, _RELEASES[0])]
     parts = dict.fromkeys(part for name in names for part in (*name.removesuffix(":0").split("/"), *_scopes(name)))
-    return did_you_mean(fragment, list(parts)) or f"; wanted a part of a name such as {names[0]} or {names[-1]}"
+    return did_you_mean(fragment, list(parts)) or f"; expected a part of a name such as {names[0]} or {names[-1]}"
 
 
 def patterns(chosen: Collection[str], *, every: Sequence[str]) -> tuple[str, ...]:
-    """The fewest patterns for `chosen`, and for no other of `every` weight: of layers, or of what names end with."""
-    wanted = set(chosen)
-    ways = [_by_layer(wanted, every), _by_ending(wanted, every)]
-    right = [way for way in ways if _matched(way, every) == wanted]
-    assert right, "names of layers say exactly what they say"
+    """The fewest patterns that match `chosen` and none of the other weights: by layer, or by the ends of names."""
+    expected = set(chosen)
+    ways = [_by_layer(expected, every), _by_ending(expected, every)]
+    right = [way for way in ways if _matched(way, every) == expected]
+    assert right, "patterns by layer are always exact"
     return min(right, key=len)
 
 
 def _by_layer(chosen: set[str], every: Sequence[str], inside: str = "") -> tuple[str, ...]:
-    """Whole layers where all of their weights are chosen, else what is in them."""
+    """Whole layers where all of their weights are chosen, otherwise the parts of them."""
     parts = dict.fromkeys(name[len(inside) :].partition("/")[0] for name in every if name.startswith(inside))
     found: list[str] = []
     for part in parts:
@@ -79,7 +79,7 @@ def _by_layer(chosen: set[str], every: Sequence[str], inside: str = "") -> tuple
 
 
 def _by_ending(chosen: set[str], every: Sequence[str]) -> tuple[str, ...]:
-    """What all chosen weights of that ending have in common (.*bn1, .*bn1/bias), and the rest by layers."""
+    """Common ends of names (.*bn1, .*bn1/bias), and the rest by layer."""
     found, left = [], set(chosen)
     for depth in (1, 0):  # endings of layers, then of weights
         for ending in dict.fromkeys(_ending(name, depth) for name in every):
@@ -92,7 +92,7 @@ def _by_ending(chosen: set[str], every: Sequence[str]) -> tuple[str, ...]:
 
 
 def _ending(name: str, depth: int) -> str:
-    """The end of a weight's name, or of its layer's; layers that are numbers are named with those around them."""
+    """The end of a weight's name, or of its layer's; a layer that is a number includes the one around it."""
     layer, _, weight = name.rpartition("/")
     around, _, last = layer.rpartition("/")
     layer = f"{around.rpartition('/')[2]}/{last}" if last.isdigit() else last
@@ -132,7 +132,7 @@ _RELEASES = (
     _Release(
         "stage0", "stage{0}/unit{2}", "conv{}", "{scope}{}/{norm}", "sc", "weight", "weight bias"
     ),  # SDK 2.5; efficientnets kept theirs
-    _Release("b0", "b{0}/{1}", "{}/conv", "{}/{norm}", "p", "kernel", "kernel bias"),  # as they are often shortened
+    _Release("b0", "b{0}/{1}", "{}/conv", "{}/{norm}", "p", "kernel", "kernel bias"),  # a common abbreviation
 )
 
 
@@ -185,7 +185,7 @@ def _efficientnet(network: Network, release: _Release) -> Iterator[tuple[str, st
 
 
 def _squeezenet(network: Network, release: _Release) -> Iterator[tuple[str, str]]:
-    """Ours have biases, which go with their kernels."""
+    """Ours have biases, which belong to the kernels."""
     layers = {"initialconv/conv": "features/0"}
     for fire, ours in SQUEEZENET.items():
         if fire.startswith("fire"):

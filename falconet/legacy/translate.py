@@ -1,4 +1,4 @@
-"""The named configs of the originals, in files as they had them: configs.yml beside a program."""
+"""A line of an original, read as its argparse read it, and translated into a canonical one."""
 
 import difflib
 import re
@@ -10,184 +10,29 @@ from pathlib import Path
 import yaml
 
 from falconet.config.commands import COMMANDS
-from falconet.config.effects import idle
+from falconet.config.effects import unused
 from falconet.config.fields import Option, options_of
 from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting, read_yaml, spelled
 from falconet.errors import ConfigError, did_you_mean
-from falconet.legacy import popart, pytorch_tools, tensorflow
-from falconet.legacy.table import Effect, Old, Place, Program, Say, To, Values, Variable, check_value, truth
-
-MOST_NEAR = 3  # names that an unknown one is answered with
-
-
-class _Texts(yaml.SafeLoader):
-    """Every scalar as it is spelled, so that 16.16 stays text; `<<` still merges, which the originals' files use."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012, PyYAML's own way
-        "<": [("tag:yaml.org,2002:merge", re.compile("<<"))]
-    }
-
-
-def config_entry(name: str, path: Path) -> Mapping[str, object]:
-    """One config of a file."""
-    configs = read_configs(path)
-    found = configs.get(name)
-    if name in configs and not isinstance(found, Mapping):
-        raise ConfigError(f"--config: {path}: {name}: options were wanted below it, such as `epochs: 10`")
-    if not isinstance(found, Mapping):
-        meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
-        raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")
-    return found
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """The nearest names, those that go on as this one before those that are spelled alike."""
-    longer = [one for one in known if name and one.startswith(name)]
-    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, n=MOST_NEAR, cutoff=0.5)]))
-    *others, last = [f"'{one}'" for one in near[:MOST_NEAR]] or [""]
-    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
-
-
-def read_configs(path: Path) -> Mapping[str, object]:
-    """A file of named configs."""
-    try:
-        content = read_yaml(path, loader=_Texts)
-    except ConfigError as error:
-        raise ConfigError(f"--config: {error}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--config: {path}: named configs were wanted, such as `my_config:` with options below it")
-    return content
-
-
-_NUMBER = re.compile(r"-\.?\d")
-Given = dict[str, tuple[str, ...]]  # by the option's first name
-
-
-def from_line(program: Program, argv: Iterable[str], *, others: Sequence[Program] = ()) -> Given:
-    """What was typed; the last of two wins. `others`: programs whose options may have been meant."""
-    names = _names(program)
-    typed: list[tuple[str, Old, list[str]]] = []
-    for token in argv:
-        if token.startswith("-") and token != "-" and not _NUMBER.match(token):
-            spelled, equals, value = token.partition("=")
-            option = names[_full(spelled, names, program, others)]
-            typed.append((spelled, option, [value] if equals else []))
-        elif program.word is not None and (not typed or _is_full(typed[-1][1], typed[-1][2])):
-            typed.append((token, program.word, [token]))
-        elif typed and typed[-1][1].kind != "flag":
-            typed[-1][2].append(token)
-        elif typed:
-            raise ConfigError(f"{typed[-1][0]}: is a switch and takes no value, got '{token}'")
-        else:
-            raise ConfigError(f"'{token}': an option was wanted, such as {program.options[0].name}")
-    return {option.name: check_value(option, tuple(values), spelled=spelled) for spelled, option, values in typed}
-
-
-def _is_full(option: Old, values: Sequence[str]) -> bool:
-    """Whether an option takes no further value."""
-    return option.kind == "flag" or (option.count != "some" and bool(values))
-
-
-def from_mapping(program: Program, mapping: object, *, source: str, others: Sequence[Program] = ()) -> Given:
-    """What a YAML entry of the originals says: keys with `_` or `-`, text, numbers, booleans and lists."""
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{source}: a mapping of options was wanted, such as `epochs: 10`")
-    names = _names(program)
-    given: Given = {}
-    for key, value in mapping.items():
-        spelled = "--" + str(key).replace("_", "-")
-        negated = f"--no-{spelled[2:]}"
-        if spelled not in names and negated in names:  # argparse keeps --no-validation as `validation`
-            spelled, value = negated, {"true": "false", "false": "true"}.get(str(value).lower(), value)
-        folded = {name.lower().replace("_", "-"): name for name in names}
-        if spelled.lower() not in folded:
-            raise _unknown(spelled, names, program, others, where=f"{source}: ", dashes=False)
-        option = names[folded[spelled.lower()]]
-        values = tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
-        if option.kind == "flag":
-            on = truth(values[0]) if len(values) == 1 else None
-            if on is None:
-                raise ConfigError(f"{source}: {key}: got '{' '.join(values)}', wanted true or false")
-            if on:
-                given[option.name] = ()
-        elif values:  # an empty list leaves the option alone
-            given[option.name] = check_value(option, values, spelled=f"{source}: {key}")
-    return given
-
-
-def _names(program: Program) -> dict[str, Old]:
-    return {name: option for option in program.options for name in option.names}
-
-
-def _full(spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program]) -> str:
-    """The whole name of an option that may be shortened, as long as it stays clear which one is meant."""
-    if spelled in names:
-        return spelled
-    begun = {names[name].name: name for name in names if spelled.startswith("--") and name.startswith(spelled)}
-    if len(begun) == 1:
-        return next(iter(begun.values()))
-    if len(begun) > 1:
-        raise ConfigError(f"{spelled}: could be {' or '.join(sorted(begun.values()))}")
-    raise _unknown(spelled, names, program, others, where="", dashes=True)
-
-
-def _unknown(
-    spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program], *, where: str, dashes: bool
-) -> ConfigError:
-    shown = spelled if dashes else spelled[2:]
-    meant = [(other, _names(other)[spelled]) for other in others if spelled in _names(other)]
-    for other, foreign in meant:
-        if other.dialect != program.dialect and (here := _named_here(foreign, program)):
-            return ConfigError(f"{where}{shown} is {_whose(other, program)}; here it is {' or '.join(here)}")
-    for other, foreign in meant[:1]:
-        says = f"{where}{shown} is {_whose(other, program)}; {program.script} has no such option"
-        more = () if other.dialect == program.dialect else foreign.new
-        return ConfigError(says + (_canonical((spelled.lstrip("-"), *more), program) if dashes else ""))
-    own = _canonical((spelled.lstrip("-"),), program) if dashes else ""
-    return ConfigError(f"{where}unknown option {shown}{own or did_you_mean(spelled, names)}")
-
-
-def _named_here(foreign: Old, program: Program) -> list[str]:
-    """The options of a program that set what another program's sets first."""
-    return [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
-
-
-def _whose(other: Program, program: Program) -> str:
-    return f"{other.script}'s" if other.dialect == program.dialect else f"the {TITLES[other.dialect]} program's"
-
-
-def _canonical(names: Iterable[str], program: Program) -> str:
-    """Where the first of these goes that the command has which the program becomes."""
-    schema = COMMANDS.get(_command(program))
-    own = [name for name in names if schema and name in options_of(schema)]
-    return f"; Falconet's own goes behind a lone --: -- --{own[0]}" if own else ""
-
-
-def _command(program: Program) -> str:
-    """What a program becomes if nothing is typed."""
-    if isinstance(program.command, str):
-        return program.command
-    return program.command(Values({option.name: option for option in program.rows}, {}, Place()))
-
-
-TITLES = {"pytorch": "PyTorch", "tf1": "TensorFlow", "popart": "PopART", "tool": "benchmark"}
-
+from falconet.legacy import popart, pytorch, tensorflow
+from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, truth
 
 PROGRAMS = {
-    program.name: program
-    for program in (*pytorch_tools.PROGRAMS, *tensorflow.PROGRAMS, *popart.PROGRAMS, *pytorch_tools.RUNNERS)
+    program.name: program for program in (*pytorch.PROGRAMS, *tensorflow.PROGRAMS, *popart.PROGRAMS, *pytorch.RUNNERS)
 }
-# Whose options people mix up.
+# Programs whose options are easily confused.
 TRAINERS = tuple(PROGRAMS[name] for name in ("pytorch:train.py", "tf1:train.py", "popart:resnet_main.py"))
-
-
+TITLES = {"pytorch": "PyTorch", "tf1": "TensorFlow", "popart": "PopART", "tool": "benchmark"}
+MOST_NEAR = 3  # suggestions for an unknown name
+_NUMBER = re.compile(r"-\.?\d")
 _HERE = Place()
+Given = dict[str, tuple[str, ...]]  # by the option's first name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What an old line means here."""
+    """A canonical command line, with notes on what is different."""
 
     command: str  # one or two words
     settings: tuple[Setting, ...]
@@ -199,20 +44,20 @@ class Translation:
         return [*self.command.split(), *(word for setting in self.settings for word in setting.argv())]
 
     def line(self, more: Sequence[str] = ()) -> str:
-        """The same for a shell, with the variables it needs, and `more` words behind it."""
+        """The same for a shell, with the variables it needs, and `more` words after it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(["falconet", *self.argv(), *more])])
 
 
 def translate(program: str, argv: Sequence[str], *, place: Place = _HERE) -> Translation:
-    """A line of one of the originals' programs, such as `tf1:train.py`; its named config comes before what is typed."""
+    """Translate a line of an original's program, such as `tf1:train.py`; what is typed overrides its named config."""
     own = program_named(program)
     typed = from_line(own, argv, others=_others(own))
     return _translated(own, _Asked(typed=typed, config=_config(own, typed, place)), place)
 
 
 def translate_mapping(program: str, mapping: object, *, source: str, place: Place = _HERE) -> Translation:
-    """The same for options of the originals written as YAML or JSON."""
+    """Translate options of an original written as YAML or JSON."""
     own = program_named(program)
     return _translated(
         own, _Asked(typed={}, config=from_mapping(own, mapping, source=source, others=_others(own))), place
@@ -227,7 +72,7 @@ def program_named(name: str) -> Program:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Old options that were typed, and those of the named config, which count less."""
+    """Old options that were typed, and those of the named config, which they override."""
 
     typed: Given
     config: Given
@@ -236,7 +81,7 @@ class _Asked:
     def all(self) -> Given:
         return {**self.config, **self.typed}
 
-    def wants(self, option: Old, options: Sequence[Old]) -> bool:
+    def asks_for(self, option: Old, options: Sequence[Old]) -> bool:
         """Whether the option was asked for, or one that its rule reads."""
         given = self.all
         parts = (part for part in options if part.name in given and part.rule is None)
@@ -244,21 +89,9 @@ class _Asked:
 
 
 def _others(own: Program) -> list[Program]:
-    """Programs whose options may have been meant: those of the own dialect before others, trainers before the rest."""
+    """Programs whose options may have been meant: those of the same dialect first, trainers before the rest."""
     others = (program for program in PROGRAMS.values() if program is not own and program.dialect in TITLES)
     return sorted(others, key=lambda one: (one.dialect != own.dialect, one not in TRAINERS))
-
-
-def _config(own: Program, typed: Given, place: Place) -> Given:
-    """The options of the named config, as far as this program has one."""
-    if "--config" not in typed:
-        return {}
-    name = typed["--config"][-1]
-    path = typed.get("--config-path", (place.configs,))[-1]
-    if path is None:
-        raise ConfigError(f"--config {name}: no configs.yml is known here; wanted --config-path")
-    entry = config_entry(name, Path(path))
-    return from_mapping(own, entry, source=f"config {name}", others=_others(own))
 
 
 def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
@@ -270,11 +103,11 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
     settings: dict[str, Setting] = {}
     notes: list[str] = []
     environment: dict[str, str] = {}
-    wanted: set[str] = set()  # canonical options that somebody asked for
+    requested: set[str] = set()  # canonical options that the line asks for
     for option, effects in _effects(own, values, asked, command):
-        is_wanted = option is not None and asked.wants(option, own.options)
+        is_requested = option is not None and asked.asks_for(option, own.options)
         for effect in effects:
-            if isinstance(effect, Say):
+            if isinstance(effect, Note):
                 notes.append(effect.text)
             elif isinstance(effect, Variable):
                 environment[effect.name] = effect.value
@@ -285,17 +118,19 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
                 name = _bare(effect.option)
                 settings.pop(name, None)
                 settings[name] = Setting(effect.option, effect.values, LINE)
-                wanted |= {name} if is_wanted else set()
+                requested |= {name} if is_requested else set()
     if schema and known and _is_whole(own, command):
         typed = [option for option in own.options if option.name in asked.all]
         try:
-            settings = _needed(settings, known, command=schema, wanted={name: _askers(name, typed) for name in wanted})
+            settings = _needed(
+                settings, known, command=schema, requested={name: _askers(name, typed) for name in requested}
+            )
         except ConfigError as error:
             raise ConfigError(_in_old_words(str(error), typed)) from None
     return Translation(
         command=command,
         settings=tuple(settings.values()),
-        notes=(*dict.fromkeys(notes), *_idle_in_config(own, asked)),
+        notes=(*dict.fromkeys(notes), *_unused_in_config(own, asked)),
         environment=environment,
     )
 
@@ -304,30 +139,28 @@ def _effects(
     own: Program, values: Values, asked: _Asked, command: str
 ) -> Iterator[tuple[Old | None, Iterable[Effect]]]:
     whole = _is_whole(own, command)
-    if own.style:
-        yield None, [To("log-style", (own.style,))]
     if own.rule and whole:
         yield None, own.rule(values)
     for option in own.rows:
-        idle = not option.has_effect and option.name not in asked.typed  # a config's are said in one line
-        if option.rule and not idle and (whole or asked.wants(option, own.options)):
+        unused = not option.has_effect and option.name not in asked.typed  # a config's are noted in one line
+        if option.rule and not unused and (whole or asked.asks_for(option, own.options)):
             yield option, option.rule(values)
 
 
-def _idle_in_config(own: Program, asked: _Asked) -> Iterator[str]:
+def _unused_in_config(own: Program, asked: _Asked) -> Iterator[str]:
     options = {option.name: option for option in own.options}
-    idle = [name for name in asked.config if not options[name].has_effect and name not in asked.typed]
-    if idle:
-        yield f"of the config, these have no effect here: {', '.join(idle)}"
+    unused = [name for name in asked.config if not options[name].has_effect and name not in asked.typed]
+    if unused:
+        yield f"of the config, these have no effect here: {', '.join(unused)}"
 
 
 def _is_whole(own: Program, command: str) -> bool:
-    """Whether the line says everything; else a checkpoint's options lie below it."""
+    """Whether the line sets every option; otherwise a checkpoint's options come first."""
     return own.whole and command not in ("restore", "validate", "average")
 
 
 def _in_old_words(message: str, typed: Sequence[Old]) -> str:
-    """A mistake with the name before it that was typed, where the canonical option has another one."""
+    """An error, preceded by the name that was typed where the canonical option has another one."""
     name = message.removeprefix("--").partition(":")[0]
     meant = [option for option in typed if name in option.new]
     if any(f"--{name}" in option.names for option in typed) or not meant:
@@ -336,7 +169,7 @@ def _in_old_words(message: str, typed: Sequence[Old]) -> str:
 
 
 def _askers(name: str, typed: Sequence[Old]) -> list[tuple[str, ...]]:
-    """The canonical options of each old one that was typed and means this one, among others maybe."""
+    """The canonical options of each typed option that sets this one."""
     return [option.new for option in typed if name in option.new]
 
 
@@ -345,9 +178,9 @@ def _needed(
     known: Mapping[str, Option],
     *,
     command: type[object],
-    wanted: Mapping[str, Sequence[tuple[str, ...]]],
+    requested: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> dict[str, Setting]:
-    """Without what is so anyway, and without what has no effect here: defaults, and parts of options that have one."""
+    """The settings without defaults, and without parts of options that have no effect here."""
     changed = {
         name: setting
         for name, setting in settings.items()
@@ -355,10 +188,10 @@ def _needed(
     }
     there = [setting for name, setting in changed.items() if name in known]
     options = parse(command, there).options
-    without_effect = idle(options)
+    without_effect = unused(options)
     effective = settings.keys() - without_effect.keys()
-    told = {name for name, asked in wanted.items() if not asked or any(not effective & {*new} for new in asked)}
-    return {name: setting for name, setting in changed.items() if name in told or name not in without_effect}
+    noted = {name for name, asked in requested.items() if not asked or any(not effective & {*new} for new in asked)}
+    return {name: setting for name, setting in changed.items() if name in noted or name not in without_effect}
 
 
 def _is_known(effect: To, known: Mapping[str, Option]) -> bool:
@@ -385,8 +218,166 @@ def _same_number(values: tuple[str, ...], default: object) -> bool:
 def _check_required(own: Program, given: Given) -> None:
     for option in own.options:
         if option.required and option.name not in given:
-            raise ConfigError(f"{option.name}: is needed by {own.script}")
+            raise ConfigError(f"{option.name}: is required by {own.script}")
 
 
 def _bare(option: str) -> str:
     return option.removeprefix("no-")
+
+
+def from_line(program: Program, argv: Iterable[str], *, others: Sequence[Program] = ()) -> Given:
+    """The typed options; the last of two wins. `others`: programs whose options may have been meant."""
+    names = _names(program)
+    typed: list[tuple[str, Old, list[str]]] = []
+    for token in argv:
+        if token.startswith("-") and token != "-" and not _NUMBER.match(token):
+            spelled, equals, value = token.partition("=")
+            option = names[_full(spelled, names, program, others)]
+            typed.append((spelled, option, [value] if equals else []))
+        elif program.word is not None and (not typed or _is_full(typed[-1][1], typed[-1][2])):
+            typed.append((token, program.word, [token]))
+        elif typed and typed[-1][1].kind != "flag":
+            typed[-1][2].append(token)
+        elif typed:
+            raise ConfigError(f"{typed[-1][0]}: is a switch and takes no value, got '{token}'")
+        else:
+            raise ConfigError(f"got '{token}', expected an option, such as {program.options[0].name}")
+    return {option.name: check_value(option, tuple(values), spelled=spelled) for spelled, option, values in typed}
+
+
+def _is_full(option: Old, values: Sequence[str]) -> bool:
+    """Whether an option takes no further values."""
+    return option.kind == "flag" or (option.count != "some" and bool(values))
+
+
+def from_mapping(program: Program, mapping: object, *, source: str, others: Sequence[Program] = ()) -> Given:
+    """The options of a YAML entry: keys with `_` or `-`, values as text, numbers, booleans and lists."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{source}: expected options, such as `epochs: 10`")
+    names = _names(program)
+    given: Given = {}
+    for key, value in mapping.items():
+        spelled = "--" + str(key).replace("_", "-")
+        negated = f"--no-{spelled[2:]}"
+        if spelled not in names and negated in names:  # argparse stores --no-validation as `validation`
+            spelled, value = negated, {"true": "false", "false": "true"}.get(str(value).lower(), value)
+        folded = {name.lower().replace("_", "-"): name for name in names}
+        if spelled.lower() not in folded:
+            raise _unknown(spelled, names, program, others, where=f"{source}: ", dashes=False)
+        option = names[folded[spelled.lower()]]
+        values = tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
+        if option.kind == "flag":
+            on = truth(values[0]) if len(values) == 1 else None
+            if on is None:
+                raise ConfigError(f"{source}: {key}: got '{' '.join(values)}', expected true or false")
+            if on:
+                given[option.name] = ()
+        elif values:  # an empty list sets nothing
+            given[option.name] = check_value(option, values, spelled=f"{source}: {key}")
+    return given
+
+
+def _names(program: Program) -> dict[str, Old]:
+    return {name: option for option in program.options for name in option.names}
+
+
+def _full(spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program]) -> str:
+    """The full name of an option, which may be shortened as long as it is unambiguous."""
+    if spelled in names:
+        return spelled
+    longer = {names[name].name: name for name in names if spelled.startswith("--") and name.startswith(spelled)}
+    if len(longer) == 1:
+        return next(iter(longer.values()))
+    if len(longer) > 1:
+        raise ConfigError(f"{spelled}: could be {' or '.join(sorted(longer.values()))}")
+    raise _unknown(spelled, names, program, others, where="", dashes=True)
+
+
+def _unknown(
+    spelled: str, names: Mapping[str, Old], program: Program, others: Sequence[Program], *, where: str, dashes: bool
+) -> ConfigError:
+    shown = spelled if dashes else spelled[2:]
+    meant = [(other, _names(other)[spelled]) for other in others if spelled in _names(other)]
+    for other, foreign in meant:
+        if other.dialect != program.dialect and (here := _named_here(foreign, program)):
+            return ConfigError(f"{where}{shown} is {_whose(other, program)}; here it is {' or '.join(here)}")
+    for other, foreign in meant[:1]:
+        text = f"{where}{shown} is {_whose(other, program)}; {program.script} has no such option"
+        more = () if other.dialect == program.dialect else foreign.new
+        return ConfigError(text + (_canonical((spelled.lstrip("-"), *more), program) if dashes else ""))
+    own = _canonical((spelled.lstrip("-"),), program) if dashes else ""
+    return ConfigError(f"{where}unknown option {shown}{own or did_you_mean(spelled, names)}")
+
+
+def _named_here(foreign: Old, program: Program) -> list[str]:
+    """The options of a program that set what another program's sets first."""
+    return [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
+
+
+def _whose(other: Program, program: Program) -> str:
+    return f"{other.script}'s" if other.dialect == program.dialect else f"the {TITLES[other.dialect]} program's"
+
+
+def _canonical(names: Iterable[str], program: Program) -> str:
+    """How to give the first of these that the program's command has."""
+    schema = COMMANDS.get(_command(program))
+    own = [name for name in names if schema and name in options_of(schema)]
+    return f"; Falconet's option goes after a lone --: -- --{own[0]}" if own else ""
+
+
+def _command(program: Program) -> str:
+    """The command of a program without options."""
+    if isinstance(program.command, str):
+        return program.command
+    return program.command(Values({option.name: option for option in program.rows}, {}, Place()))
+
+
+class _Texts(yaml.SafeLoader):
+    """Every scalar as text, so that 16.16 stays 16.16; `<<` still merges, because the originals' files use it."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, PyYAML's own way
+        "<": [("tag:yaml.org,2002:merge", re.compile("<<"))]
+    }
+
+
+def _config(own: Program, typed: Given, place: Place) -> Given:
+    """The options of the named config, if the line names one."""
+    if "--config" not in typed:
+        return {}
+    name = typed["--config"][-1]
+    path = typed.get("--config-path", (place.configs,))[-1]
+    if path is None:
+        raise ConfigError(f"--config {name}: there is no configs.yml here; expected --config-path")
+    entry = config_entry(name, Path(path))
+    return from_mapping(own, entry, source=f"config {name}", others=_others(own))
+
+
+def config_entry(name: str, path: Path) -> Mapping[str, object]:
+    """One config of a file."""
+    configs = read_configs(path)
+    found = configs.get(name)
+    if name in configs and not isinstance(found, Mapping):
+        raise ConfigError(f"--config: {path}: {name}: expected options below it, such as `epochs: 10`")
+    if not isinstance(found, Mapping):
+        meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
+        raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")
+    return found
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The nearest names: first those that start with this one, then those of similar spelling."""
+    longer = [one for one in known if name and one.startswith(name)]
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, n=MOST_NEAR, cutoff=0.5)]))
+    *others, last = [f"'{one}'" for one in near[:MOST_NEAR]] or [""]
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
+
+
+def read_configs(path: Path) -> Mapping[str, object]:
+    """A file of named configs."""
+    try:
+        content = read_yaml(path, loader=_Texts)
+    except ConfigError as error:
+        raise ConfigError(f"--config: {error}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config: {path}: expected named configs, such as `my_config:` with options below it")
+    return content

@@ -1,1 +1,1 @@
-"""Processes and devices; the only place that says torch.distributed."""
+"""Processes and devices; the only folder that uses torch.distributed."""

@@ -1,9 +1,10 @@
-"""Batch norm whose batch is that of several replicas; one code for CPU and CUDA (torch's own refuses CPU tensors)."""
+"""Batch norm over the batches of several replicas, on CPU and CUDA (torch's SyncBatchNorm refuses CPU tensors)."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -35,40 +36,55 @@ class Span:
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model (its moving average) normalises with the same replicas."""
+        """Not copied: a copy of a model, such as its moving average, normalises with the same replicas."""
         return self
 
 
 def span_batchnorm(model: nn.Module, grid: Grid, *, span: int) -> nn.Module:
-    """`model` with every batch norm changed, in place, to one over `span` replicas; 1 leaves it as it is."""
+    """Change every batch norm of `model`, in place, to one over `span` replicas; 1 changes nothing."""
     if span == 1:
         return model
     replicas = grid.replicas.size
     if replicas % span:
-        raise ConfigError(f"--batchnorm-span: got {span}, wanted a divisor of {replicas}, the replicas that run")
+        raise ConfigError(f"batch norm over {span} replicas: expected a divisor of {replicas}, the number of replicas")
     assert isinstance(grid.world, Processes)
     own = Span(grid.world, _own_group(grid.world, grid.spans(span)))
     kinds = _kinds()
     for name, layer in model.named_modules():
         if type(layer) in kinds:
-            layer.__class__ = kinds[type(layer)]  # the parameters and buffers stay the very same
+            layer.__class__ = kinds[type(layer)]  # keeps its parameters and buffers
             layer.span = own
         elif isinstance(layer, _BatchNorm):
-            raise ConfigError(f"--batchnorm-span {span}: layer '{name}' is a {type(layer).__name__}, which cannot span")
+            raise ConfigError(f"layer '{name}' is a {type(layer).__name__}, which cannot span {span} replicas")
     return model
 
 
 def _kinds() -> dict[type[nn.Module], Any]:
-    """The layers that can span, and what each becomes; where timm was not imported, no model has layers of its."""
-    if "timm.layers.norm_act" not in sys.modules:
+    """The layers that can span, and what each becomes."""
+    if "timm.layers.norm_act" not in sys.modules:  # slow to import; without it, no model has layers of timm's
         return {nn.BatchNorm2d: SpanBatchNorm2d}
-    from falconet.parallel.batchnorm_act import BatchNormAct2d, SpanBatchNormAct2d
+    return {nn.BatchNorm2d: SpanBatchNorm2d, **_timm_kinds()}
 
-    return {nn.BatchNorm2d: SpanBatchNorm2d, BatchNormAct2d: SpanBatchNormAct2d}
+
+@cache
+def _timm_kinds() -> dict[type[nn.Module], Any]:
+    from timm.layers.norm_act import BatchNormAct2d
+
+    class SpanBatchNormAct2d(BatchNormAct2d):
+        """Batch norm over a span, then timm's activation; its state is that of a plain one."""
+
+        span: Span
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                return self.act(self.drop(normalised(self, x)))  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-untyped-call,no-any-return]
+
+    return {BatchNormAct2d: SpanBatchNormAct2d}
 
 
 def _own_group(world: Processes, every: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Ours of all groups; every process takes part in making each, in the same order, whatever layers it has."""
+    """Create all groups and return this process's; every process must create each, in the same order."""
     wait = timedelta(seconds=world.timeout)
     made = [dist.new_group(list(ranks), timeout=wait) for ranks in every]
     own = next(group for group, ranks in zip(made, every, strict=True) if world.rank in ranks)
@@ -86,7 +102,7 @@ class SpanBatchNorm2d(nn.BatchNorm2d):
 
 
 def normalised(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """`x` by the statistics of the layer's span, which its running ones follow."""
+    """Normalise `x` by the statistics of the layer's span, and update the running statistics."""
     out, mean, variance, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, layer.span)
     if layer.track_running_stats:
         _track(layer, mean, variance * (count / (count - 1)))
@@ -100,16 +116,16 @@ def _track(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) -> None:
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
     for running, newest in ((layer.running_mean, mean), (layer.running_var, variance)):
-        # Without a momentum, torch keeps a cumulative average; a tensor then, so that the host does not wait.
+        # Without a momentum, torch keeps a cumulative average; as a tensor, the weight does not synchronise.
         weight = (1.0 / layer.num_batches_tracked).to(running.dtype) if layer.momentum is None else layer.momentum
         running.lerp_(newest.to(running.dtype), weight)
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / std * weight + bias over the span; also the mean, the variance and the number of values a channel.
+    """(x - mean) / std * weight + bias over the span; also the mean, the variance and the count per channel.
 
-    Means and variances are merged after Chan et al.: no difference of large squares. Gradients of weight and bias are
-    this replica's own: they are averaged with all others.
+    Means and variances are merged as by Chan et al., without differences of large squares. The gradients of weight and
+    bias are those of this replica; they are averaged later, with all the others.
     """
 
     @staticmethod

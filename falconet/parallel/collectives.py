@@ -1,4 +1,4 @@
-"""Who is where: each process says what it is about, so that a time-out can name the one that did not come."""
+"""A world of several processes: collectives with a time-out that names the process that did not arrive."""
 
 import contextlib
 import errno
@@ -23,21 +23,21 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError
-from falconet.parallel import environment, listening
+from falconet.parallel import environment, network
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World
 
-EVERY = 0.5  # seconds between two looks; publishing costs one message, when something changed or at a beat
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 2.5  # seconds without one that tell a process that is gone from one that is busy
-PATIENCE = 6.0  # seconds to ask the store for the others' words, twice
-GRACE = 30.0  # seconds from the launcher's end to our own, however busy we are
+EVERY = 0.5  # seconds between checks; publishing costs one message, after a change or at a beat
+BEAT = 1.0  # seconds between signs of life
+SILENCE = 2.5  # seconds without one after which a process counts as lost, not busy
+PATIENCE = 6.0  # seconds to read the states of the others twice
+GRACE = 30.0  # seconds from the end of the launcher to ours, however busy we are
 GAVE_UP = " (gave up)"
-COURTESY = 3.0  # seconds in which whoever failed first can be seen to have failed
+COURTESY = 3.0  # seconds for the process that failed first to be seen
 
 
 class Folder:
-    """Words in files, each written anew: torch's FileStore keeps every value that was ever set, 100 bytes a beat."""
+    """Values in files that are overwritten; torch's FileStore would keep every value, 100 bytes per beat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,10 +45,10 @@ class Folder:
     def set(self, key: str, value: str) -> None:
         new = self._file(f"{key}.new")
         new.write_text(value)
-        new.replace(self._file(key))  # read whole, or not yet
+        new.replace(self._file(key))  # atomic for readers
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """A process writes as soon as it is there: whose file is missing is not waited for."""
+        """No need to wait: every process writes its file as soon as it starts."""
 
     def get(self, key: str) -> bytes:
         return self._file(key).read_bytes()
@@ -58,7 +58,7 @@ class Folder:
 
 
 class Liveness:
-    """Publishes `doing` from a thread of its own, and reads what the others did: in `board`, else in the store."""
+    """Publishes `doing` from a thread, and reads that of the others, through `board` or else the store."""
 
     def __init__(self, store: Store, *, rank: int, size: int, board: Folder | None = None) -> None:
         self.rank, self.size = rank, size
@@ -72,16 +72,16 @@ class Liveness:
         self._thread.start()
 
     def _publish(self) -> None:
-        said, at, beat, since = "", 0.0, 0, time.time()
+        published, at, beat, since = "", 0.0, 0, time.time()
         while True:
             doing, now = self.doing, time.monotonic()
-            if doing != said or now >= at + BEAT:
+            if doing != published or now >= at + BEAT:
                 try:
-                    since = since if doing == said else time.time()
+                    since = since if doing == published else time.time()
                     self._board.set(_key(self.rank), f"{beat} {since:.1f} {doing}")
                 except (DistError, RuntimeError, OSError):
-                    return  # a store is the first process's: it is gone, and the process that waits for it will say so
-                said, at, beat = doing, now, beat + 1
+                    return  # the first process, which holds the store, has gone; one that waits for it reports that
+                published, at, beat = doing, now, beat + 1
             if self._ended.wait(EVERY):
                 return
 
@@ -90,32 +90,32 @@ class Liveness:
         self._thread.join()
 
     def timed_out(self, seconds: float) -> WorldError:
-        """The error of this process, naming those that are not where it is."""
+        """The error of a time-out, naming the processes that did not arrive here."""
         here = self.doing
         self.doing = f"{here}{GAVE_UP}"
         said, silent = self._asked()
-        # Who gives no sign of life is to blame; the living may wait elsewhere for the same one.
+        # Blame those without a sign of life: the others may be waiting for them elsewhere.
         missing = sorted(silent) or [rank for rank in self._others if not _is_at(said.get(rank), here)]
         absent = [f"rank {rank}{self._place(rank)} {_absent(said.get(rank), rank in silent)}" for rank in missing]
-        found = "; ".join(absent) or "every process is there, so the network between them is to blame"
-        return WorldError(f"rank {self.rank}: waited {seconds:g} s in vain at {here}: {found}")
+        found = "; ".join(absent) or "all processes are there, so suspect the network between them"
+        return WorldError(f"rank {self.rank}: timed out after {seconds:g} s in {here}: {found}")
 
     def lost(self, operation: str, error: RuntimeError) -> WorldError:
-        """The error of a process that was cut off from another; comes late, so that the other's own error is the news.
+        """The error of losing another process; delayed, so that the other's error is reported first.
 
-        Our launcher ends this process meanwhile, and says who went, if one has. It cannot see a device that fails.
+        Meanwhile our launcher ends this process, and reports the one that failed. It cannot see a device that fails.
         """
-        with contextlib.suppress(ValueError):  # not in autograd's own threads
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: there is nothing left to save
-            if environment.OWN in os.environ and self.is_asked():  # it saw the other one go before we did
+        with contextlib.suppress(ValueError):  # not possible in autograd's threads
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: nothing is left to save
+            if environment.OWN in os.environ and self.is_asked():  # it noticed the other one first
                 os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(COURTESY)
         said, silent = self._asked()
         gone = [rank for rank in self._others if rank in silent or rank not in said]
         absent = [f"rank {rank} on {self._hosts[rank]} {_absent(said.get(rank), rank in silent)}" for rank in gone]
-        found = f"{'; '.join(absent)}; see what it said last" if absent else self._network()
+        found = f"{'; '.join(absent)}; see its last output" if absent else self._network()
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return WorldError(f"rank {self.rank}: lost another process, {operation} ({reason}): {found}{_how()}")
+        return WorldError(f"rank {self.rank}: lost another process while {operation} ({reason}): {found}{_how()}")
 
     @property
     def _others(self) -> list[int]:
@@ -123,30 +123,30 @@ class Liveness:
 
     def _network(self) -> str:
         hosts = ", ".join(sorted(set(self._hosts)))
-        return f"every process gives signs of life, so a device or the network of {hosts} is to blame"
+        return f"all processes are alive, so suspect a device or the network of {hosts}"
 
     def _asked(self) -> tuple[dict[int, str], set[int]]:
-        """Each process's last words, where it answers, and those that give no sign of life."""
+        """The last state of each process that answers, and those that give no sign of life."""
         said: dict[int, str] = {}
         silent: set[int] = set()
-        # In a thread: a store is the first process's, and a client of a store that is stopped waits for ever.
+        # In a thread: the first process holds the store, and a client of a stopped store hangs.
         asking = threading.Thread(target=self._ask, args=(said, silent), name="asking", daemon=True)
         asking.start()
         asking.join(PATIENCE)
         return dict(said), set(silent)
 
     def _place(self, rank: int) -> str:
-        """Its host, where there are several."""
+        """Its host, if there are several."""
         return f" on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else ""
 
     def _ask(self, said: dict[int, str], silent: set[int]) -> None:
-        """Each process's words, and again after a while: who still lives has a new beat, whatever its clock says."""
+        """Read all states twice: a living process has a new beat the second time, whatever its clock."""
         self._read(said)
         time.sleep(SILENCE)
         again: dict[int, str] = {}
         self._read(again)
         same = {rank for rank, words in again.items() if words == said.get(rank)}
-        gave_up = {rank for rank in same if said[rank].endswith(GAVE_UP)}  # and may have ended
+        gave_up = {rank for rank in same if said[rank].endswith(GAVE_UP)}  # these may have exited
         silent.update(same - gave_up - {self.rank})
         said.update(again)
 
@@ -165,17 +165,17 @@ def _absent(words: str | None, is_silent: bool) -> str:
     if words is None:
         return "does not answer"
     _, since, doing = words.split(" ", 2)
-    what = "gives no sign of life" if is_silent else "did not come"
-    return f"{what}, it was last seen {time.time() - float(since):.0f} s ago at {doing}"
+    what = "gives no sign of life" if is_silent else "did not arrive"
+    return f"{what}, last seen {time.time() - float(since):.0f} s ago in {doing}"
 
 
 def _how() -> str:
-    """What to do; our own launcher starts all again, or says it itself."""
-    return "" if os.environ.get(environment.OWN) else "; the same line with --resume goes on from the newest checkpoint"
+    """What to do, unless our own launcher restarts the workers or reports it."""
+    return "" if os.environ.get(environment.OWN) else "; resume the run to continue from the newest checkpoint"
 
 
 def follow(launcher: int) -> None:
-    """Stop, with a checkpoint if there is time for one, when the process that started us is gone."""
+    """Stop, with a checkpoint if there is time, when the process that started us has exited."""
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -191,9 +191,9 @@ def _key(rank: int) -> str:
     return f"doing/{rank}"
 
 
-SAYING = 2.0  # seconds in which the first process may say what went wrong on all of them
-STAYING = 1.0  # seconds that it waits for them to ask
-NAMES = "surrogateescape"  # how Python holds names of files that are no UTF-8
+SAYING = 2.0  # seconds for the first process to report an error of all of them
+STAYING = 1.0  # seconds that it stays for the others to ask
+NAMES = "surrogateescape"  # how Python holds file names that are not UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +201,8 @@ class Processes(World):
     """Several processes, one replica each."""
 
     store: Store = field(repr=False)
-    host: dist.ProcessGroup = field(repr=False)  # for what is on the host, whatever the device
-    group: dist.ProcessGroup | None = field(default=None, repr=False)  # for what is on the device; None: all processes
+    host: dist.ProcessGroup = field(repr=False)  # for host tensors, whatever the device
+    group: dist.ProcessGroup | None = field(default=None, repr=False)  # for device tensors; None for all processes
     alive: Liveness = field(repr=False)
     timeout: float  # seconds
 
@@ -210,11 +210,11 @@ class Processes(World):
         return self._reduced(values, dist.ReduceOp.SUM, "summing over the processes")
 
     def max(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.MAX, "taking the largest over the processes")
+        return self._reduced(values, dist.ReduceOp.MAX, "taking the maximum over the processes")
 
     def broadcast(self, values: Tensor) -> Tensor:
         received = values.detach().clone()
-        with self.waiting("taking over the first process's values"):
+        with self.waiting("receiving the first process's values"):
             dist.broadcast(received, group_src=0, group=self._group(values))
         return received
 
@@ -232,11 +232,11 @@ class Processes(World):
             if text != texts[0]:
                 raise DeviceError(
                     f"{what}: is '{text}' in process {self.global_rank(rank)} and '{texts[0]}' in process"
-                    f" {self.global_rank(0)}; wanted the same in both"
+                    f" {self.global_rank(0)}; expected the same in both"
                 )
 
     def counter(self, what: str) -> Callable[[str], int]:
-        """From any thread, and without waiting for the others: the first process's store counts."""
+        """Callable from any thread, without waiting for the others: the store counts."""
 
         def count(thing: str) -> int:
             key = f"{what}/{_digest(thing)}"
@@ -255,20 +255,20 @@ class Processes(World):
 
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Within it, this process may wait for others; what goes wrong is said with rank and operation."""
+        """A context in which this process may wait for others; errors name the rank and the operation."""
         before, self.alive.doing = self.alive.doing, f"{self.alive.doing}, {operation}"
         try:
             yield
         except torch.OutOfMemoryError:
-            raise  # nobody else's fault
-        except RuntimeError as error:  # of gloo and of NCCL; neither has a class of its own for a time-out
+            raise  # an error of this process
+        except RuntimeError as error:  # gloo and NCCL have no class for a time-out
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self.alive.timed_out(self.timeout) from error
             raise self.alive.lost(operation, error) from error
         self.alive.doing = before
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """On an error the others are not waited for: they find this process gone, and go too."""
+        """Leave together; after an error, do not wait for the others, who will notice and stop too."""
         if error is None:
             self.barrier("ending the run")
             self.alive.close()
@@ -277,7 +277,7 @@ class Processes(World):
             raise self._said(error) from None
 
     def _said(self, error: UserError) -> UserError:
-        """The same error, said by one process: the first if it has it too, else by this one with its rank."""
+        """Report an error once: by the first process if it has it too, else by this one with its rank."""
         key = f"said/{_digest(str(error))}"
         heard = f"{key}/heard"
         if self.is_first:
@@ -292,9 +292,9 @@ class Processes(World):
         return SaidElsewhereError(str(error))
 
     def _stay_until(self, heard: str) -> None:
-        """Its store ends with the first process: those with the same error are given time to ask it."""
+        """The store ends with the first process: give the others time to ask about the same error."""
         deadline = time.monotonic() + STAYING
-        with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun may hold the store, and be gone
+        with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun may hold the store and have exited
             while self.store.add(heard, 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(0.02)
 
@@ -308,11 +308,11 @@ class Processes(World):
         return self.host if values.device.type == "cpu" else self.group
 
     def global_rank(self, rank: int) -> int:
-        """The number, among all processes, of one of ours."""
+        """The rank among all processes of one of these."""
         return dist.get_global_rank(self.host, rank)
 
     def texts(self, mine: str, operation: str) -> list[str]:
-        """The texts of all processes, in order; as bytes, because torch's own way is to pickle them."""
+        """The texts of all processes, by rank; sent as bytes, because torch would pickle them."""
         data = mine.encode(errors=NAMES)
         longest = int(self.max(torch.tensor(len(data))))
         padded = torch.zeros(longest + 1, dtype=torch.uint8)
@@ -324,7 +324,7 @@ class Processes(World):
 
 
 class _Vote:
-    """The answer comes one call late, so that nobody waits for the network; it is the same on every process."""
+    """A vote whose answer comes one call late, so that no process waits for the network."""
 
     def __init__(self, world: Processes) -> None:
         self._world = world
@@ -348,7 +348,7 @@ class _Vote:
 
 
 def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
-    """Meet the other processes that the launcher started."""
+    """Join the other processes that the launcher started."""
     if os.environ.get(environment.OWN):
         follow(int(os.environ[environment.OWN]))
     wait = timedelta(seconds=timeout)
@@ -356,7 +356,7 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         folder = os.environ.get(environment.MEETING)
         store = _in_folder(Path(folder), place, wait) if folder else _at_port(place, wait)
         if folder or _share_a_network(store, place):
-            listening.keep_to_loopback()
+            network.keep_to_loopback()
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(
@@ -371,11 +371,11 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         raise WorldError(
             f"rank {place.rank}: cannot reach {folder or f'{place.address}:{place.port}'}: {_first_line(error)}"
         ) from error
-    except RuntimeError as error:  # a FileStore has no class of its own for a time-out
+    except RuntimeError as error:  # a FileStore has no class for a time-out
         if not isinstance(error, dist.DistError) and not folder:
             raise
         raise WorldError(
-            f"rank {place.rank}: the {place.size} processes did not meet within {timeout:g} s: {_first_line(error)}"
+            f"rank {place.rank}: the {place.size} processes did not meet in {timeout:g} s: {_first_line(error)}"
         ) from error
     sys.excepthook = _with_rank(place.rank)
     assert isinstance(host, dist.ProcessGroup)
@@ -385,7 +385,7 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
 
 
 def _in_folder(folder: Path, place: Place, wait: timedelta) -> Store:
-    """A store that is a file in our launcher's private folder: no port, and closed to other users of this host."""
+    """A file store in our launcher's private folder: no port, and closed to other users of this host."""
     if place.rank == 0:
         (folder / environment.FIRST).touch()
     store = FileStore(str(folder / "store"), place.size)
@@ -394,22 +394,22 @@ def _in_folder(folder: Path, place: Place, wait: timedelta) -> Store:
 
 
 def _at_port(place: Place, wait: timedelta) -> Store:
-    """The store of the first process, at the address that the launcher told all, or of torchrun."""
+    """The store of the first process or of torchrun, at the address that the launcher gave."""
     if place.rank or environment.has_agent_store(os.environ):
         return TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
-    return listening.store_at(place.address, place.port, place.size, wait=wait)
+    return network.store_at(place.address, place.port, place.size, wait=wait)
 
 
 def _share_a_network(store: Store, place: Place) -> bool:
-    """Whether all processes are on one host, whatever the launcher calls it."""
-    own = listening.network()
+    """Whether all processes are on one host, whatever its name."""
+    own = network.namespace()
     keys = [f"falconet/network/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], own)
     return own != "" and all(other == own.encode() for other in store.multi_get(keys))
 
 
 def _with_rank(rank: int) -> Callable[..., None]:
-    """Prints an error that nobody caught with the rank before each line: several processes share the screen."""
+    """A hook that prints uncaught errors with the rank before each line: processes share the terminal."""
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         lines = "".join(traceback.format_exception(kind, error, at)).splitlines()
@@ -419,9 +419,9 @@ def _with_rank(rank: int) -> Callable[..., None]:
 
 
 def _taken(place: Place) -> ConfigError:
-    """A port that a person chose is theirs to change."""
+    """The error for a port that the user chose."""
     return ConfigError(
-        f"MASTER_PORT: {place.port} is in use on {place.address}; wanted a free one, such as {place.port + 1}"
+        f"MASTER_PORT: {place.port} is in use on {place.address}; choose a free port, such as {place.port + 1}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gradients averaged over replicas: once an update, in buckets, while the last backward still runs."""
+"""Average gradients over replicas: once per update, in buckets, while the last backward pass still runs."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,25 +13,25 @@ from falconet.parallel.collectives import Processes
 from falconet.parallel.slices import shaped_like
 
 MEGABYTE = 1 << 20
-RUNNING = ("running_mean", "running_var")  # batch norm's statistics
+RUNNING = ("running_mean", "running_var")  # statistics of batch norm
 T = TypeVar("T")
 
 
 class Replicas(Protocol):
-    """How the replicas' gradients become one."""
+    """How the gradients of the replicas are combined."""
 
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
-        """The same micro-batches, with notice taken of the last one."""
+        """Pass the micro-batches through, noticing the last one."""
 
     def average(self) -> None:
-        """After the last backward: every gradient is the mean over the replicas."""
+        """After the last backward pass: make every gradient the mean over the replicas."""
 
     def buffers(self) -> list[Tensor]:
-        """Memory that messages take."""
+        """Tensors that hold messages."""
 
 
 class OneReplica:
-    """A gradient that is the average already."""
+    """A single replica, whose gradients need no averaging."""
 
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
         return iter(micro_batches)
@@ -44,11 +44,11 @@ class OneReplica:
 
 
 class AveragedReplicas:
-    """Averages `p.grad` in place, whatever the update rule keeps there (sgd_combined: the velocity, equal on all).
+    """Averages `p.grad` in place, whatever the update rule keeps there (for sgd_combined the velocity, equal on all).
 
-    A bucket is sent when its last gradient is there and every bucket before it is sent, so that all processes send in
-    the same order. Batch norm's running statistics are averaged as well: they are linear in the batches' statistics, so
-    the mean of the replicas' is what one replica that saw all batches would keep, and no replica has state of its own.
+    A bucket is sent once its last gradient has arrived and every bucket before it has been sent, so that all processes
+    send in the same order. Running statistics of batch norm are averaged as well: they are linear in the statistics of
+    the batches, so the mean is what one replica would keep that saw all batches, and all replicas have the same state.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AveragedReplicas:
         bucket: Callable[[Sequence[Tensor]], "Bucket"] | None = None,
     ) -> None:
         self._world = world
-        # Backwards, as gradients come; the order of parameters is the same in every process.
+        # In reverse, as gradients arrive; the order of parameters is the same in every process.
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         groups = divided(trained, int(bucket_megabytes * MEGABYTE))
         self._buckets = [(bucket or Gradients)(group) for group in groups]
@@ -82,7 +82,7 @@ class AveragedReplicas:
         assert self._armed, "the last micro-batch was not announced"
         self._armed = False
         self._statistics.send(self._world)
-        for bucket in self._buckets[self._sent :]:  # with a parameter that had no part in the loss
+        for bucket in self._buckets[self._sent :]:  # those with a parameter that had no part in the loss
             self._send(bucket)
         with self._world.waiting("averaging gradients"):
             for each in (self._statistics, *self._buckets):
@@ -98,7 +98,7 @@ class AveragedReplicas:
         def hook(_parameter: Tensor) -> None:
             if not self._armed:
                 return
-            self._statistics.send(self._world)  # the last forward is over
+            self._statistics.send(self._world)  # the last forward pass is over
             self._missing[number] -= 1
             while self._sent < len(self._buckets) and self._missing[self._sent] == 0:
                 self._send(self._buckets[self._sent])
@@ -111,21 +111,21 @@ class AveragedReplicas:
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Batch norm's running statistics, but for frozen ones, which a mean over replicas would round."""
+    """Running statistics of batch norm, except frozen ones, which a mean over replicas would round."""
     moving = [m for m in model.modules() if getattr(m, "track_running_stats", True)]
     return [b for m in moving for name, b in m.named_buffers(recurse=False) if name in RUNNING]
 
 
 class Bucket:
-    """Tensors of one type that are averaged together, side by side in memory."""
+    """Tensors of one dtype that are averaged together, side by side in memory."""
 
     def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1, step: int = 1) -> None:
-        """`multiple`: what the number of values is padded to; `step`: every tensor begins at a multiple of it."""
+        """`multiple`: to which the number of values is padded; `step`: every tensor starts at a multiple of it."""
         self._tensors = tensors
         self._begins = list(accumulate((t.numel() + -t.numel() % step for t in tensors), initial=0))
         count = self._begins[-1]
         self._flat = tensors[0].new_zeros(count + -count % multiple) if tensors else torch.empty(0)
-        # In each tensor's own memory order, so that packing is a plain copy for channels-last weights too.
+        # In each tensor's memory order, so that packing is a plain copy for channels-last weights too.
         self._views = [
             shaped_like(self._flat[begin : begin + t.numel()], t)
             for begin, t in zip(self._begins, tensors, strict=False)
@@ -136,19 +136,19 @@ class Bucket:
         return len(self._tensors)
 
     def buffers(self) -> list[Tensor]:
-        """Memory that messages take."""
+        """Tensors that hold messages."""
         return [self._flat]
 
     @torch.no_grad()
     def send(self, world: Processes) -> None:
-        """Begin, unless it has begun."""
+        """Start sending, unless it has started."""
         if self._work is None and self._tensors:
             self._pack(world.size)
             with world.waiting("averaging gradients"):
                 self._work = dist.all_reduce(self._flat, group=world.group, async_op=True)
 
     def _pack(self, replicas: int) -> None:
-        """Side by side; divided before they are added: half-precision sums must not overflow."""
+        """Copy side by side, and divide before summing, so that half-precision sums do not overflow."""
         pairs = self._pairs()
         if len(pairs) < len(self._tensors):
             self._flat.zero_()
@@ -179,14 +179,14 @@ class Bucket:
 
 
 class Gradients(Bucket):
-    """The gradients of some parameters; one without had no part in the loss, on every replica alike."""
+    """The gradients of some parameters; one without a gradient had no part in the loss on any replica."""
 
     def _of(self, tensor: Tensor) -> Tensor | None:
         return tensor.grad
 
 
 def digest(model: nn.Module) -> str:
-    """A fingerprint of the parameters and buffers, which must be the same on every replica."""
+    """A hash of the parameters and buffers, which must be equal on all replicas."""
     mixed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         mixed.update(name.encode())
@@ -195,7 +195,7 @@ def digest(model: nn.Module) -> str:
 
 
 def divided(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """The parameters in order, in groups of one type of up to `size` bytes; a larger parameter has its own group."""
+    """Group the parameters, in order, by dtype up to `size` bytes; a larger one gets its own group."""
     groups: list[list[nn.Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for p in parameters:

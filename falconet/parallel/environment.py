@@ -1,4 +1,4 @@
-"""What a launcher says in the environment: torchrun, mpirun, MPICH, SLURM, TF_CONFIG, or nobody. No torch in here."""
+"""What launchers put into the environment: torchrun, mpirun, MPICH, SLURM, TF_CONFIG. No torch in here."""
 
 import contextlib
 import json
@@ -14,21 +14,21 @@ from falconet.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where gloo and NCCL listen
-PORT = 29500  # torch's own default
-SLURM_PORTS = range(20_000, 40_000)  # two jobs of one user on one host get two of them
-WAITING = 3.0  # seconds in which the first process opens its port, or has said what is wrong and is gone
-ATTEMPT = "FALCONET_ATTEMPT"  # how often our own launcher has started the workers again
-OWN = "FALCONET_LAUNCHER"  # the process number of our own launcher
-MEETING = "FALCONET_MEETING"  # the private folder in which the workers of our own launcher meet, instead of at a port
-FIRST = "first"  # a file in it: the first worker is there
+PORT = 29500  # torch's default
+SLURM_PORTS = range(20_000, 40_000)  # so that two jobs on one host get different ports
+WAITING = 3.0  # seconds for the first process to open its port, or to report an error and exit
+ATTEMPT = "FALCONET_ATTEMPT"  # how often our launcher has restarted the workers
+OWN = "FALCONET_LAUNCHER"  # process id of our launcher
+MEETING = "FALCONET_MEETING"  # private folder in which the workers of our launcher meet, instead of at a port
+FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
-TETHERED = "FALCONET_TETHERED"  # poprun holds our standard input open while it lives
+TETHERED = "FALCONET_TETHERED"  # poprun holds our stdin open while it runs
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what poprun was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process stands among those that somebody started."""
+    """The place of this process among those that a launcher started."""
 
     launcher: str
     rank: int
@@ -40,7 +40,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process; None when there is no launcher, or one of a single process."""
+    """The place that a launcher gave this process; None without a launcher, or for a single process."""
     for read in (_torchrun, _open_mpi, _mpich, _slurm, _tf_config):
         place = read(environment)
         if place is not None:
@@ -54,29 +54,29 @@ def is_one_of_several(environment: Mapping[str, str]) -> bool:
     try:
         return find_place(environment) is not None
     except ConfigError:
-        return False  # and it has met nobody
+        return False  # it could not have met any
 
 
 def said_here(environment: Mapping[str, str], message: str) -> str | None:
-    """What this process prints of a mistake: the first one all of it, any other what concerns itself alone."""
+    """What this process should print of an error: the first one everything, others only their own errors."""
     try:
         place = find_place(environment)
     except ConfigError:
-        return message  # who we are is the very mistake
+        return message  # the place itself is the error
     if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
         return message
-    # Before there is a world: the first process has not made the same mistake if it waits for us.
-    of_the_agent = has_agent_store(environment)  # who is there in any case
+    # Before there is a world: if the first process waits for us, it does not have the same error.
+    of_the_agent = has_agent_store(environment)  # which is there in any case
     return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place, environment) else None
 
 
 def has_agent_store(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun holds the store itself, at the very port that it tells us."""
+    """Whether torchrun itself holds the store, at the port that it gives us."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_waiting(place: Place, environment: Mapping[str, str]) -> bool:
-    """Whether the first process waits for the others, or begins to within a while."""
+    """Whether the first process waits for the others, now or soon."""
     folder = environment.get(MEETING)
     deadline = time.monotonic() + WAITING
     while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def _is_waiting(place: Place, environment: Mapping[str, str]) -> bool:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first process: it alone speaks, and it alone does what several cannot share."""
+    """Whether this is the first process, which alone prints and does what cannot be shared."""
     place = find_place(environment)
     return place is None or place.rank == 0
 
@@ -99,8 +99,8 @@ def is_first(environment: Mapping[str, str]) -> bool:
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
     """Cores for this process, of the `host`'s cores and of its `own` affinity.
 
-    A launcher that binds gives each process its own, or those of a socket to several; else all share what each sees.
-    `expected`: processes that are to share them, where no launcher has started any yet.
+    A launcher that binds gives each process its own cores, or those of a socket to several; otherwise all processes
+    share the cores that each sees. `expected`: processes that will share them, before any has been started.
     """
     place = find_place(environment)
     beside = place.local_size if place else expected
@@ -108,7 +108,7 @@ def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: i
 
 
 def is_bound(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher gave each process an affinity of its own."""
+    """Whether the launcher set the affinity of each process."""
     if environment.get(BOUND) or environment.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
     if environment.get("HYDRA_USER_PROVIDED_BINDING") == "1":
@@ -116,15 +116,15 @@ def is_bound(environment: Mapping[str, str]) -> bool:
     return environment.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
-def asked_of_poprun(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Replicas, and processes of each, that poprun was asked for; it may have started fewer."""
+def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Replicas, and processes per replica, that the launcher was asked for; it may have started fewer."""
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)
 
 
 def attempt(environment: Mapping[str, str]) -> int:
-    """How often this run has been started again after a worker died: by our launcher or by torchrun."""
+    """How often our launcher or torchrun has restarted this run after a worker died."""
     return max(int(environment.get(name) or 0) for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT"))
 
 
@@ -148,7 +148,7 @@ def _mpich(environment: Mapping[str, str]) -> Place | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Place | None:
-    """Within `srun` alone: a batch script has a SLURM_PROCID as well, but nobody beside it."""
+    """Only within `srun`: a batch script has a SLURM_PROCID too, but is a single process."""
     if not _are_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
         return None
     size, tasks = _number(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -168,7 +168,7 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[03-05,9],cpu1` begins with gpu03."""
+    """The first name in a SLURM node list: that of `gpu[03-05,9],cpu1` is gpu03."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
     return "".join(part or "" for part in found.groups()) if found else nodes
 
@@ -200,22 +200,22 @@ def _tf_config(environment: Mapping[str, str]) -> Place | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
-            "TF_CONFIG: cannot be read; wanted JSON such as {'cluster': {'worker': ['host:port', ...]}, 'task':"
+            "TF_CONFIG: cannot be parsed; expected JSON such as {'cluster': {'worker': ['host:port', ...]}, 'task':"
             f" {{'type': 'worker', 'index': 0}}}} ({type(error).__name__}: {error})"
         ) from error
     return place
 
 
 def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local: str) -> Place:
-    """A place of four variables; without the local ones, all processes are taken to be on this host."""
+    """A place from four variables; without the local ones, all processes are assumed to be on this host."""
     own, everyone = _number(environment, rank), _number(environment, size)
     local_size = _number(environment, local, everyone)
     first, port = _first_of_cluster(environment)
     address = environment.get("MASTER_ADDR") or first
     if environment.get(local) and local_size == everyone and not has_agent_store(environment):
-        address = LOOPBACK  # all are on this host, for sure: no other one needs to reach the first process
+        address = LOOPBACK  # all are on this host, so no other needs to reach the first process
     if not address and local_size < everyone:
-        raise ConfigError(f"MASTER_ADDR: is needed under {launcher} on several hosts: the address of the first process")
+        raise ConfigError(f"MASTER_ADDR: required under {launcher} on several hosts: the address of the first process")
     return Place(
         launcher=launcher,
         rank=own,
@@ -228,7 +228,7 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
 
 
 def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """Where TF_CONFIG says the first process is: mpirun's users gave all processes the same one, without an index."""
+    """The first process in TF_CONFIG, which under mpirun is the same for all processes, without an index."""
     try:
         cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
         host, port = [*cluster.get("chief", []), *cluster.get("worker", [])][0].rsplit(":", 1)
@@ -238,7 +238,7 @@ def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
 
 
 def _are_set(environment: Mapping[str, str], *names: str) -> bool:
-    """An empty variable is none: scripts write `MASTER_PORT=$PORT` where nobody has set PORT."""
+    """Whether all are set and not empty: scripts write `MASTER_PORT=$PORT` when PORT may not be set."""
     return all(map(environment.get, names))
 
 
@@ -249,14 +249,14 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name}: got '{text}' from the launcher, wanted a whole number") from None
+        raise ConfigError(f"{name}: got '{text}' from the launcher, expected an integer") from None
 
 
 def _check(place: Place, environment: Mapping[str, str]) -> None:
     if not 0 <= place.rank < place.size or not 0 <= place.local_rank < place.local_size:
         raise ConfigError(
-            f"{place.launcher}: says process {place.rank} of {place.size}, {place.local_rank} of {place.local_size} on"
-            " this host; wanted numbers from 0 to one less than there are"
+            f"{place.launcher}: this is process {place.rank} of {place.size}, {place.local_rank} of {place.local_size}"
+            " on this host; expected ranks from 0 to one less than the number"
         )
     if not 0 < place.port < 65536:
-        raise ConfigError(f"MASTER_PORT: got {environment.get('MASTER_PORT') or place.port}, wanted 1 to 65535")
+        raise ConfigError(f"MASTER_PORT: got {environment.get('MASTER_PORT') or place.port}, expected 1 to 65535")

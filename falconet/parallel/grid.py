@@ -1,4 +1,4 @@
-"""Replicas x stages: which process is which piece of which copy of the model. Rank = replica * stages + stage."""
+"""Replicas x stages: which stage of which replica each process runs. Rank = replica * stages + stage."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -14,21 +14,18 @@ from falconet.parallel.world import World
 
 @dataclass(frozen=True)
 class Grid:
-    """The world, and the two smaller worlds that this process is in."""
+    """The world, and the two smaller worlds that this process belongs to."""
 
     world: World
-    replicas: World  # the processes with our stage; their rank is the replica
-    stages: World  # the processes with our replica; their rank is the stage
+    replicas: World  # the processes with this stage; ranked by replica
+    stages: World  # the processes of this replica; ranked by stage
 
     @property
     def is_first_stage(self) -> bool:
         return self.stages.rank == 0
 
     def spans(self, span: int) -> list[list[int]]:
-        """Every group of `span` neighbouring replicas, of every stage, in the order in which all processes make them.
-
-        Ranks are the world's.
-        """
+        """The groups of `span` neighbouring replicas for every stage, by world rank, in the same order everywhere."""
         stages, replicas = self.stages.size, self.replicas.size
         return [
             [replica * stages + stage for replica in range(begin, begin + span)]
@@ -38,7 +35,7 @@ class Grid:
 
 
 def divide(world: World, *, stages: int) -> Grid:
-    """The grid of a world whose processes are divided into replicas of `stages` processes each."""
+    """Divide a world into replicas of `stages` processes each."""
     alone = World(device=world.device)
     if stages == 1:
         return Grid(world, world, alone)
@@ -48,7 +45,7 @@ def divide(world: World, *, stages: int) -> Grid:
     rows = [[replica * stages + stage for stage in range(stages)] for replica in range(count)]
     columns = [[replica * stages + stage for replica in range(count)] for stage in range(stages)]
     replica, stage = divmod(world.rank, stages)
-    # Every process takes part in making every group, in the same order.
+    # Every process must create every group, in the same order.
     own_stages = [_part(world, ranks) for ranks in rows][replica]
     own_replicas = [_part(world, ranks) for ranks in columns][stage]
     return Grid(world, own_replicas if count > 1 else alone, own_stages)
@@ -57,7 +54,7 @@ def divide(world: World, *, stages: int) -> Grid:
 def _part(world: Processes, ranks: list[int]) -> Processes:
     """A world of some of the processes."""
     wait = timedelta(seconds=world.timeout)
-    # Made by its members alone: in torch 2.11 the others would split NCCL's communicator for it, and wait for ever.
+    # Created by its members only: in torch 2.11 the others would split NCCL's communicator for it and hang.
     host = dist.new_group(ranks, backend="gloo", timeout=wait, use_local_synchronization=True)
     group = dist.new_group(ranks, timeout=wait)
     own = ranks.index(world.rank) if world.rank in ranks else -1
@@ -65,17 +62,17 @@ def _part(world: Processes, ranks: list[int]) -> Processes:
 
 
 class Stages(Protocol):
-    """What of the model this process has."""
+    """Which tensors of the model belong to this process."""
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of the whole model's tensors that this process wants."""
+        """The tensors of the whole model that this process needs."""
 
     def answered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of this process's tensors that no other stage saves."""
+        """The tensors of this process that no other stage saves."""
 
 
 class OneStage:
-    """The whole model is here."""
+    """This process has the whole model."""
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
@@ -85,10 +82,10 @@ class OneStage:
 
 
 class SeveralStages:
-    """Tensors are named `parameter` or `slot/parameter`; what is named otherwise is the same on all stages."""
+    """Tensors are named `parameter` or `slot/parameter`; any others are the same on all stages."""
 
     def __init__(self, grid: Grid, *, own: Collection[str], every: Collection[str]) -> None:
-        """`own`, `every`: the names in the state of this stage, and of all."""
+        """`own`, `every`: the names in the state of this stage, and of all stages."""
         self._own, self._others, self._is_first = set(own), set(every) - set(own), grid.is_first_stage
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -99,5 +96,5 @@ class SeveralStages:
 
 
 def _weight(name: str) -> str:
-    """Of divided state, names have bars for dots."""
+    """The parameter's name; in sharded state, bars stand for dots."""
     return name.rpartition("/")[2].replace("|", ".")

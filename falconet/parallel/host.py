@@ -1,4 +1,4 @@
-"""Processes that outlive the agent that started them: found and ended. No torch in here."""
+"""Processes of this host: end those left behind, and measure their peak memory. No torch in here."""
 
 import os
 import re
@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-GRACE = 30.0  # seconds from being asked to end to being made to, as torch's agent gives
-EVERY = 0.05  # seconds between two looks
+GRACE = 30.0  # seconds from SIGTERM to SIGKILL, as torch's agent has it
+EVERY = 0.05  # seconds between looking for their end
+DOUBT = 64 << 20  # bytes by which rusage may exceed the parent's peak and still be inherited from it
+_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.M)
 
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Whoever was started within, as the leader of a group of its own, ends with it, and its group too.
+    """On exit, end every process group that was started inside the context.
 
-    A signal that reaches us while a process is started makes us forget it: nobody would end it. Torch's agent forgets
-    all workers that it has started until then.
+    A signal that arrives while a process is being started loses track of it, and torch's agent then also loses track of
+    the workers that it started before.
     """
     before = _leaders()
     try:
@@ -28,18 +30,18 @@ def none_left() -> Iterator[None]:
 
 
 def _leaders() -> set[int]:
-    """Children of this process that lead a group of processes."""
+    """Children of this process that lead a process group."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            number, parent, group = _read(path.read_text(encoding="utf-8", errors="replace"))  # a name may be any bytes
+        with suppress(OSError):  # it has exited meanwhile
+            number, parent, group = _read(path.read_text(encoding="utf-8", errors="replace"))  # names are bytes
             if parent == os.getpid() and group == number:
                 found.add(number)
     return found
 
 
 def _read(stat: str) -> tuple[int, int, int]:
-    """The numbers of a process, its parent and its group; the name between them may hold anything, in parentheses."""
+    """The ids of a process, its parent and its group; the name in parentheses between them may hold anything."""
     _, parent, group = stat.rpartition(")")[2].split()[:3]
     return int(stat.partition(" ")[0]), int(parent), int(group)
 
@@ -60,9 +62,9 @@ def _signal(leaders: set[int], number: signal.Signals) -> None:
 
 
 def _has_ended(number: int) -> bool:
-    """Whether a leader has ended; whoever it left behind in its group ends here."""
-    with suppress(ChildProcessError):  # somebody else asked first
-        # Without reaping it: until then, its number is nobody else's.
+    """Whether a leader has exited; if so, kill what is left of its group."""
+    with suppress(ChildProcessError):  # already reaped
+        # Without reaping it, so that its id is not reused yet.
         if os.waitid(os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         _signal({number}, signal.SIGKILL)
@@ -70,12 +72,8 @@ def _has_ended(number: int) -> bool:
     return True
 
 
-DOUBT = 64 << 20  # bytes: what the account may be above the peak of who started the program, and still be that
-_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.M)
-
-
 def peak_of(process: int) -> int:
-    """Bytes since its program began; 0 for a process that has ended, and where the system does not tell."""
+    """Peak bytes since the program started; 0 for a process that has exited or a system without /proc."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -85,16 +83,16 @@ def peak_of(process: int) -> int:
 
 
 def own_peak() -> int:
-    """The same of this process, as far as the system tells."""
+    """Peak bytes of this process."""
     return peak_of(os.getpid()) or accounted()
 
 
 def accounted() -> int:
-    """Bytes of the account of this process, with what it began with."""
+    """Peak bytes of this process by rusage, which includes those of the parent when it was started."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_of_ended(usage: resource.struct_rusage, *, seen: int, ours: int) -> int:
-    """Bytes of a program that ended, or of its largest child, where these cannot be `ours`; else what was `seen`."""
+    """Peak bytes of a program that exited, or of its largest child; what was `seen` if rusage may be `ours`."""
     account = usage.ru_maxrss * 1024
     return max(seen, account) if account > ours + DOUBT else seen

@@ -1,4 +1,4 @@
-"""Start the workers a plan needs, when no launcher has: torch's elastic agent, and again when a worker dies."""
+"""Launch the workers that a plan needs with torch's elastic agent, and restart them when one dies."""
 
 import contextlib
 import logging
@@ -18,25 +18,26 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from falconet import exits
 from falconet.errors import Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED, MISTAKE
-from falconet.parallel import environment, meeting
+from falconet.parallel import environment, rendezvous
 from falconet.parallel.host import none_left
 
-FINAL = (MISTAKE, INTERRUPTED)  # of a worker that starting again would not mend
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent takes these over
+FINAL = (MISTAKE, INTERRUPTED)  # exit codes after which restarting would not help
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent handles these
 NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What to run, in how many processes; `restarts` in a row that may pass without progress."""
+    """What to run in how many processes; at most `restarts` in a row without progress."""
 
-    argv: Sequence[str]  # of `python -m falconet`
+    argv: Sequence[str]  # of the program
     processes: int
     restarts: int
+    program: Sequence[str] = ("-m", "falconet")  # Python's arguments before them
 
 
 def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:
-    """Run the workers to their end and return the exit code; `progress` changes when there is a new checkpoint."""
+    """Run the workers to their end and return the exit code; `progress()` changes with every new checkpoint."""
     attempt, left, stood = 0, workers.restarts, progress()
     while True:
         failures = _run(workers, attempt)
@@ -50,39 +51,39 @@ def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[s
         attempt, left, stood = attempt + 1, workers.restarts if stands != stood else left, stands
         what = described(failures)
         if left == 0:
-            limit = f" after {attempt} attempts (--max-restarts {workers.restarts})" if workers.restarts else ""
+            limit = f" after {attempt} attempts (restarts allowed: {workers.restarts})" if workers.restarts else ""
             raise WorldError(f"{what}{_why(failures)}; gave up{limit}")
         left -= 1
-        say(f"{what}; starting all workers again from the newest whole checkpoint")
+        say(f"{what}; restarting all workers from the newest complete checkpoint")
 
 
 def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
-    """One attempt; the exit codes of the workers that failed, by rank."""
+    """Run the workers once; return the exit codes of those that failed, by rank."""
     own = {
         environment.OWN: str(os.getpid()),
         environment.ATTEMPT: str(attempt),
-        # What torch's C++ warns about is in our own errors, in one line.
+        # Our errors report in one line what torch's C++ would warn about.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR",
     }
-    # Mode 0700, under a name that cannot be guessed; a new one for each attempt, without what dead workers wrote.
+    # Mode 0700 and an unpredictable name; new for each attempt, without the files of dead workers.
     with tempfile.TemporaryDirectory(prefix="falconet-") as folder, _variables({**own, environment.MEETING: folder}):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers.processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend=meeting.ONE_HOST,
-            rdzv_endpoint=f"{environment.LOOPBACK}:{environment.PORT}",  # for torch's variables: nothing listens there
-            max_restarts=0,  # restarts are ours: the agent would also start again after a user's mistake
+            rdzv_backend=rendezvous.ONE_HOST,
+            rdzv_endpoint=f"{environment.LOOPBACK}:{environment.PORT}",  # for torch's variables; nothing listens
+            max_restarts=0,  # we restart: the agent would also do so after a user error
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle=heeded(),
         )
         agent = elastic_launch(config, sys.executable)
-        return failures_of(lambda: agent("-m", "falconet", *workers.argv))
+        return failures_of(lambda: agent(*workers.program, *workers.argv))
 
 
 def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
-    """Run torch's agent to the end of its workers, in silence; the exit codes of those that failed, by rank."""
+    """Run torch's agent silently to the end of its workers; return the exit codes of failures, by rank."""
     with none_left(), _quiet(), _signals_kept():
         try:
             agent()
@@ -95,31 +96,31 @@ def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:
 
 
 def heeded() -> str:
-    """The signals that the agent ends its workers by; else it would also take what `nohup` has turned off."""
+    """The signals for the agent to handle, without those that `nohup` has turned off."""
     return ",".join(number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def described(failures: Mapping[int, int]) -> str:
-    """How the workers ended that failed first."""
+    """How the workers that failed first ended."""
     return ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
 
 
 def _why(failures: Mapping[int, int]) -> str:
-    """Where a person looks for the reason."""
+    """Where to look for the reason."""
     if -signal.SIGKILL in _first_to_fail(failures).values():
-        return f" on {socket.gethostname()} (by the system, if memory ran out there: `dmesg` tells)"
+        return f" on {socket.gethostname()} (by the system, if it ran out of memory: see `dmesg`)"
     return f" on {socket.gethostname()}"
 
 
 def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:
-    """Without those that the agent itself ended after another one had failed."""
+    """Without those that the agent ended after another had failed."""
     return {rank: code for rank, code in failures.items() if code != -signal.SIGTERM} or failures
 
 
 def _ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+    return f"exited with code {code}"
 
 
 @contextlib.contextmanager
@@ -138,7 +139,7 @@ def _variables(own: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """The agent's handlers go when it goes."""
+    """Restore the signal handlers that the agent replaces."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -149,7 +150,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The agent reports to logs what we say in one line."""
+    """Silence the agent's loggers: we report in one line."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(NOISY)]
     before = [(logger, logger.level) for logger in loggers]
     for logger in loggers:

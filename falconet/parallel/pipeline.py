@@ -1,4 +1,4 @@
-"""One stage of a pipeline: torch.distributed.pipelining's schedules over a stage whose shapes are known beforehand."""
+"""One stage of a pipeline: the schedules of torch.distributed.pipelining over stages of known shapes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from falconet.parallel.collectives import Processes
 
 Kind = Literal["grouped", "interleaved", "sequential"]
-Run = Callable[..., Any]  # a stage's forward pass: values in, a tuple of values out (of the last stage: one value)
+Run = Callable[..., Any]  # a stage's forward pass: values in, a tuple of values out (one value on the last stage)
 PASSING = "passing activations between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stage stands, and what it is given and gives: tensors on `meta`, of one micro-batch.
+    """The position of a stage, and its inputs and outputs for one micro-batch, as tensors on `meta`.
 
-    Given beforehand because torch would otherwise find them by running the stage on made-up values, which corrupts
-    the statistics of batch norm.
+    Without them torch would run the stage on made-up values to learn the shapes, which corrupts the statistics of batch
+    norm.
     """
 
     world: Processes  # the stages of this replica
-    entering: Sequence[Tensor]  # of the first stage: nothing, it is given images
+    entering: Sequence[Tensor]  # empty on the first stage, which takes images
     leaving: Sequence[Tensor]
 
     @property
@@ -39,7 +39,7 @@ class Place:
 
 
 def in_flight(kind: Kind, *, stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches of which a stage keeps activations at the same time, at the most."""
+    """The most micro-batches whose activations a stage keeps at the same time."""
     most = {"grouped": micro_batches, "interleaved": stages - stage, "sequential": 1}
     return min(most[kind], micro_batches)
 
@@ -50,16 +50,16 @@ class Pipeline:
     def __init__(
         self, run: Run, place: Place, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """`loss(logits, target)`: where the backward pass of a micro-batch begins; called on the last stage alone."""
+        """`loss(logits, target)` starts the backward pass of a micro-batch; it is called on the last stage only."""
         self._run, self._place, self._kind, self._loss = run, place, kind, loss
         self._micro_batches = micro_batches
         self._calls = micro_batches if kind == "sequential" else 1  # of the schedule in an update
         self._schedule: PipelineScheduleSingle | None = None
 
     def __call__(self, given: Sequence[Tensor], target: Tensor) -> None:
-        """Add the gradients of an update; `given`, on the first stage, and `target` hold all micro-batches in a row."""
+        """Add the gradients of an update; `given` (on the first stage) and `target` hold all its micro-batches."""
         for tensor in (*given, target):
-            # torch does not look, and a short batch would leave old rows behind it.
+            # torch does not check this, and a short batch would leave stale rows.
             assert len(tensor) % self._micro_batches == 0, "micro-batches of different sizes"
         schedule = self._schedule = self._schedule or self._opened(given)
         failed: BaseException | None = None
@@ -70,12 +70,12 @@ class Pipeline:
             except RuntimeError as error:
                 if error.__cause__ is None:
                     raise
-                failed = error.__cause__  # of the stage itself: the network is not to blame
+                failed = error.__cause__  # an error of the stage itself, not of the network
         if failed is not None:
             raise failed
 
     def _opened(self, given: Sequence[Tensor]) -> PipelineScheduleSingle:
-        """The schedule; when the first update is there, because only then the images' type is known."""
+        """Create the schedule at the first update, when the dtype of the images is known."""
         place = self._place
         images = tuple(t[: len(t) // self._micro_batches].to("meta") for t in given)
         stage = PipelineStage(
@@ -92,7 +92,7 @@ class Pipeline:
 
 
 class _Ends(nn.Module):
-    """A stage with what its ends do to the values that come and go."""
+    """A stage with the conversions of the values that it receives and sends."""
 
     def __init__(self, run: Run, place: Place) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Ends(nn.Module):
 
 @torch.no_grad()
 def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
-    """One micro-batch forward through all stages; the result, on the last one."""
+    """Run one micro-batch forward through all stages; return the result on the last one."""
     world = place.world
     with world.waiting(PASSING):
         if not place.is_first:
@@ -125,10 +125,10 @@ def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Sent(torch.autograd.Function):
-    """A value about to leave; its gradient comes back as it lies on the wire.
+    """Converts a value for sending, and the gradient that comes back.
 
-    `root` needs a gradient, and gets none: so the value needs one too, of a stage in which nothing is trained as well,
-    and the next stage may send it back in any case.
+    `root` requires a gradient but gets none. It makes the value require one even if nothing in this stage is trained,
+    so that the next stage can always send a gradient back.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Received(torch.autograd.Function):
 
 
 def _to_wire(value: Tensor) -> Tensor:
-    """Without gaps, as messages must be; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
+    """Contiguous, as messages must be; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
     return (value.permute(0, 2, 3, 1) if value.ndim == 4 else value).contiguous()
 
 
@@ -163,7 +163,7 @@ def _from_wire(value: Tensor) -> Tensor:
 
 
 def _on_the_wire(value: Tensor) -> Tensor:
-    """A value on `meta` as it travels; since torch 2.13 its gradient only travels if it is said to need one."""
+    """A `meta` value as it is sent; since torch 2.13 its gradient is only sent back if it requires one."""
     sent = torch.empty_like(_to_wire(value), memory_format=torch.contiguous_format)
     return sent.requires_grad_(value.is_floating_point())
 

@@ -1,4 +1,4 @@
-"""What of which tensor a process holds: any set of named slices, and a fair share of what all processes hold alike."""
+"""Slices of named tensors that a process holds, and its fair share of those that all processes hold."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Slice(NamedTuple):
-    """Values `begin` and on of a named tensor, in the order in which the whole lies in memory."""
+    """Consecutive values of a named tensor, from `begin`, in the memory order of the whole tensor."""
 
     name: str
     values: Tensor  # flat
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     begin: int = 0
-    channels_last: bool = False  # the order in memory; else row-major
+    channels_last: bool = False  # memory order; otherwise row-major
 
     @property
     def end(self) -> int:
@@ -22,10 +22,10 @@ class Slice(NamedTuple):
 
 
 def fair_share(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[Slice]:
-    """The part of tensors that `size` processes hold alike which process `rank` answers for.
+    """The share of process `rank` in tensors that `size` processes all hold.
 
-    The tensors lie end to end in the order of their names; each process has an equal stretch of the bytes. A value
-    belongs to the process in whose stretch it begins, a tensor without values to the first.
+    The tensors are laid end to end in order of name, and each process gets an equal stretch of the bytes. A value
+    belongs to the process in whose stretch it starts, an empty tensor to the first process.
     """
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     first, last = (total * number // size for number in (rank, rank + 1))
@@ -40,14 +40,14 @@ def fair_share(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[S
 
 
 def cut(name: str, tensor: Tensor, begin: int, end: int) -> Slice:
-    """A slice of a whole tensor; a view of it where its memory has no gaps."""
+    """A slice of a whole tensor; a view if the tensor is dense."""
     last = is_channels_last(tensor)
     flat = in_memory_order(tensor.detach() if last else tensor.detach().contiguous())
     return Slice(name, flat[begin:end], tuple(tensor.shape), begin, last)
 
 
 def joined(slices: Iterator[Slice] | list[Slice]) -> Tensor:
-    """The whole, row-major, of slices that cover it and lie in the same order."""
+    """Join slices that cover a tensor into the whole, row-major."""
     slices = list(slices)
     shape, last = slices[0].shape, slices[0].channels_last
     flat = torch.empty(torch.Size(shape).numel(), dtype=slices[0].values.dtype)
@@ -60,18 +60,18 @@ def joined(slices: Iterator[Slice] | list[Slice]) -> Tensor:
 
 
 def shaped_like(part: Tensor, p: Tensor) -> Tensor:
-    """The values of a flat tensor in the shape and the memory order of `p`."""
+    """View a flat tensor in the shape and memory order of `p`."""
     return part.as_strided(p.size(), p.stride(), part.storage_offset()) if is_dense(p) else part.view(p.shape)
 
 
 def in_memory_order(p: Tensor) -> Tensor:
-    """A flat view of a tensor's values as they lie in memory."""
+    """A flat view of a tensor in memory order."""
     assert is_dense(p), "a tensor with gaps in memory"
     return p.as_strided((p.numel(),), (1,), p.storage_offset())
 
 
 def is_channels_last(p: Tensor) -> bool:
-    """Whether the memory order is another one than row-major."""
+    """Whether the memory order is channels-last and not also row-major."""
     return p.ndim == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -1,4 +1,4 @@
-"""World: which process this is, on which device, and how the processes agree. A world of one is a real World."""
+"""World: which process this is, on which device, and how processes agree; a world of one is a World too."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class World:
         return self.rank == 0
 
     def peak_memory(self) -> int:
-        """Bytes that this process had at the most: of the device's memory on CUDA, else of the machine's."""
+        """Peak bytes of this process: of device memory on CUDA, else of host memory."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return own_peak()
@@ -36,7 +36,7 @@ class World:
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest over all processes, element by element, on each of them."""
+        """The elementwise maximum over all processes, on each of them."""
         return values
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -44,17 +44,17 @@ class World:
         return values
 
     def barrier(self, operation: str) -> None:
-        """Until every process is here; `operation` is what a time-out is told with."""
+        """Wait for every process; `operation` names this point in a time-out."""
 
     def once(self, make: Callable[[], str]) -> str:
-        """What `make` returns on the first process, which alone calls it."""
+        """Call `make` on the first process only, and return its result on all."""
         return make()
 
     def agree(self, what: str, mine: str) -> None:
-        """Raise DeviceError where the processes differ in what must be the same on all."""
+        """Raise DeviceError if the processes differ in what must be the same on all."""
 
     def counter(self, what: str) -> Callable[[str], int]:
-        """Counts different things, over all processes: gives their number, the new one included."""
+        """A counter of distinct things over all processes; returns their number, the new one included."""
         seen: set[tuple[str, str]] = set()
 
         def count(thing: str) -> int:
@@ -64,14 +64,14 @@ class World:
         return count
 
     def vote(self) -> Callable[[bool], bool]:
-        """Asks, once an update, whether any process says yes; no device is waited for."""
+        """A function that asks, once per update, whether any process votes yes, without synchronising devices."""
         return bool
 
     def heeds(self, is_asked: Callable[[], bool]) -> None:
-        """Tell it how to see whether this process was asked to stop."""
+        """Set how to find out whether this process was asked to stop."""
 
     def at(self, moment: str) -> None:
-        """What this process is about, for the others to read when it does not answer any more."""
+        """Publish what this process is doing, for others to read if it stops answering."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +91,7 @@ def open_world(
     place: Place | None = None,
     timeout: float = 600.0,
 ) -> World:
-    """The world on the device asked for: of this one process, or of those that a launcher started with it.
+    """Open the world on this device: of this process alone, or of all that a launcher started.
 
     `timeout`: seconds that one process waits for another.
     """
@@ -114,7 +114,7 @@ def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic:
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the processor")
+        raise DeviceError("device cuda: PyTorch finds no CUDA device here; device cpu runs on the processor")
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
     if place is not None:
@@ -123,7 +123,7 @@ def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic:
             devices = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
             raise DeviceError(
                 f"{place.launcher}: started {place.local_size} processes on this host, which has {devices};"
-                " wanted one process a device"
+                " expected one process per device"
             )
         torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Optimizer state divided over replicas: each updates the slice it owns, and takes the others' from them."""
+"""Optimizer state sharded over replicas: each updates the slice that it owns, and then they share the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -12,22 +12,22 @@ from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import AveragedReplicas, Gradients
 from falconet.parallel.slices import Slice, in_memory_order, is_channels_last
 
-COUNT, UNTOUCHED = "step", "untouched"  # slots that are a number, and a mark, not tensors like the parameter
-STEP = 8  # values between two places where a piece may begin: 16 bytes of halves, which fused kernels load at a time
+COUNT, UNTOUCHED = "step", "untouched"  # slots that hold a number and a mark, not tensors like the parameter
+STEP = 8  # a piece starts at a multiple of this many values: 16 bytes of halves, which fused kernels load at once
 T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """Which parameters the optimizer works on, and what of the whole parameters' state that is."""
+    """Which parameters the optimizer works on, and how their state maps to that of whole parameters."""
 
     @property
     def trained(self) -> nn.Module: ...
 
     def slices(self, tensors: Mapping[str, Tensor]) -> list[Slice]:
-        """`slot/parameter` of what this process holds -> slices of the whole parameters' state."""
+        """This process's `slot/parameter` tensors -> slices of the state of whole parameters."""
 
     def scattered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """State of whole parameters -> what this process is to hold of it."""
+        """State of whole parameters -> this process's part of it."""
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
     name: str
     whole: Tensor  # the parameter
-    weights: nn.Parameter  # a view of the parameter's own memory
+    weights: nn.Parameter  # a view into the parameter's memory
     begin: int  # of the parameter's values, in memory order
     at: int  # in this process's slice of the bucket
 
@@ -45,10 +45,10 @@ class Piece(NamedTuple):
 
 
 class ShardedReplicas(AveragedReplicas):
-    """Replicas that own a slice of every bucket: of its averaged gradient, its optimizer state and its update.
+    """Replicas that each own a slice of every bucket: its averaged gradient, its optimizer state and its update.
 
-    The optimizer is built for `trained`, whose parameters are pieces: views of the model's own. After each of its
-    updates comes `share_weights`.
+    The optimizer is built for `trained`, whose parameters are pieces: views into the model's. Call `share_weights`
+    after each of its updates.
     """
 
     def __init__(self, model: nn.Module, world: Processes, *, bucket_megabytes: float) -> None:
@@ -64,7 +64,7 @@ class ShardedReplicas(AveragedReplicas):
         self._piece = {piece.name: piece for piece in self.pieces}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._number = {name: number for number, name in enumerate(trained)}
-        self.adapting: Sequence[Piece] = ()  # those whose parameters have a rate of their own
+        self.adapting: Sequence[Piece] = ()  # those whose parameters have their own learning rate
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self.trained = nn.Module()
         for piece in self.pieces:
@@ -72,31 +72,29 @@ class ShardedReplicas(AveragedReplicas):
 
         nothing = bool(trained) and all(piece.weights.ndim < 2 for piece in self.pieces)
         if self._world.max(torch.tensor(int(nothing))):
-            raise ConfigError(
-                f"--enable-optimizer-rts: the model is too small to be divided over {world.size} replicas"
-            )
+            raise ConfigError(f"the model is too small to shard its optimizer state over {world.size} replicas")
 
     def share_weights(self, *_: object) -> None:
-        """After an update: take over what the others updated."""
+        """After an update: exchange the updated weights."""
         for bucket in self._owned:
             bucket.share_weights()
 
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
         for p in self._model.parameters():
-            p.grad = None  # the optimizer empties its pieces' alone
+            p.grad = None  # the optimizer only clears those of its pieces
         return super().announced(micro_batches)
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of each whole parameter that adapts, from the pieces of it; for rules that go layer by layer."""
+        """Norms of the whole adapting parameters, summed over their pieces; for layer-wise rules such as LARS."""
         adapting = [piece for piece in self.adapting if piece.weights.grad is not None]
-        assert len(tensors) == len(adapting), "adapting weights are of one type, so that all processes call this once"
-        # In fp32, because halves would overflow.
+        assert len(tensors) == len(adapting), "adapting weights have one dtype, so that all processes call this once"
+        # In fp32, because fp16 would overflow.
         own = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2
         summed = self._world.sum(self._spread(own, adapting))
         return summed[self._numbers(adapting)].sqrt()
 
     def flags(self, own: Tensor) -> Tensor:
-        """Of pieces with a gradient, in order -> of all trained parameters: whether any process raised one."""
+        """Flags of the pieces with a gradient, in order -> whether any process raised one, by trained parameter."""
         return self._world.max(self._spread(own.float(), [p for p in self.pieces if p.weights.grad is not None])) > 0
 
     def slices(self, tensors: Mapping[str, Tensor]) -> list[Slice]:
@@ -114,25 +112,25 @@ class ShardedReplicas(AveragedReplicas):
         slot, _, parameter = name.partition("/")
         piece = self._piece[_with_dots(parameter)]
         label = f"{slot}/{piece.name}"
-        if slot in (COUNT, UNTOUCHED):  # the same on all that own a piece
+        if slot in (COUNT, UNTOUCHED):  # the same on all processes that own a piece
             return Slice(label, tensor.reshape(-1), tuple(tensor.shape)) if piece.begin == 0 else None
         order = is_channels_last(piece.whole)
         return Slice(label, tensor.reshape(-1), tuple(piece.whole.shape), piece.begin, order)
 
     def _spread(self, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """One value a piece -> one a trained parameter, 0 for those that have no piece here."""
+        """One value per piece -> one per trained parameter, 0 for those without a piece here."""
         everyone = values.new_zeros(len(self._number))
         return everyone.index_copy_(0, self._numbers(pieces), values)
 
     def _numbers(self, pieces: Sequence[Piece]) -> Tensor:
         numbers = tuple(self._number[piece.name] for piece in pieces)
-        if numbers not in self._uploaded:  # kept, because the host waits while they go to a device
+        if numbers not in self._uploaded:  # kept, because uploading them synchronises
             self._uploaded[numbers] = torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
         return self._uploaded[numbers]
 
 
 class OwnedBucket(Gradients):
-    """Parameters whose gradients are summed and divided among the processes in one message."""
+    """Parameters whose gradients are summed and scattered over the processes in one message."""
 
     def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], world: Processes) -> None:
         super().__init__(tensors, multiple=STEP * world.size, step=STEP)
@@ -145,7 +143,7 @@ class OwnedBucket(Gradients):
         return [self._flat, self._own]
 
     def _pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """The parts of our slice of the bucket, by parameter; a decayed one keeps two dimensions, as `build` asks."""
+        """This process's slice of the bucket, by parameter; weights keep two dimensions, by which decay knows them."""
         first, last = self._world.rank * self._share, (self._world.rank + 1) * self._share
         for name, tensor, offset in zip(names, self._tensors, self._begins, strict=False):
             begin, end = max(first - offset, 0), min(last - offset, tensor.numel())
@@ -163,9 +161,9 @@ class OwnedBucket(Gradients):
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Our slice of the gradient, added to what the update rule keeps in its place."""
+        """Add this process's slice of the gradient to what the update rule keeps there."""
         for part, piece in self._parts():
-            if piece.whole.grad is None:  # no part in the loss, on every replica alike: no update either
+            if piece.whole.grad is None:  # no part in the loss on any replica, so no update
                 continue
             values = part.view_as(piece.weights)
             if piece.weights.grad is None:
@@ -182,15 +180,15 @@ class OwnedBucket(Gradients):
         torch._foreach_copy_(list(self._tensors), self._views)
 
     def _parts(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Our slice of the bucket, piece by piece."""
+        """This process's slice of the bucket, piece by piece."""
         for piece in self.pieces:
             yield self._own[piece.at : piece.at + piece.values], piece
 
 
 def _cut(piece: Piece, tensor: Tensor) -> Tensor:
-    """Our piece of a whole parameter's state."""
+    """This process's piece of a whole parameter's state."""
     if tensor.shape != piece.whole.shape:
-        return tensor  # a number, the mark of a parameter without state, or a mistake that the loader names
+        return tensor  # a number, the mark of a parameter without state, or an error that the loader reports
     laid_out = torch.empty_like(piece.whole, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return in_memory_order(laid_out)[piece.begin : piece.begin + piece.values].reshape(piece.weights.shape)
 

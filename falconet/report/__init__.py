@@ -1,1 +1,1 @@
-"""What a run tells, and where it goes: lines, metrics, files and the names of folders."""
+"""Reporting: the console, metrics and files of a run."""

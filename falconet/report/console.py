@@ -1,18 +1,26 @@
-"""Numbers with their words, as a person writes them."""
+"""What a person sees of a run: lines, progress bars, and numbers with their nouns."""
 
 import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from falconet import exits
 from falconet.parallel import environment
-from falconet.parallel.world import World
+
+if TYPE_CHECKING:
+    from falconet.parallel.world import World  # imports torch, which a line printed by `bench` does not need
+
+T = TypeVar("T")
+Say = Callable[[str], None]  # takes a line
+PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal even when their output goes to a file
+GLANCE = 0.1  # seconds between updates of the bar
+SILENCE = 10.0  # seconds between lines without a terminal
 
 
 def counted(number: int, word: str) -> str:
@@ -26,21 +34,13 @@ def are(number: int, word: str) -> str:
     return f"{counted(number, word)} {'is' if number == 1 else 'are'}"
 
 
-T = TypeVar("T")
-Say = Callable[[str], None]  # takes a line
-PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal, whatever their lines are collected into
-
-
 class Lines(Console):
-    """A console whose reader may go away: `| head`, or a `tee` that the same Ctrl-C has ended. Then nothing is said.
+    """A console that falls silent when its reader closes it: `| head`, a `tee` ended by Ctrl-C, a closed terminal."""
 
-    Nor is it to a terminal that was closed, under a run that was `disown`ed or is about to hear of it.
-    """
-
-    reader_is_gone = False
+    is_closed = False
 
     def __exit__(self, kind: Any, error: Any, at: Any) -> None:
-        """Where all is written, by the bar's own thread too."""
+        """Catch the error of a closed terminal here, where all output is written, also that of the bar's thread."""
         try:
             super().__exit__(kind, error, at)
         except OSError as lost:
@@ -49,14 +49,14 @@ class Lines(Console):
             exits.forget_lost_terminal([self.file.fileno()])
 
     def on_broken_pipe(self) -> None:
-        """Rich would end the process, in the middle of an update too."""
-        self.quiet = self.reader_is_gone = True
+        """Fall silent; rich would end the process, even in the middle of an update."""
+        self.quiet = self.is_closed = True
 
 
 class Screen:
-    """Lines, with a bar of the whole run below them where there is a terminal.
+    """Lines, with a progress bar of the whole run below them on a terminal.
 
-    Where nobody reads the lines any more, those of a run that has begun go to standard error, once and for all.
+    If stdout is closed during training, the lines continue on stderr.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -76,29 +76,29 @@ class Screen:
         self._task = self._bar.add_task("", total=None, note="", visible=False)
 
     def line(self, text: str) -> None:
-        self.console.print(text, markup=False, emoji=False)  # paths are shown as they are
-        if self._aside and isinstance(self.console, Lines) and self.console.reader_is_gone:
+        self.console.print(text, markup=False, emoji=False)  # so that paths appear unchanged
+        if self._aside and isinstance(self.console, Lines) and self.console.is_closed:
             self.console, self._aside = self._aside, None
-            self.line("nobody reads the output any more; the run goes on, and speaks here")
+            self.line("stdout was closed; continuing on stderr")
             self.line(text)
 
     def begin(self, *, total: int, done: int) -> None:
-        """Show the bar of a run of `total` updates; without a terminal, a line, because an epoch may take hours."""
+        """Show the bar of a run of `total` updates, or without a terminal a line, because an epoch may take hours."""
         self._aside = Lines(stderr=True, highlight=False, soft_wrap=True)
         if self._bar.disable and done < total:
-            self.line(f"training begins: update {done + 1:,} of {total:,}")
+            self.line(f"training starts: update {done + 1:,} of {total:,}")
         self._bar.update(self._task, total=total, completed=done, visible=True)
         self._bar.start()
 
     def counts(self, updates: Iterable[T], *, epoch: str) -> Iterator[T]:
-        """The same updates; the bar moves on when each is done."""
+        """Pass the updates through; the bar advances as each is done."""
         self._bar.update(self._task, description=epoch)
         for update in updates:
             yield update
             self._bar.advance(self._task)
 
     def note(self, text: str) -> None:
-        """A few words beside the bar."""
+        """Show a short text beside the bar."""
         self._bar.update(self._task, note=text)
 
     def end(self) -> None:
@@ -111,12 +111,8 @@ class Screen:
         self.end()
 
 
-GLANCE = 0.1  # seconds between two looks of the bar
-SILENCE = 10.0  # seconds between lines where there is no terminal
-
-
 class Counting:
-    """A count that goes up, to `total` where that is known; shown on standard error, which no output is mixed with."""
+    """A counter, up to `total` if that is known; on stderr, so that it does not mix with output."""
 
     def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
         self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -132,15 +128,15 @@ class Counting:
         )
         self._task = self._bar.add_task(what, total=total)
         self._what, self._total = what, total
-        self._count, self._said = 0, time.monotonic()
+        self._count, self._shown = 0, time.monotonic()
         self._every = GLANCE if self._console.is_terminal else SILENCE
 
     def add(self, count: int = 1) -> None:
         self._count += count
         now = time.monotonic()
-        if now - self._said < self._every:
+        if now - self._shown < self._every:
             return
-        self._said = now
+        self._shown = now
         if self._console.is_terminal:
             self._bar.update(self._task, completed=self._count)
         else:
@@ -155,15 +151,15 @@ class Counting:
         self._bar.stop()
 
 
-def screen_of(world: World) -> Screen:
-    """Only the first process prints."""
+def screen_of(world: "World") -> Screen:
+    """A screen that only the first process prints to."""
     return Screen() if world.is_first else Screen(Console(quiet=True))
 
 
-def spoken(world: World | None = None) -> Say:
-    """How this process says what concerns itself: the first one plainly, others with their rank.
+def spoken(world: "World | None" = None) -> Say:
+    """A function that prints lines about this process; those of other ranks start with the rank.
 
-    Before there is a world, only the first one speaks.
+    Before there is a world, only the first process prints.
     """
     if world is None:
         place = environment.find_place(os.environ)

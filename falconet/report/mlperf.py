@@ -1,4 +1,4 @@
-"""result_<seed>.txt: the log of MLPerf Training 1.1, as github.com/mlcommons/logging writes and checks it."""
+"""result_<seed>.txt: the MLPerf Training 1.1 log, in the format that github.com/mlcommons/logging checks."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from falconet import writing
 from falconet.report.sinks import Metrics
 
-TARGET = 75.9  # percent of the validation images, from which on a run of ResNet-50 counts as a success
+TARGET = 75.9  # percent validation accuracy at which a run of ResNet-50 is a success
 TOKEN = ":::MLLOG "
 Kind = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 
@@ -21,16 +21,16 @@ class Submission:
     """What is known before the first update."""
 
     values: Mapping[str, object]  # by the keys of MLPerf
-    tensors: Sequence[str]  # the names of the weights there
+    tensors: Sequence[str]  # names of the weights in MLPerf
     epochs: int
-    began: float  # when the program did, in seconds since 1970
+    began: float  # when the program started, in seconds since 1970
 
 
 class MlperfLog:
-    """A sink that turns metrics into events: of epochs, of validations, and of the end."""
+    """A sink that turns metrics into MLPerf events."""
 
     def __init__(self, path: Path, submission: Submission, *, done: int = 0) -> None:
-        """`done`: epochs that a restored run has behind it; what its file says of later ones is dropped."""
+        """`done`: epochs that a restored run has finished; later events in its file are dropped."""
         kept = [line for line in _lines(path) if _is_before(line, done)]
         self._epochs, self._epoch, self._best = submission.epochs, done, _best(kept)
         writing.replace(path.parent, path.name, "".join(f"{line}\n" for line in kept))
@@ -57,7 +57,7 @@ class MlperfLog:
         self._file.close()
 
     def _begin(self, submission: Submission) -> None:
-        self._event("cache_clear", value=False)  # that is for whoever starts the run
+        self._event("cache_clear", value=False)  # clearing caches is up to the caller
         self._event("init_start", kind="INTERVAL_START", at=submission.began)
         for key, value in submission.values.items():
             self._event(key, value)
@@ -88,7 +88,7 @@ class MlperfLog:
 
 
 def tensor_name(name: str) -> str:
-    """What MLPerf calls a weight of ResNet-50; those of other models keep their name."""
+    """MLPerf's name for a weight of ResNet-50; weights of other models keep their name."""
     layer, _, kind = name.rpartition(".")
     kind = {"weight": "gamma", "bias": "beta"}.get(kind, kind) if _is_norm(layer) else kind
     match layer.split("."):
@@ -109,7 +109,7 @@ def _is_norm(layer: str) -> bool:
 
 
 def _lines(path: Path) -> list[str]:
-    """Whole lines of an earlier part of the run; one that a killed process left half written is none."""
+    """Complete lines of an earlier part of the run, without one that a killed process left half written."""
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
@@ -121,7 +121,7 @@ def _is_before(line: str, done: int) -> bool:
 
 
 def _best(lines: Sequence[str]) -> float:
-    """Percent."""
+    """Best accuracy in percent."""
     found = [event["value"] for event in map(_parsed, lines) if event["key"] == "eval_accuracy"]
     return 100 * max(found, default=0.0)
 

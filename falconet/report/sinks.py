@@ -1,4 +1,4 @@
-"""Histograms of tensors, counted on their device; reading them is one wait for all."""
+"""Sinks: where the metrics of a run go, and histograms of its weights."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -15,97 +15,44 @@ from torch import Tensor
 from falconet import writing
 from falconet.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass  # import-gone  # which imports torch
-
-
 BINS = 64
-_FACTS = 5  # numbers before the counts: smallest, largest, how many, their sum, the sum of their squares
+_FACTS = 5  # numbers before the counts: minimum, maximum, number of values, sum, sum of squares
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often values fall between neighbouring edges; what is not finite is left out."""
+    """Counts of the finite values between neighbouring edges."""
 
     smallest: float
     largest: float
     count: int
     sum: float
-    squares: float  # the sum of them
+    squares: float  # sum of the squares
     counts: Sequence[int]
 
     @property
     def edges(self) -> list[float]:
-        """One more than there are counts."""
+        """The edges of the bins, one more than there are counts."""
         low, high = _around(self.smallest, self.largest)
         return [*(low + (high - low) * place / len(self.counts) for place in range(len(self.counts))), high]
 
 
-@torch.no_grad()
-def count_histograms(values: Tensor) -> Tensor:  # any shape -> BINS + 5, float64, on the device
-    """The numbers of a histogram, without waiting for the device.
-
-    Not torch.histc: it waits for every tensor's range, and is refused on CUDA where results must be reproducible.
-    """
-    flat = values.detach().reshape(-1).float()
-    finite = flat.isfinite()
-    low, high = torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
-    flat = torch.where(finite, flat, low)
-    wide = torch.where(high > low, high - low, 1.0)  # one value alone lies in the middle, as in numpy
-    share = torch.where(high > low, (flat - low) / wide, 0.5)
-    bins = (share * BINS).nan_to_num(0.0).clamp(0, BINS - 1).long()
-    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device).scatter_add_(0, bins, finite.long())
-    exact = torch.where(finite, flat, 0.0).double()
-    facts = torch.stack([low.double(), high.double(), finite.sum().double(), exact.sum(), exact.square().sum()])
-    return torch.cat([facts, counts.double()])
-
-
-def read_histograms(rows: Tensor) -> list[Histogram]:  # N x (BINS + 5)
-    """Wait for the device; rows without a finite value become empty histograms around 0."""
-    found = []
-    for row in rows.tolist():
-        smallest, largest, count, total, squares = row[:_FACTS]
-        empty = count == 0
-        found.append(
-            Histogram(
-                0.0 if empty else smallest,
-                0.0 if empty else largest,
-                int(count),
-                total,
-                squares,
-                [int(number) for number in row[_FACTS:]],
-            )
-        )
-    return found
-
-
-def no_histograms(device: torch.device) -> Tensor:  # BINS + 5
-    """A row to which another process adds its own."""
-    return torch.zeros(BINS + _FACTS, dtype=torch.float64, device=device)
-
-
-def _around(low: float, high: float) -> tuple[float, float]:
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-Metrics = Mapping[str, float]
-
-
 class Sink(Protocol):
-    """Takes the metrics of a moment; names are like `train/loss` and `validation/accuracy`."""
+    """Takes the metrics of one update, with names such as `train/loss` and `validation/accuracy`."""
 
     def write(self, update: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...
 
 
 class WeightSink(Protocol):
-    """Takes histograms of the weights as well, by the names of the weights."""
+    """Also takes histograms of the weights, by name."""
 
-    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None: ...
+    def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None: ...
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line. A restored run appends; of two lines for one update the later counts."""
+    """metrics.jsonl: one JSON object per line. A restored run appends; the last line of an update is the valid one."""
 
     def __init__(self, path: Path) -> None:
         self._file = _appended(path)
@@ -119,9 +66,9 @@ class JsonLines:
 
 
 class UpdateTimes:
-    """updates.jsonl: at each log point the milliseconds of the updates since the one before, `update` being the last.
+    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`.
 
-    A restored run appends; an update that it made again stands in two lines, of which the later counts.
+    A restored run appends; an update that it repeats is in two lines, of which the last is the valid one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +83,7 @@ class UpdateTimes:
 
 
 def _appended(path: Path) -> TextIO:
-    """The file, to add lines to; without one that a killed process left half written, whose update comes again."""
+    """Open a file to append lines, without the half-written one that a killed process may have left."""
     handle = writing.growing(path.parent, path.name)
     with os.fdopen(handle, "rb", closefd=False) as file:
         os.ftruncate(handle, file.read().rfind(b"\n") + 1)
@@ -144,22 +91,20 @@ def _appended(path: Path) -> TextIO:
 
 
 class TensorBoard:
-    """TensorBoard's event files."""
+    """TensorBoard event files."""
 
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "--tensorboard: needs the package tensorboard: pip install falconet[tensorboard]"
-            ) from error
+            raise ConfigError("needs the package tensorboard: pip install 'falconet[tensorboard]'") from error
         self._writer: Any = SummaryWriter(str(writing.subfolder(folder.parent, folder.name)))
 
     def write(self, update: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, update)
 
-    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None:
+    def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
         for name, found in histograms.items():
             self._writer.add_histogram_raw(
                 f"weights/{name}",
@@ -184,21 +129,21 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("--wandb: needs the package wandb: pip install falconet[wandb]") from error
-        writing.subfolder(folder, "wandb")  # into which it writes
+            raise ConfigError("needs the package wandb: pip install 'falconet[wandb]'") from error
+        writing.subfolder(folder, "wandb")  # it writes there
         try:
             self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
-        except wandb.Error as error:  # no key, or no way to the server
+        except wandb.Error as error:  # no key, or no connection to the server
             problem = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither key nor network"
+                f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
             ) from error
         self._histogram: Any = wandb.Histogram
 
     def write(self, update: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=update)
 
-    def write_weights(self, update: int, histograms: Mapping[str, "Histogram"]) -> None:
+    def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
         drawn = {
             f"weights/{name}": self._histogram(np_histogram=(list(found.counts), found.edges))
             for name, found in histograms.items()
@@ -210,7 +155,7 @@ class WeightsAndBiases:
 
 
 class Several:
-    """Each metric to each of several sinks."""
+    """Passes every metric to several sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -220,7 +165,54 @@ class Several:
             sink.write(update, metrics)
 
     def close(self) -> None:
-        """All of them, whatever one raises."""
+        """Close all of them, even if one raises."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
+
+
+@torch.no_grad()
+def count_histograms(values: Tensor) -> Tensor:  # any shape -> BINS + 5, float64, on the device
+    """Compute the numbers of a histogram without synchronising with the device.
+
+    Not torch.histc, which synchronises to learn the range, and is not deterministic on CUDA.
+    """
+    flat = values.detach().reshape(-1).float()
+    finite = flat.isfinite()
+    low, high = torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
+    flat = torch.where(finite, flat, low)
+    wide = torch.where(high > low, high - low, 1.0)  # a single value goes into the middle bin, as in numpy
+    share = torch.where(high > low, (flat - low) / wide, 0.5)
+    bins = (share * BINS).nan_to_num(0.0).clamp(0, BINS - 1).long()
+    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device).scatter_add_(0, bins, finite.long())
+    exact = torch.where(finite, flat, 0.0).double()
+    facts = torch.stack([low.double(), high.double(), finite.sum().double(), exact.sum(), exact.square().sum()])
+    return torch.cat([facts, counts.double()])
+
+
+def read_histograms(rows: Tensor) -> list[Histogram]:  # N x (BINS + 5)
+    """Synchronise with the device and read all rows; rows without a finite value are empty histograms around 0."""
+    found = []
+    for row in rows.tolist():
+        smallest, largest, count, total, squares = row[:_FACTS]
+        empty = count == 0
+        found.append(
+            Histogram(
+                0.0 if empty else smallest,
+                0.0 if empty else largest,
+                int(count),
+                total,
+                squares,
+                [int(number) for number in row[_FACTS:]],
+            )
+        )
+    return found
+
+
+def no_histograms(device: torch.device) -> Tensor:  # BINS + 5
+    """A row of zeros, to which another process adds its own."""
+    return torch.zeros(BINS + _FACTS, dtype=torch.float64, device=device)
+
+
+def _around(low: float, high: float) -> tuple[float, float]:
+    return (low, high) if high > low else (low - 0.5, high + 0.5)

@@ -1,4 +1,4 @@
-"""How a run is told: a style prints its lines and writes its files. The others are the originals', for their tools."""
+"""What the users of a program see: the lines it prints, the files it writes, the names it gives."""
 
 import csv
 import json
@@ -6,11 +6,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from falconet import writing
-from falconet.report.sinks import Sink
+from falconet.report import folders, inference
+from falconet.report.folders import RunShape
+from falconet.report.inference import Predictions, TimedBatch
 from falconet.report.throughput import Rate
+
+if TYPE_CHECKING:
+    from falconet.report.sinks import Sink  # imports torch, which takes two seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +30,12 @@ class Facts:
     replicas: int
     stages: int  # of one replica
     image_size: int
-    restored: Path | None = None  # the checkpoint that the run goes on from
+    restored: Path | None = None  # the checkpoint that the run continues from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A log point, or the end of an epoch: the numbers since the one before."""
+    """A log point, or the end of an epoch: the numbers since the previous one."""
 
     update: int
     epoch: float  # passes over the images so far
@@ -42,22 +47,22 @@ class Point:
     lr: float
     scale: float | None  # the loss scale
     rate: Rate
-    seconds: float  # of training since this process began
+    seconds: float  # of training in this process
 
     @property
     def update_seconds(self) -> float:
-        """Of one update, on average."""
+        """The mean time of one update."""
         return self.global_batch / max(self.rate.images_per_second, 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What is known of a checkpoint that is opened to be measured."""
+    """What a checkpoint says about itself when it is validated."""
 
     model: str
     data: str
-    loss: float | None  # of its training, as its accuracy, which is in percent
-    accuracy: float | None
+    loss: float | None  # in training
+    accuracy: float | None  # in training, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +76,8 @@ class Validated:
     loss: float
     images: int
     seconds: float
-    batch: int  # images of one batch
-    origin: Origin | None = None  # where the weights were read; None: they are trained here
+    batch: int  # images per batch
+    origin: Origin | None = None  # of weights read from a checkpoint; None: of weights trained here
 
     @property
     def images_per_second(self) -> float:
@@ -80,25 +85,25 @@ class Validated:
 
 
 class RunLog:
-    """Lines for the screen, files beside the run, numbers for sinks; without a folder, nothing is written."""
+    """Lines for the screen, files in the run folder, numbers for sinks; without a folder, no files."""
 
-    def __init__(self, say: Callable[[str], None], folder: Path | None, *, sinks: Sequence[Sink] = ()) -> None:
-        """`sinks`: those that get the numbers of a style under its own names."""
+    def __init__(self, say: Callable[[str], None], folder: Path | None, *, sinks: Sequence["Sink"] = ()) -> None:
+        """`sinks` get a style's numbers under its names."""
         self._say, self._folder, self._sinks = say, folder, sinks
-        self._ends: dict[str, int] = {}  # where the last row of each CSV file begins, in bytes
+        self._ends: dict[str, int] = {}  # where the last row of each CSV file starts, in bytes
 
     def line(self, text: str) -> None:
         self._say(text)
 
     def kept_line(self, text: str, *, kept: str | None = None) -> None:
-        """On the screen and, maybe in other words, in log.txt."""
+        """Print a line, and append it to log.txt, or `kept` in its place."""
         self._say(text)
         if self._folder:
             with os.fdopen(writing.growing(self._folder, "log.txt"), "a", encoding="utf-8") as file:
                 file.write((kept or text) + "\n")
 
     def row(self, name: str, values: Mapping[str, object], *, update: int) -> None:
-        """One row of a CSV file, which begins with its names."""
+        """Append a row to a CSV file; the first one writes the header."""
         self.scalars(update, values)
         if self._folder:
             with os.fdopen(writing.growing(self._folder, name), "a", newline="", encoding="utf-8") as file:
@@ -109,7 +114,7 @@ class RunLog:
                 writer.writerow(values)
 
     def row_again(self, name: str, values: Mapping[str, object], *, update: int) -> None:
-        """The last row once more, in its place."""
+        """Replace the last row that this process wrote."""
         if self._folder and name in self._ends:
             with os.fdopen(writing.growing(self._folder, name), "ab") as file:
                 file.truncate(self._ends[name])
@@ -124,7 +129,7 @@ class RunLog:
             return any(row.get(column) == value for row in csv.DictReader(file))
 
     def scalars(self, update: int, values: Mapping[str, object]) -> None:
-        """The numbers among the values."""
+        """Send the numbers among the values to the sinks."""
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         for sink in self._sinks:
             sink.write(update, numbers)
@@ -138,33 +143,37 @@ class RunLog:
 
 
 class Style(Protocol):
-    """Whose lines and files."""
+    """Lines and files of a run, and the names of its checkpoints."""
+
+    tabulates: bool  # accuracies of several checkpoints go into one table; else each is reported by `validated`
 
     def begin(self, facts: Facts) -> None: ...
     def begin_epoch(self, epoch: int, of: int) -> None: ...
     def log(self, point: Point) -> None: ...
     def end_epoch(self, point: Point) -> None: ...
     def validated(self, found: Validated) -> None: ...
-    def averaged(self, found: Validated, *, which: str) -> None: ...  # the same of an average of checkpoints
+    def averaged(self, found: Validated, *, which: str) -> None: ...  # an average of checkpoints was validated
     def saved(self, folder: Path) -> None: ...
     def end(self, *, trained: float, whole: float) -> None:
-        """Training is over: seconds of updates alone, and with validations and saves."""
+        """Training has ended: seconds of updates alone, and with validations and saves."""
 
     def checkpoint_name(self, update: int) -> str | None:
-        """The original's name; None: ours, which is that of the PyTorch program without its ending."""
+        """The name of the checkpoint after this many updates; None: the default name."""
 
     def average_name(self, how: str) -> str | None:
-        """Of the average of checkpoints; `how`: such as exp_0.97 or N_4; None: ours."""
+        """The name of an average, `how` such as exp_0.97 or N_4; None: the default name."""
 
 
 class Falconet:
-    """Our own: the lines at the end of an epoch are those of the PyTorch program."""
+    """Four lines per epoch; progress bar, plan and summary show the rest."""
+
+    tabulates = True
 
     def __init__(self, log: RunLog) -> None:
         self.to = log
 
     def begin(self, facts: Facts) -> None:
-        """The plan says it all."""
+        """The plan shows it."""
 
     def begin_epoch(self, epoch: int, of: int) -> None:
         """The progress bar shows it."""
@@ -186,13 +195,28 @@ class Falconet:
         self.to.line(f"Accuracy on test set of the averaged checkpoints{named}: {found.accuracy:.2f}%")
 
     def saved(self, folder: Path) -> None:
-        """Said at the end."""
+        """The summary shows it."""
 
     def end(self, *, trained: float, whole: float) -> None:
-        """The summary says it."""
+        """The summary shows it."""
 
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
         return None
 
     def average_name(self, how: str) -> str | None:  # noqa: ARG002
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """Whose users read the output: everything about it that differs between programs."""
+
+    style: Callable[[RunLog], Style]
+    run_folder: Callable[[RunShape], Path]  # of a new run; does not exist yet
+    predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
+    batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
+    logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
+    program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
+
+
+FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading)

@@ -1,4 +1,4 @@
-"""Images per second, and how much of the time went to waiting for them."""
+"""Images per second, and the share of time spent waiting for data."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 @dataclass
 class Rate:
-    """Images and seconds of a stretch of training."""
+    """Images and seconds of a part of training."""
 
     images: int
     seconds: float
-    waiting: float  # seconds of it in which the loop waited for data
+    waiting: float  # seconds of it spent waiting for data
 
     @property
     def images_per_second(self) -> float:
@@ -27,7 +27,7 @@ class Rate:
 
 
 class Moments(Protocol):
-    """How the ends of updates are marked; the time between two marks may be asked for later, when it is known."""
+    """Marks the ends of updates; the time between two marks may only be known later, as with CUDA events."""
 
     def mark(self) -> Any: ...
     def between(self, first: Any, second: Any) -> float: ...  # seconds
@@ -35,7 +35,7 @@ class Moments(Protocol):
 
 @dataclass(frozen=True)
 class HostMoments:
-    """By the host's clock, for a device that is the host."""
+    """Marks by the host's clock, for training on a CPU."""
 
     clock: Callable[[], float] = time.perf_counter
 
@@ -48,10 +48,10 @@ class HostMoments:
 
 @dataclass
 class Stopwatch:
-    """Training time: runs while updates are made, stands while the run validates or saves."""
+    """Measures training time; paused while the run validates or saves."""
 
     clock: Callable[[], float] = time.perf_counter
-    moments: Moments | None = None  # None: by the clock
+    moments: Moments | None = None  # None for `clock`
     _seconds: float = 0.0
     _waiting: float = 0.0
     _since: float = field(init=False)
@@ -59,42 +59,42 @@ class Stopwatch:
     def __post_init__(self) -> None:
         self._since = self.clock()
         self._moments: Moments = self.moments or HostMoments(self.clock)
-        self._begun = self._moments.mark()
-        self._updates: list[tuple[Any, Any]] = []  # marks of the beginning and the end of each
+        self._started = self._moments.mark()
+        self._updates: list[tuple[Any, Any]] = []  # marks at the start and the end of each
 
     def updated(self) -> None:
-        """An update is made, or will have been when the device comes to it."""
+        """Mark the end of an update, which the device may not have reached yet."""
         now = self._moments.mark()
-        self._updates.append((self._begun, now))
-        self._begun = now
+        self._updates.append((self._started, now))
+        self._started = now
 
     def update_seconds(self) -> list[float]:
-        """Of each update since the last call, the waiting for its images included; the device has made them."""
+        """Seconds of each update since the last call, waiting for data included; the device must have finished them."""
         seconds = [self._moments.between(*marks) for marks in self._updates]
         self._updates.clear()
         return seconds
 
     def waits(self, updates: Iterable[T]) -> Iterator[T]:
-        """The same updates; the time until each is there counts as waiting."""
+        """Pass the updates through; the time until each arrives counts as waiting."""
         iterator = iter(updates)
         while True:
-            asked = self.clock()
+            start = self.clock()
             try:
                 update = next(iterator)
             except StopIteration:
                 return
-            self._waiting += self.clock() - asked
+            self._waiting += self.clock() - start
             yield update
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Time in here is not training time."""
+        """Pause; time in this context is not training time."""
         self._seconds += self.clock() - self._since
         try:
             yield
         finally:
             self._since = self.clock()
-            self._begun = self._moments.mark()
+            self._started = self._moments.mark()
 
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""
@@ -104,15 +104,15 @@ class Stopwatch:
 
 
 class Laps:
-    """Rates of the stretches between calls."""
+    """Rates between successive calls."""
 
     def __init__(self, watch: Stopwatch, *, already: int = 0) -> None:
-        """`already`: images in the first stretch that somebody else trained on, before this run was restored."""
+        """`already`: images of the first lap that were trained on before this run was restored."""
         self._watch = watch
         self._last, self._already = watch.lap(), already
 
     def end(self, images: int) -> Rate:
-        """The rate since the last call, in which `images` were trained on."""
+        """The rate since the last call, during which `images` were trained on."""
         seconds, waiting = self._watch.lap()
         before, self._last = self._last, (seconds, waiting)
         own, self._already = images - self._already, 0

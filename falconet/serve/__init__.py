@@ -1,1 +1,1 @@
-"""A model behind HTTP: the protocol, batching, and the server."""
+"""Serving over HTTP."""

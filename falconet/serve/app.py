@@ -1,4 +1,4 @@
-"""The HTTP server: the protocol's addresses, limits on what one client may take, and an end that finishes its work."""
+"""The HTTP server: routes, limits per client, and a shutdown that finishes requests in progress."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ from falconet.serve import protocol
 from falconet.serve.batching import ComputingError, Counts, OverloadedError
 from falconet.serve.protocol import RequestError, Served
 
-BODY_SECONDS = 60.0  # for a client to send what it announced
-IDLE_SECONDS = 75.0  # for a connection without a whole request line and headers; an hour, if nobody says so
-DRAIN_SECONDS = 60.0  # for requests in flight after the server was asked to stop
-AGAIN = 0.1  # seconds from a connection that could not be taken to the next
-READ_AHEAD = 1 << 20  # bytes of a connection
-PAGE = 2 << 20  # bytes that the system may give to the first one that is written: a large page
-AT_ONCE = 64 << 10  # bytes of JSON that are parsed without letting others go first
-MOST_FAILED = 3  # batches in a row, after which the server is not ready: a broken device fails on all of them
+BODY_SECONDS = 60.0  # to receive a whole request body
+IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
+DRAIN_SECONDS = 60.0  # to finish requests in progress after a request to stop
+RETRY_SECONDS = 0.1  # between a failed accept and the next
+READ_AHEAD = 1 << 20  # bytes buffered per connection
+PAGE = 2 << 20  # bytes that the system may allocate on the first write: a huge page
+AT_ONCE = 64 << 10  # longer JSON is parsed in another thread
+MOST_FAILED = 3  # failed batches in a row after which the server is not ready: a broken device fails on all
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Bytes = npt.NDArray[np.uint8]  # one dimension
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,35 +43,35 @@ Take = Callable[[socket.socket], None]  # a new connection
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the server listens; port 0: any free one."""
+    """Where the server listens; port 0 means any free port."""
 
     host: str
     port: int
 
     def open(self) -> socket.socket:
-        """A listening socket; the user's mistakes are one line each."""
+        """Open a listening socket, or raise a one-line error."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                message = f"--port: {self.port} is in use on {self.host}; wanted another one, or 0 for any free one"
+                why = f"port {self.port} is in use; choose another port, or 0 for any free one"
             elif error.errno == errno.EACCES:
-                message = f"--port: {self.port} is not for this user; wanted one from 1024 on"
+                why = f"port {self.port} needs privileges; choose a port from 1024 up"
             else:
-                message = f"--host: cannot listen on '{self.host}': {error.strerror or error}"
-            raise ConfigError(message) from error
+                why = error.strerror or str(error)
+            raise ConfigError(f"cannot listen on '{self.host}': {why}") from error
 
 
-class Room:
-    """Memory for bodies on their way, counted, so that no number of clients can take all of it."""
+class Memory:
+    """A limit on the memory of all request bodies, so that no number of clients can exhaust the machine."""
 
     def __init__(self, most: int) -> None:
         self._free, self._lock = most, threading.Lock()  # bytes
 
     @contextlib.contextmanager
-    def taken(self, length: int) -> Iterator["Body"]:
-        """A buffer of this many bytes, of which those count that have come."""
+    def reserved(self, length: int) -> Iterator["Body"]:
+        """A buffer of this many bytes; only what has been received counts against the limit."""
         body = Body(length, self._take)
         try:
             yield body
@@ -82,52 +82,52 @@ class Room:
     def _take(self, length: int) -> None:
         with self._lock:
             if length > self._free:
-                raise OverloadedError("no memory is left for another request; try again later")
+                raise OverloadedError("out of memory for request bodies; try again later")
             self._free -= length
 
 
 class Body:
-    """A body on its way.
+    """A request body as it arrives.
 
-    Memory that nobody has written to is not there yet: a client that announces much and sends little holds little.
+    Memory is allocated when it is first written: a client that announces much and sends little takes little.
     """
 
     def __init__(self, length: int, take: Callable[[int], None]) -> None:
-        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # unlike a bytearray not filled with zeros first
-        self.come = self.counted = 0
+        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # not filled with zeros first, unlike a bytearray
+        self.received = self.counted = 0
         self._take = take
         self._count()
 
     def add(self, chunk: bytes) -> None:
-        """What comes next."""
-        at, self.come = self.come, self.come + len(chunk)
+        """Append a chunk."""
+        at, self.received = self.received, self.received + len(chunk)
         self._count()
-        self.bytes[at : self.come] = np.frombuffer(chunk, dtype=np.uint8)  # other threads run meanwhile
+        self.bytes[at : self.received] = np.frombuffer(chunk, dtype=np.uint8)  # releases the GIL
 
     def _count(self) -> None:
-        """Page by page, the first one at once."""
-        reached = min(len(self.bytes), (self.come // PAGE + 1) * PAGE)
+        """Count page by page, starting with the first."""
+        reached = min(len(self.bytes), (self.received // PAGE + 1) * PAGE)
         if reached > self.counted:
             self._take(reached - self.counted)
             self.counted = reached
 
 
-class Front:
+class FrontEnd:
     """Answers requests about one model."""
 
-    def __init__(self, served: Served, submit: Submit, *, counts: Counts, room: Room, max_delay: float) -> None:
-        self._served, self._submit, self._counts, self._room = served, submit, counts, room
+    def __init__(self, served: Served, submit: Submit, *, counts: Counts, memory: Memory, max_delay: float) -> None:
+        self._served, self._submit, self._counts, self._memory = served, submit, counts, memory
         self._config = protocol.configuration(served, max_delay=max_delay)
-        # One long JSON at a time: parsed it takes up to thirty times its bytes, which no room is counted for.
+        # One long JSON at a time: parsed, it takes up to thirty times its size, which `memory` does not count.
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self.is_ready = True
 
     def close(self) -> None:
-        """Let its thread end; nothing is asked any more."""
+        """Let the parsing thread end, after the last request."""
         self._parsing.shutdown(wait=False)
 
     def application(self) -> web.Application:
-        """Every address of the protocol."""
+        """All routes of the protocol."""
         app = web.Application(middlewares=[_in_one_line])
         app.router.add_get("/v2", _always(_server_metadata()))
         app.router.add_get("/v2/health/live", _always({"live": True}))
@@ -141,14 +141,14 @@ class Front:
         return app
 
     def _of_model(self, handler: Handler) -> Handler:
-        """The same for the one model that is here; another name or version is not found."""
+        """Wrap a handler to answer 404 for any other model or version."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
             name, version = request.match_info["model"], request.match_info.get("version", protocol.VERSION)
             if name != self._served.name:
-                return _refusal(404, f"no model is named '{name[:80]}'; this server has '{self._served.name}'")
+                return _refusal(404, f"there is no model '{name[:80]}'; this server has '{self._served.name}'")
             if version != protocol.VERSION:
-                return _refusal(404, f"{name} has no version '{version[:80]}'; it has {protocol.VERSION}")
+                return _refusal(404, f"{name} has no version '{version[:80]}'; its version is {protocol.VERSION}")
             return await handler(request)
 
         return checked
@@ -176,14 +176,14 @@ class Front:
     async def _infer(self, request: web.Request) -> web.Response:
         length = request.content_length
         if length is None:
-            return _refusal(411, "Content-Length: is needed")
+            return _refusal(411, "Content-Length: required")
         if length > self._served.most_bytes:
-            return _refusal(413, f"Content-Length: got {length:,}, wanted at most {self._served.most_bytes:,}")
+            return _refusal(413, f"Content-Length: got {length:,}, expected at most {self._served.most_bytes:,}")
         if "Content-Encoding" in request.headers:
-            return _refusal(400, "Content-Encoding: is not read; wanted the body as it is")
-        with self._room.taken(length) as coming:
-            await _read_into(coming, request)
-            body = coming.bytes
+            return _refusal(400, "Content-Encoding: not supported; send the body uncompressed")
+        with self._memory.reserved(length) as incoming:
+            await _read_into(incoming, request)
+            body = incoming.bytes
             header = request.headers.get(protocol.HEADER)
             if header is None and length > AT_ONCE:
                 loop = asyncio.get_running_loop()
@@ -197,8 +197,8 @@ class Front:
         return web.Response(body=answer, headers=headers)
 
 
-async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket) -> int:
-    """Answer until a signal comes, then finish what is in flight; the exit code: 130 for Ctrl-C, 0 for SIGTERM."""
+async def serve(fronts: Callable[[], Sequence[FrontEnd]], listening: socket.socket) -> int:
+    """Serve until a signal, then finish requests in progress; return 130 for Ctrl-C, 0 for SIGTERM."""
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[signal.Signals] = loop.create_future()
     task = asyncio.current_task()
@@ -206,7 +206,7 @@ async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket)
 
     def stop(number: signal.Signals) -> None:
         if asked.done():
-            task.cancel()  # the second time: at once
+            task.cancel()  # the second signal stops at once
         else:
             asked.set_result(number)
 
@@ -218,16 +218,16 @@ async def serve(fronts: Callable[[], Sequence[Front]], listening: socket.socket)
 
 
 @contextlib.asynccontextmanager
-async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncIterator[None]:
-    """Within it, connections go to the fronts by turns; at its end, requests in flight are finished.
+async def answering(fronts: Sequence[FrontEnd], listening: socket.socket) -> AsyncIterator[None]:
+    """Inside the context, distribute connections over the front ends; on exit, finish requests in progress.
 
-    The first front works in this thread, each other one in a thread with a loop of its own: reading bodies may
-    limit a fast device, and half of that work is the kernel's, which should need no lock of Python's.
+    The first front end runs in this thread, each of the others in its own thread and event loop: reading bodies can
+    limit a fast device, and half of that work is done in the kernel, without the GIL.
     """
     async with contextlib.AsyncExitStack() as stack:
-        takers = [await stack.enter_async_context(_desk(fronts[0]))]
+        takers = [await stack.enter_async_context(_running(fronts[0]))]
         for front in fronts[1:]:
-            takers.append(await stack.enter_async_context(_desk_of_its_own(front)))
+            takers.append(await stack.enter_async_context(_running_in_thread(front)))
         try:
             with _accepting(listening, takers):
                 yield
@@ -239,9 +239,9 @@ async def answering(fronts: Sequence[Front], listening: socket.socket) -> AsyncI
 
 @contextlib.contextmanager
 def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[None]:
-    """Within it, new connections are handed out by turns.
+    """Inside the context, hand new connections to the takers in turn.
 
-    Not by the loop's `sock_accept`: cancelled while a connection comes, it loses it, and prints a traceback.
+    The loop's `sock_accept` would not do: cancelled as a connection arrives, it loses it and prints a traceback.
     """
     loop, turns = asyncio.get_running_loop(), itertools.cycle(takers)
     later: list[asyncio.TimerHandle] = []
@@ -249,9 +249,9 @@ def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[Non
     def accept() -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:  # it is gone already, or this process has no file handles left: those there go on
+        except OSError:  # the client has gone, or this process is out of file descriptors: wait for some to close
             loop.remove_reader(listening)
-            later[:] = [loop.call_later(AGAIN, loop.add_reader, listening, accept)]
+            later[:] = [loop.call_later(RETRY_SECONDS, loop.add_reader, listening, accept)]
         else:
             next(turns)(connection)
 
@@ -266,15 +266,15 @@ def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[Non
 
 
 @contextlib.asynccontextmanager
-async def _desk(front: Front) -> AsyncIterator[Take]:
-    """Answers on the connections that it is given, in the running loop; may be given them from any thread."""
+async def _running(front: FrontEnd) -> AsyncIterator[Take]:
+    """Serve a front end in the running loop; the yielded function hands it connections from any thread."""
     runner = web.AppRunner(
         front.application(),
         access_log=None,
         logger=_logger(),
         shutdown_timeout=DRAIN_SECONDS,
         keepalive_timeout=IDLE_SECONDS,
-        handler_cancellation=True,  # of a client that goes away
+        handler_cancellation=True,  # when the client disconnects
         read_bufsize=READ_AHEAD,
         auto_decompress=False,
     )
@@ -293,27 +293,27 @@ async def _desk(front: Front) -> AsyncIterator[Take]:
     try:
         yield take
     finally:
-        await asyncio.sleep(0)  # what was taken last begins
+        await asyncio.sleep(0)  # let the last connection start
         if connecting:
-            await asyncio.wait(connecting)  # or nobody would close it
+            await asyncio.wait(connecting)  # otherwise they would never be closed
         await runner.cleanup()
         front.close()
 
 
 @contextlib.asynccontextmanager
-async def _desk_of_its_own(front: Front) -> AsyncIterator[Take]:
-    """The same in another thread."""
-    begun: Future[tuple[Take, Callable[[], object]]] = Future()
+async def _running_in_thread(front: FrontEnd) -> AsyncIterator[Take]:
+    """Serve a front end in another thread."""
+    started: Future[tuple[Take, Callable[[], object]]] = Future()
 
     async def work() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        async with _desk(front) as take:
-            begun.set_result((take, lambda: loop.call_soon_threadsafe(stop.set)))
+        async with _running(front) as take:
+            started.set_result((take, lambda: loop.call_soon_threadsafe(stop.set)))
             await stop.wait()
 
-    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C waits for nobody
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C does not wait
     thread.start()
-    take, stop = await asyncio.wrap_future(begun)
+    take, stop = await asyncio.wrap_future(started)
     try:
         yield take
     finally:
@@ -322,7 +322,7 @@ async def _desk_of_its_own(front: Front) -> AsyncIterator[Take]:
 
 
 def from_other_threads(submit: Submit) -> Submit:
-    """`submit` of the running loop, to be called in the loops of other threads."""
+    """Make the running loop's `submit` callable from the loops of other threads."""
     loop = asyncio.get_running_loop()
 
     async def submitted(images: Pixels) -> Scores:
@@ -332,20 +332,22 @@ def from_other_threads(submit: Submit) -> Submit:
 
 
 async def _read_into(body: Body, request: web.Request) -> None:
-    """The whole body, chunk by chunk to its place: `request.read()` would copy all of it twice more."""
+    """Receive the whole body in place; `request.read()` would copy it twice more."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.content.iter_any():
                 body.add(chunk)
     except TimeoutError:
-        raise RequestError(f"{body.come:,} of {len(body.bytes):,} bytes came within {BODY_SECONDS:g} seconds") from None
-    if body.come < len(body.bytes):
-        raise RequestError(f"the body ends after {body.come:,} of {len(body.bytes):,} bytes")
+        raise RequestError(
+            f"received only {body.received:,} of {len(body.bytes):,} bytes in {BODY_SECONDS:g} s"
+        ) from None
+    if body.received < len(body.bytes):
+        raise RequestError(f"the body ends after {body.received:,} of {len(body.bytes):,} bytes")
 
 
 @web.middleware
 async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever is wrong with a request is answered as the protocol wants it: JSON with one line."""
+    """Answer errors as the protocol does: JSON with one line."""
     try:
         return await handler(request)
     except RequestError as error:
@@ -355,7 +357,7 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
     except ComputingError as error:
         _logger().error("%s", error, exc_info=error)
         return _refusal(500, str(error))
-    except web.HTTPException as error:  # of the router: no such address, no such method
+    except web.HTTPException as error:  # from the router: unknown path or method
         return _refusal(error.status, f"{request.method} {request.path[:80]}: {error.reason.lower()}")
 
 
@@ -377,7 +379,7 @@ def _server_metadata() -> dict[str, object]:
 
 
 def _logger() -> logging.Logger:
-    """Tells our own failures; what strangers send is answered, not told."""
+    """Logs failures of the server; malformed requests are answered, not logged."""
     logger = logging.getLogger("falconet.serve")
     logger.addFilter(_is_ours)
     return logger

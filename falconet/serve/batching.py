@@ -1,4 +1,4 @@
-"""Requests that arrive together are computed together: a queue with an end, and batches that wait only a moment."""
+"""Dynamic batching: requests that arrive together are computed together, from a queue of limited length."""
 
 import asyncio
 from collections import deque
@@ -9,47 +9,47 @@ from dataclasses import dataclass, field
 from falconet.infer.predictor import Pixels, Scores
 from falconet.report.console import are
 
-Execute = Callable[[Sequence[Pixels]], list[Scores]]  # the scores of each portion; blocks its thread
+Execute = Callable[[Sequence[Pixels]], list[Scores]]  # returns the scores of each portion; blocks its thread
 
 
 class OverloadedError(Exception):
-    """More is waiting than may wait; the client should come back later."""
+    """The queue is full; the client should retry later."""
 
 
 class ComputingError(Exception):
-    """The model failed on a batch; after a fault of the device it will fail on every other one too."""
+    """The model failed on a batch; after a device fault it fails on every other one too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When a batch is sent off, and what may wait."""
+    """When a batch is started, and how much may wait."""
 
     max_batch: int  # images
-    max_delay: float  # seconds that the first request of a batch waits for others while a lane is free
-    max_queue: int  # images that may wait
+    max_delay: float  # seconds that the first request of a batch waits for others when a lane is free
+    max_queue: int  # images
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What was done so far."""
+    """What a batcher has done so far."""
 
     requests: int = 0  # answered
     images: int = 0
     executions: int = 0
     refused: int = 0
-    dropped: int = 0  # given up by their client before they were computed
-    failed_in_a_row: int = 0  # executions since the last one that went well
+    dropped: int = 0  # abandoned by their client before they were answered
+    failed_in_a_row: int = 0  # failed executions since the last success
 
 
 @dataclass(eq=False)
 class _Waiting:
     images: Pixels
-    since: float  # of the event loop's clock
+    since: float  # time of the event loop
     scores: "asyncio.Future[Scores]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Batcher:
-    """Gives requests to lanes, several in one batch where several are there; belongs to one event loop."""
+    """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
     def __init__(self, lanes: Sequence[Execute], policy: Policy) -> None:
         self.counts = Counts()
@@ -57,35 +57,35 @@ class Batcher:
         self._idle = list(lanes)
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane")
         self._queue: deque[_Waiting] = deque()
-        self._queued = 0  # images
+        self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
 
     async def submit(self, images: Pixels) -> Scores:
-        """The scores of 1 to `max_batch` images; OverloadedError at once if too many are waiting."""
+        """Compute the scores of 1 to `max_batch` images; raise OverloadedError at once if the queue is full."""
         assert 0 < len(images) <= self._policy.max_batch
-        if self._queued + len(images) > self._policy.max_queue:
+        if self.waiting + len(images) > self._policy.max_queue:
             self.counts.refused += 1
-            raise OverloadedError(f"{are(self._queued, 'image')} waiting; try again later")
+            raise OverloadedError(f"{are(self.waiting, 'image')} waiting; try again later")
         waiting = _Waiting(images, asyncio.get_running_loop().time())
         self._queue.append(waiting)
-        self._queued += len(images)
-        self._send_off()
+        self.waiting += len(images)
+        self._start_batches()
         try:
             return await waiting.scores
         finally:
-            if waiting in self._queue:  # cancelled, as its client went away
+            if waiting in self._queue:  # cancelled, because its client disconnected
                 self._queue.remove(waiting)
-                self._queued -= len(images)
+                self.waiting -= len(images)
                 self.counts.dropped += 1
 
     def close(self) -> None:
-        """Let the threads end; nothing is submitted any more."""
+        """Let the threads end, after the last request."""
         if self._alarm:
             self._alarm.cancel()
         self._threads.shutdown(wait=True)
 
-    def _send_off(self) -> None:
-        """Give idle lanes their batches, or see to it that this is tried again in time."""
+    def _start_batches(self) -> None:
+        """Start batches on idle lanes, or set an alarm for when the next one is due."""
         while self._idle and self._queue:
             batch = self._first_batch()
             full = len(batch) < len(self._queue) or _size(batch) == self._policy.max_batch
@@ -95,11 +95,11 @@ class Batcher:
                 return
             for _ in batch:
                 self._queue.popleft()
-            self._queued -= _size(batch)
+            self.waiting -= _size(batch)
             self._execute(self._idle.pop(), batch)
 
     def _first_batch(self) -> list[_Waiting]:
-        """Those that have waited longest, as far as they fit together; a request is never divided."""
+        """The requests that have waited longest and fit together; a request is never split."""
         batch: list[_Waiting] = []
         size = 0
         for waiting in self._queue:
@@ -112,7 +112,7 @@ class Batcher:
     def _wake_at(self, when: float) -> None:
         if self._alarm:
             self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_at(when, self._send_off)
+        self._alarm = asyncio.get_running_loop().call_at(when, self._start_batches)
 
     def _execute(self, lane: Execute, batch: list[_Waiting]) -> None:
         self.counts.executions += 1
@@ -124,7 +124,7 @@ class Batcher:
             error = done.exception()
             self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
             for number, waiting in enumerate(batch):
-                if waiting.scores.done():  # its client went away meanwhile
+                if waiting.scores.done():  # its client disconnected meanwhile
                     self.counts.dropped += 1
                 elif error is not None:
                     waiting.scores.set_exception(_failure(error))
@@ -132,7 +132,7 @@ class Batcher:
                     self.counts.requests += 1
                     self.counts.images += len(waiting.images)
                     waiting.scores.set_result(done.result()[number])
-            self._send_off()
+            self._start_batches()
 
         running.add_done_callback(answer)
 

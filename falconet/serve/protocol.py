@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (v2) over HTTP: JSON, and Triton's binary tensors; bytes in, values out, no network."""
+"""The Open Inference Protocol (v2) with Triton's binary tensors: bytes to values and back, no network."""
 
 import contextlib
 import json
@@ -13,26 +13,26 @@ import numpy as np
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.predictor import Pixels, Scores
 
-INPUT, OUTPUT, VERSION = "input_0", "output_0", "1"  # the originals' names
+INPUT, OUTPUT, VERSION = "input_0", "output_0", "1"
 HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
-MOST_JSON = 16 << 20  # bytes of numbers as text: a slow way to send images, and parsing holds up everybody
+MOST_JSON = 16 << 20  # bytes of images as text, which are slow to parse
 MOST_HEADER = 64 << 10  # bytes of JSON beside binary tensors
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
 
 class RequestError(Exception):
-    """A request that is not one, in one line; answered with status 400."""
+    """A malformed request, in one line; answered with status 400."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What clients may know about the model."""
+    """What clients can learn about the model."""
 
     name: str
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
-    output: str  # numpy's name of the format of the scores
+    output: str  # numpy's name for the dtype of the scores
     max_batch: int
 
     @property
@@ -42,41 +42,41 @@ class Served:
 
     @property
     def most_bytes(self) -> int:
-        """Of a request's body."""
+        """The longest request body that is accepted."""
         return max(MOST_JSON, MOST_HEADER + self.max_batch * prod(self.image_shape))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """An inference request that is in order."""
+    """A valid inference request."""
 
-    images: Pixels  # a view of the body where that was binary
+    images: Pixels  # a view of the body if that was binary
     id: str | None
-    binary: bool  # how the answer is wanted
+    binary: bool  # whether to answer with a binary tensor
 
 
 def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
-    """A request's body; `header` is the text of the header that says where JSON ends, if there was one."""
+    """Parse a request body; `header` is the value of the header that gives the length of the JSON, if sent."""
     length = _json_length(header, body)
     content = _object(_json(body[:length]), "the request")
     inputs = _list(content, "inputs")
     if len(inputs) != 1:
-        raise RequestError(f"inputs: got {len(inputs)}, wanted {INPUT} alone")
+        raise RequestError(f"inputs: got {len(inputs)}, expected only {INPUT}")
     tensor = _object(inputs[0], "inputs[0]")
     if tensor.get("name") != INPUT:
-        raise RequestError(f"inputs[0].name: got {_shown(tensor.get('name'))}, wanted '{INPUT}'")
+        raise RequestError(f"inputs[0].name: got {_shown(tensor.get('name'))}, expected '{INPUT}'")
     if tensor.get("datatype") != "UINT8":
-        raise RequestError(f"{INPUT}.datatype: got {_shown(tensor.get('datatype'))}, wanted 'UINT8'")
+        raise RequestError(f"{INPUT}.datatype: got {_shown(tensor.get('datatype'))}, expected 'UINT8'")
     shape = _shape(tensor.get("shape"), served)
     images = _pixels(tensor, shape, body[length:])
     named = content.get("id")
     if named is not None and not isinstance(named, str):
-        raise RequestError(f"id: got {_shown(named)}, wanted text")
+        raise RequestError(f"id: got {_shown(named)}, expected a string")
     return Asked(images=images, id=named, binary=_wants_binary(content))
 
 
 def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer, and its headers."""
+    """Encode an answer: its body and its headers."""
     output: dict[str, object] = {"name": OUTPUT, "datatype": _DATATYPES[served.output], "shape": list(scores.shape)}
     raw = b""
     if asked.binary:
@@ -92,14 +92,14 @@ def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, d
 
 
 def _numbers(scores: Scores) -> list[float | None]:
-    """Flat; JSON has neither nan nor inf, and Python's own spelling of them breaks every strict parser."""
+    """Flatten, with null for nan and inf: JSON has neither, and Python's spelling breaks strict parsers."""
     flat = scores.ravel()
     finite = np.isfinite(flat)
     return [value if is_number else None for value, is_number in zip(flat.tolist(), finite.tolist(), strict=True)]
 
 
 def metadata(served: Served) -> dict[str, object]:
-    """What GET /v2/models/NAME answers; class names and preprocessing are in `parameters`."""
+    """The answer to GET /v2/models/NAME; `parameters` has the class names and the preprocessing."""
     shape = [-1, *served.image_shape]
     return {
         "name": served.name,
@@ -116,7 +116,7 @@ def metadata(served: Served) -> dict[str, object]:
 
 
 def configuration(served: Served, *, max_delay: float) -> dict[str, object]:
-    """The same in the words of Triton's model configuration, which its load generator reads. `max_delay`: seconds."""
+    """The same as a Triton model configuration, which its load generator reads. `max_delay` is in seconds."""
     output = f"TYPE_{_DATATYPES[served.output]}"
     return {
         "name": served.name,
@@ -132,43 +132,45 @@ def _json_length(header: str | None, body: memoryview) -> int:
     if header is None:
         if len(body) > MOST_JSON:
             raise RequestError(
-                f"the request has {len(body):,} bytes of JSON, wanted at most {MOST_JSON:,}, or {HEADER}"
+                f"the request has {len(body):,} bytes of JSON, expected at most {MOST_JSON:,}, or {HEADER}"
             )
         return len(body)
     length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
     if not 0 < length <= len(body):
-        raise RequestError(f"{HEADER}: got '{header[:40]}', wanted 1 to the body's {len(body):,} bytes")
+        raise RequestError(f"{HEADER}: got '{header[:40]}', expected 1 to {len(body):,}, the length of the body")
     if length > MOST_HEADER:
-        raise RequestError(f"{HEADER}: got {length:,}, wanted at most {MOST_HEADER:,}")
+        raise RequestError(f"{HEADER}: got {length:,}, expected at most {MOST_HEADER:,}")
     return length
 
 
 def _json(text: memoryview) -> Any:
     try:
         return json.loads(bytes(text))
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are ValueErrors too
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise RequestError(f"the request is not JSON: {reason}") from None
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise RequestError(f"{what}: got {_shown(value)}, wanted an object")
+        raise RequestError(f"{what}: got {_shown(value)}, expected an object")
     return value
 
 
 def _list(content: Mapping[str, Any], name: str) -> list[Any]:
     value = content.get(name)
     if not isinstance(value, list):
-        raise RequestError(f"{name}: got {_shown(value)}, wanted a list")
+        raise RequestError(f"{name}: got {_shown(value)}, expected a list")
     return value
 
 
 def _shape(value: object, served: Served) -> tuple[int, ...]:
-    wanted = ", ".join(map(str, served.image_shape))
+    expected = ", ".join(map(str, served.image_shape))
     numbers = value if isinstance(value, list) and all(type(length) is int for length in value) else []
     if tuple(numbers[1:]) != served.image_shape or not 1 <= numbers[0] <= served.max_batch:
-        raise RequestError(f"{INPUT}.shape: got {_shown(value)}, wanted [N, {wanted}], N from 1 to {served.max_batch}")
+        raise RequestError(
+            f"{INPUT}.shape: got {_shown(value)}, expected [N, {expected}], N from 1 to {served.max_batch}"
+        )
     return tuple(numbers)
 
 
@@ -176,36 +178,36 @@ def _pixels(tensor: Mapping[str, Any], shape: tuple[int, ...], rest: memoryview)
     size = _object(tensor.get("parameters", {}), f"{INPUT}.parameters").get("binary_data_size")
     if size is None:
         if len(rest):
-            raise RequestError(f"{len(rest):,} bytes follow the JSON, and {INPUT} has no binary_data_size")
+            raise RequestError(f"{len(rest):,} bytes follow the JSON, but {INPUT} has no binary_data_size")
         return _from_numbers(tensor.get("data"), shape)
     if "data" in tensor:
-        raise RequestError(f"{INPUT}: got data and binary_data_size, wanted one of them")
+        raise RequestError(f"{INPUT}: got both data and binary_data_size, expected one of them")
     if type(size) is not int or size != prod(shape) or size != len(rest):
         raise RequestError(
-            f"{INPUT}.parameters.binary_data_size: got {_shown(size)} and {len(rest):,} bytes behind the JSON, wanted"
-            f" {prod(shape)} for its shape"
+            f"{INPUT}.parameters.binary_data_size: got {_shown(size)} and {len(rest):,} bytes after the JSON,"
+            f" expected {prod(shape)} for its shape"
         )
     return np.frombuffer(rest, dtype=np.uint8).reshape(shape)
 
 
 def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
-    """Flat or nested lists of whole numbers, as the protocol allows both."""
+    """Parse flat or nested lists of integers; the protocol allows both."""
     if not isinstance(data, list):
-        raise RequestError(f"{INPUT}.data: got {_shown(data)}, wanted a list of numbers, or binary_data_size")
+        raise RequestError(f"{INPUT}.data: got {_shown(data)}, expected a list of numbers, or binary_data_size")
     found = np.empty(0)
-    # One look first: of texts numpy would make an array as wide as the longest, a thousand times the body's size.
-    if _holds_whole_numbers(data, most=prod(shape)):
-        with contextlib.suppress(ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
+    # Check first: from strings numpy would make an array as wide as the longest, a thousand times the body's size.
+    if _holds_integers(data, most=prod(shape)):
+        with contextlib.suppress(ValueError, OverflowError):  # lists of unequal lengths, numbers over 64 bits
             found = np.array(data)
     if found.dtype.kind not in "iu" or found.size != prod(shape) or found.shape not in (shape, (prod(shape),)):
-        raise RequestError(f"{INPUT}.data: wanted {prod(shape)} whole numbers, flat or nested as its shape is")
+        raise RequestError(f"{INPUT}.data: expected {prod(shape)} integers, flat or nested like its shape")
     if found.min() < 0 or found.max() > 255:
-        raise RequestError(f"{INPUT}.data: got {found.min()} to {found.max()}, wanted 0 to 255")
+        raise RequestError(f"{INPUT}.data: got {found.min()} to {found.max()}, expected 0 to 255")
     return found.astype(np.uint8).reshape(shape)
 
 
-def _holds_whole_numbers(data: list[Any], *, most: int) -> bool:
-    """Whether there are, in lists as deep as an image's or flat, `most` whole numbers at the most and nothing else."""
+def _holds_integers(data: list[Any], *, most: int) -> bool:
+    """Whether these lists, flat or nested like images, hold at most `most` integers and nothing else."""
     for _ in range(4):
         if len(data) > most or set(map(type, data)) != {list}:
             break
@@ -219,25 +221,25 @@ def _wants_binary(content: Mapping[str, Any]) -> bool:
     if not outputs:
         return _switch(everything, "parameters.binary_data_output")
     if len(outputs) != 1:
-        raise RequestError(f"outputs: got {len(outputs)}, wanted {OUTPUT} alone")
+        raise RequestError(f"outputs: got {len(outputs)}, expected only {OUTPUT}")
     output = _object(outputs[0], "outputs[0]")
     if output.get("name") != OUTPUT:
-        raise RequestError(f"outputs[0].name: got {_shown(output.get('name'))}, wanted '{OUTPUT}'")
+        raise RequestError(f"outputs[0].name: got {_shown(output.get('name'))}, expected '{OUTPUT}'")
     parameters = _object(output.get("parameters", {}), f"{OUTPUT}.parameters")
     for name in parameters:
         if name != "binary_data":
-            raise RequestError(f"{OUTPUT}.parameters: '{name[:40]}' is not served; wanted binary_data alone")
+            raise RequestError(f"{OUTPUT}.parameters: '{name[:40]}' is not supported; expected only binary_data")
     return _switch(parameters.get("binary_data", everything), f"{OUTPUT}.parameters.binary_data")
 
 
 def _switch(value: object, what: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{what}: got {_shown(value)}, wanted true or false")
+        raise RequestError(f"{what}: got {_shown(value)}, expected true or false")
     return value
 
 
 def _shown(value: object) -> str:
-    """A value in few characters of one line."""
+    """A value in at most 40 characters."""
     if value is None:
         return "nothing"
     text = json.dumps(value, default=str)

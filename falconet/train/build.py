@@ -1,58 +1,240 @@
-"""Number formats, loss scale and recomputation of a run: options in, parts and plan lines out."""
+"""From options to model, data, optimizer and step: the only place that knows all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import disk
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
-from falconet.config import commands, options, rules
-from falconet.config.options import Workspace, share_of
-from falconet.data.crops import Crops
-from falconet.data.dataset import Dataset
-from falconet.data.input import Input
-from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
-from falconet.data.preprocessing import Normalise
+from falconet.config import commands, rules
+from falconet.config.fields import value_or
+from falconet.config.options import share_of
+from falconet.config.rules import boxes_used
+from falconet.data.dataset import Dataset, open_dataset, published_dataset
+from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
-from falconet.models import splits, zoo
-from falconet.models.freezing import count_trained, freeze, train_only
-from falconet.models.zoo import build_model
-from falconet.numerics.loss_scale import AutomaticScale, FixedScale, NonFinite, Offender, Scale, SteppedScale, doublings
+from falconet.models.freezing import matching
+from falconet.models.norms import move_once
+from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender, Scale, SteppedScale
 from falconet.numerics.precision import (
+    REGIMES,
     Regime,
     allow_half_partials,
-    describe_half_partials,
-    describe_workspace,
     limit_workspace,
 )
-from falconet.numerics.recompute import automatic, recompute
 from falconet.numerics.rounding import Part, Rounding
+from falconet.optim import ema
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import Lars, decay_groups
+from falconet.optim.optimizers import Lars, build_optimizer, build_scaled_optimizer, decay_groups, undecayed_names
+from falconet.parallel import resources
+from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import AveragedReplicas, OneReplica, Replicas
-from falconet.parallel.grid import Grid, OneStage, Stages
+from falconet.parallel.grid import Grid, divide
 from falconet.parallel.slices import is_channels_last
-from falconet.parallel.world import World
+from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
-from falconet.report.console import Say, counted
-from falconet.train import evaluate, saved_model
-from falconet.train.evaluate import Measure
-from falconet.train.step import Elsewhere, LocalStep, Loss, Move, Moving, PlainMove, ScaledMove, Step
+from falconet.report import console
+from falconet.report.console import Say, Screen
+from falconet.train import processes, saved_model
+from falconet.train.placement import Placement, Setup, WholeModel, numbered
+from falconet.train.plan import Phase, Plan, phases_of, plan_of
+from falconet.train.processes import Launch
+from falconet.train.step import Step
 
-GIB = 2**30
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What all phases of a run share in this process."""
+
+    world: World
+    grid: Grid
+    threads: int
+    screen: Screen  # silent in all processes but the first
+    note: Say  # for messages about this process alone
+
+
+def open_site(launch: Launch) -> Site:
+    """Open the device, or join the processes that a launcher started."""
+    options = launch.loaded.options
+    threads = _threads(launch)
+    world = open_world(
+        options.machine.device,
+        threads=threads,
+        deterministic=options.machine.deterministic,
+        place=launch.place,
+        timeout=options.parallel.collective_timeout,
+    )
+    # A plan is printed by one process, however many processes it is for.
+    grid = divide(world, stages=launch.division.stages if world.size > 1 else 1)
+    return Site(world=world, grid=grid, threads=threads, screen=console.screen_of(world), note=console.spoken(world))
+
+
+def _threads(launch: Launch) -> int:
+    """The restored run's number, because it changes bits; with another number of processes it means nothing."""
+    runtime = launch.restored.manifest.runtime if launch.restored else {}
+    stored = runtime.get("threads") if runtime.get("processes", 1) == launch.division.processes else None
+    return value_or(launch.loaded.options.machine.threads, stored or resources.cores(launch.division.processes))
+
+
+def limit_libraries(options: commands.TrainOptions, grid: Grid) -> None:
+    """Set what the CUDA libraries may do in this process; before the first convolution, which reads the limit."""
+    device, share = grid.world.device, workspace_share(options, grid)
+    if options.numerics.half_partial:
+        allow_half_partials(device)
+    if share is not None:
+        limit_workspace(share, device)
+
+
+def workspace_share(options: commands.TrainOptions, grid: Grid) -> float | None:
+    """The share of the device's memory that a convolution may take beside its data; None: no limit."""
+    shares = options.workspace.available_memory_proportion
+    return share_of(shares, stage=grid.stages.rank, stages=grid.stages.size)
+
+
+class BuiltPhase:
+    """One phase of a run in this process: what was decided for it, and how its parts are built."""
+
+    def __init__(self, launch: Launch, site: Site, *, before: "BuiltPhase | None" = None) -> None:
+        """`before`: the phase before this one. Only the data is opened here; the model is built by `new_state`."""
+        self.launch, self.site = launch, site
+        self.phase: Phase = phases_of(launch.loaded.options)[before.phase.number if before else 0]
+        self.options = self.phase.options
+        restored = launch.restored
+        self.restored = restored if restored and restored.manifest.progress.phase == self.phase.number else None
+        self.regime = REGIMES[self.options.machine.precision]
+        self.shape = BatchShape(
+            micro_batch=self.options.data.micro_batch_size,
+            accumulation=processes.accumulation_of(self.phase, launch.division),
+            replicas=launch.division.replicas,
+            replica=site.grid.replicas.rank,
+        )
+        self.full_size: Dataset = before.full_size if before else self._open_images()
+        self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
+        self.plan: Plan = plan_of(
+            self.phase,
+            images=len(self.images.train),
+            shape=self.shape,
+            updates_before=before.plan.updates if before else 0,
+        )
+        self.offender = Offender(site.world.device)
+        self.placement: Placement = self._place()
+
+    def _open_images(self) -> Dataset:
+        """Opened once for all phases; a plan alone does not need the files."""
+        data, model, percentage = self.options.data, self.options.model.model, self.options.training.dataset_percentage
+        if self.options.run.plan:
+            published = published_dataset(data, model=model, percentage=percentage)
+            if published is not None:
+                return published
+        if self.launch.restored:
+            saved_model.refuse_download(self.launch.loaded)
+        return open_dataset(
+            data,
+            model=model,
+            global_batch=self.shape.global_batch,
+            seed=self.options.run.seed,
+            use_objects=boxes_used(self.options),
+            percentage=percentage,
+        )
+
+    def _place(self) -> Placement:
+        """The whole model in each process, or a stage of it."""
+        # A later phase starts with what the one before left, a restored run with its checkpoint.
+        is_new = not self.launch.restored and self.phase.number == 1
+        setup = Setup(
+            options=self.options,
+            images=self.images,
+            shape=self.shape,
+            grid=self.site.grid,
+            regime=self.regime,
+            note=self.site.note,
+            initial=self.options.training.init_path if is_new else None,
+            first_trained=self.phase.first_trained,
+        )
+        stages = self.launch.division.stages
+        if stages == 1:
+            return WholeModel(setup)
+        from falconet.train.pipeline_step import StagedModel  # torch's pipelines take a second to import
+
+        stored = self.restored.manifest.runtime.get("splits") if self.restored else None
+        return StagedModel(setup, stages=stages, stored=stored)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """What this process trains, on its device."""
+        return self.placement.build()
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        parallel = self.options.parallel
+        return build_replicas(
+            self.model,
+            self.site.grid.replicas,
+            bucket=parallel.bucket_size,
+            sharded=parallel.enable_optimizer_rts,
+        )
+
+    def new_state(self) -> TrainState:
+        """The model and its optimizer before the first update."""
+        options, grid, device = self.options, self.site.grid, self.site.world.device
+        undecayed = self._undecayed()
+        with named_option("batchnorm_span"):
+            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
+        if options.training.batchnorm_per_update:
+            move_once(self.model, micro_batches=self.shape.accumulation)
+        shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
+        if shards and options.optimizer.optimizer == "lars":
+            _require_one_format(self.model, undecayed)
+        scale = loss_scale(
+            options, updates_per_epoch=self.plan.updates_per_epoch, regime=self.regime, world=self.site.world
+        )
+        trained = shards.trained if shards else self.model
+        optimizer = (
+            build_scaled_optimizer(
+                trained, options.optimizer, rounding=rounding(options, regime=self.regime), undecayed=undecayed
+            )
+            if scale
+            else build_optimizer(trained, options.optimizer, undecayed=undecayed)
+        )
+        state = TrainState(
+            self.model,
+            optimizer,
+            scale=scale,
+            shards=shards,
+            stages=self.placement.stages(),
+            rank=grid.replicas.rank,
+            copies=grid.replicas.size,
+        )
+        attach_pieces(optimizer, self.model, shards=shards, numbers=self.placement.numbers())
+        if options.parallel.offload_optimizer and device.type != "cpu":
+            state.hosted = HostedState(optimizer, bucket_megabytes=options.parallel.bucket_size, device=device)
+        if options.optimizer.ema_half_life is not None:
+            decay = ema.decay_for(options.optimizer.ema_half_life, self.plan.updates_per_epoch)
+            state.ema = ema.Ema(self.model, decay)
+        return state
+
+    def _undecayed(self) -> frozenset[str] | None:
+        """The weights that are neither decayed nor scaled by lars; None: vectors."""
+        options = self.options.optimizer
+        if options.optimizer == "lars" and options.lars_skip:
+            # Matched against all weights: a pattern may name those that --trainable freezes.
+            with named_option("lars_skip"):
+                named = matching(self.placement.weights, options.lars_skip)
+            return named & frozenset(self.placement.trained)
+        return undecayed_names(self.model, options.weight_decay_exclude)
+
+    def step(self, state: TrainState) -> Step:
+        return self.placement.step(state, replicas=self.replicas, offender=self.offender)
 
 
 def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:
-    """The scale that the options ask for; None where the regime needs none and nobody asked."""
+    """The scale that the options ask for; None: neither they nor the regime need one."""
     numerics = options.numerics
     initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
     if not rules.is_scaled(options):
@@ -76,114 +258,21 @@ def rounding(options: commands.TrainOptions, *, regime: Regime) -> Rounding | No
     return Rounding(options.run.seed) if options.numerics.enable_stochastic_rounding and regime.is_half else None
 
 
-def numerics_lines(options: commands.TrainOptions, *, regime: Regime, device: torch.device) -> list[str]:
-    """What was decided about numbers, in words."""
-    written = "stochastically" if rounding(options, regime=regime) else "to the nearest"
-    lines = [f"precision {regime.describe(device)}" + (f", rounded {written}" if regime.is_half else "")]
-    if rules.is_scaled(options):
-        lines.append(f"loss scale {_describe_scale(options)}")
-    if options.numerics.half_partial:
-        allow_half_partials(device)
-        lines.append(describe_half_partials(device))
-    return lines
-
-
-def workspace_lines(workspace: Workspace, *, device: torch.device, stage: int = 0, stages: int = 1) -> list[str]:
-    """Bound what convolutions take beside their data, if that was asked for; what it is, in words."""
-    share = share_of(workspace.available_memory_proportion, stage=stage, stages=stages)
-    if share is None:
-        return []
-    limit_workspace(share, device)
-    return [describe_workspace(share, device)]
-
-
-def training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
-    """Of weights, gradients, and the update rule's state of them, of which the replicas that run may share one."""
-    slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
-    shares = replicas if options.parallel.enable_optimizer_rts else 1
-    per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
-    sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
-    return int(sum(sizes) * per_weight)
-
-
-def recompute_activations(
-    model: nn.Module, options: commands.TrainOptions, *, image_size: int, regime: Regime, device: torch.device
-) -> list[str]:
-    """Change the model to recompute what the options ask for; what that is, in words."""
-    numerics = options.numerics
-    mode = rules.recompute_mode(numerics, options.parallel)
-    if mode == "none":
-        return []
-    if mode == "manual":
-        with named_option("recompute_checkpoints"):
-            kept = recompute(model, numerics.recompute_checkpoints)
-        return [f"recomputes all but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"]
-    shape = (options.data.micro_batch_size, 3, image_size, image_size)
-    example = torch.empty(shape, dtype=regime.formats(device)["activations"], device="meta")
-    budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
-    with named_option("recompute_mode" if budget is None else "memory_budget"):
-        choice = automatic(model, example=example, budget_bytes=budget)
-    if not choice.patterns:
-        return [f"recomputes nothing: activations of {choice.without_bytes / GIB:.2f} GiB fit the budget"]
-    recompute(model, choice.patterns)
-    return [
-        f"recomputes {counted(len(choice.blocks), 'block')}, ending in {_some(choice.blocks)}: activations of"
-        f" {choice.predicted_bytes / GIB:.3f} GiB predicted instead of {choice.without_bytes / GIB:.3f} GiB"
-    ]
-
-
-def _describe_scale(options: commands.TrainOptions) -> str:
-    numerics = options.numerics
-    initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
-    if numerics.auto_loss_scaling:
-        period = numerics.auto_loss_scaling_period
-        every = "update" if period == 1 else f"{period} updates"
-        return f"automatic, from {final:g}, changed every {every}"
-    if initial is not None and initial != final:
-        with named_option("initial_loss_scaling"):
-            steps = doublings(initial, final, epochs=options.training.epoch)
-        return ", ".join(f"{value:g} from epoch {epoch}" for epoch, value in steps)
-    return f"{final:g}"
-
-
-def _some(names: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
-
-
 def build_replicas(model: nn.Module, world: World, *, bucket: float, sharded: bool) -> Replicas:
     """The replicas of `model` in `world`; a world of one has nothing to divide. `bucket`: megabytes."""
     if not isinstance(world, Processes):
         return OneReplica()
-    return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
-
-
-def describe_optimizer_state(parallel: options.Parallel, world: World, *, replicas: int) -> str:
-    """Where the optimizer's state lies, in words for the plan; nothing where nobody asked. `replicas`: that run."""
-    words = ""
-    if parallel.enable_optimizer_rts and replicas > 1:
-        words += ", state divided over the replicas"
-    if not parallel.offload_optimizer:
-        return words
-    if world.device.type == "cpu":
-        return f"{words}, state in host memory (which it is on a CPU anyway: --offload-optimizer has no effect)"
-    return f"{words}, state in host memory, on the device bucket by bucket"
-
-
-def checkpoint_writer(world: World, *, timeout: float) -> Writer:
-    """One process writes whole tensors, several write their shares of them. `timeout`: seconds."""
-    if world.size == 1:
-        return Writer()
-    return SharedWriter(Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=timeout))
+    with named_option("enable_optimizer_rts"):
+        return (ShardedReplicas if sharded else AveragedReplicas)(model, world, bucket_megabytes=bucket)
 
 
 def attach_pieces(
     optimizer: Optimizer, model: nn.Module, *, shards: ShardedReplicas | None, numbers: Mapping[str, int] | None = None
 ) -> None:
-    """Tell the optimizer that it has pieces: rules that go layer by layer need whole norms, noise the whole's numbers.
+    """Give an optimizer that holds pieces what it needs of the whole: norms for lars, numbers for rounding noise.
 
-    `numbers`: those of the weights in the whole model, where `model` is a stage of it. That updates reach the other
-    processes is `step`'s business.
+    `numbers`: those of the weights in the whole model, where `model` is a stage of it. Sending updated weights to the
+    other processes is left to `sharded_step`.
     """
     if shards and isinstance(optimizer, Lars | HalfLars):
         optimizer.norms = shards.norms
@@ -199,35 +288,6 @@ def attach_pieces(
         )
 
 
-def require_one_type(model: nn.Module, undecayed: frozenset[str] | None) -> None:
-    """Of divided weights that lars scales: their norms are summed in one message, and norm layers' weights are fp32."""
-    if len({p.dtype for p in decay_groups(model, undecayed)[0]}) > 1:
-        raise ConfigError(
-            "--lars-skip: leaves weights of two number formats to lars, which --enable-optimizer-rts cannot divide;"
-            " wanted patterns that match the weights of all norm layers"
-        )
-
-
-def numbered(model: nn.Module) -> dict[str, int]:
-    """The number of each trained weight in the update rule's order."""
-    names = {p: name for name, p in model.named_parameters()}
-    return {names[p]: number for number, p in enumerate(p for group in decay_groups(model) for p in group)}
-
-
-def sharded_step(
-    optimizer: Optimizer, shards: ShardedReplicas | None, hosted: HostedState | None = None
-) -> Callable[[], None]:
-    """One update of all weights: those of this process, wherever their state lies, and then the others'."""
-    own = hosted.step if hosted else optimizer.step
-
-    def moved() -> None:
-        own()
-        if shards:
-            shards.share_weights()
-
-    return moved
-
-
 def _part(piece: Piece, whole: Part) -> Part:
     """The rounding's numbers of a piece, from those of its whole."""
     if not is_channels_last(piece.whole):
@@ -236,206 +296,17 @@ def _part(piece: Piece, whole: Part) -> Part:
     return whole._replace(first=piece.begin, channels=channels, pixels=height * width)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What both ways are made from."""
-
-    options: commands.TrainOptions
-    images: Dataset
-    shape: BatchShape
-    grid: Grid
-    regime: Regime
-    note: Say
-    initial: Path | None = None  # whose weights it begins with
-    first_trained: str | None = None  # layers that run before it stay as they are
-
-    def built(self) -> nn.Module:
-        """The whole model in fp32, on the host, with the weights that are not to be trained frozen."""
-        model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
-        if self.initial is not None:
-            saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
-        with named_option("trainable"):
-            train_only(model, self.options.training.trainable)
-        return model
-
-    def beginning(self, model: nn.Module) -> list[str]:
-        """For the plan: whose weights it begins with where it is not the seed that decides, and which ones move."""
-        lines = [f"begins with the weights of {self.initial}"] if self.initial else []
-        patterns = self.options.training.trainable
-        if patterns:
-            moving, all_of_them = count_trained(model), zoo.count_parameters(model)
-            lines.append(f"trains {moving:,} of {all_of_them:,} parameters: those that match {' '.join(patterns)}")
-        return lines
-
-    @property
-    def input(self) -> Input:
-        return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
-
-    @property
-    def crops(self) -> Crops:
-        return self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
-
-    @property
-    def normalise(self) -> Normalise:
-        return self.images.normalise(self.grid.world.device)
-
-    @property
-    def loss(self) -> Loss:
-        return Loss(self.images.classes, self.options.augmentation.label_smoothing)
-
-    @property
-    def seed(self) -> int:
-        """Of dropout: every process drops other units, or every stage does, the same ones in all replicas."""
-        alike = self.options.parallel.identical_replica_seeding
-        return self.options.run.seed + ((self.grid.stages if alike else self.grid.world).rank << 40)
-
-
-def freezing_lines(setup: Setup) -> list[str]:
-    """What is frozen, in words; found on the host, so that a later phase takes no room on the device."""
-    if setup.first_trained is None:
-        return []
-    model = setup.built()
-    with named_option("fine_tune_first_trainable_layer"):
-        freeze(model, before=setup.first_trained)
-    moving = count_trained(model)
-    return [f"trains {moving:,} parameters, from {setup.first_trained} on; the layers before it stay as they are"]
-
-
-def build_moving(
-    state: TrainState,
-    setup: Setup,
-    *,
-    replicas: Replicas,
-    offender: Offender,
-    stages: Callable[[NonFinite], NonFinite] = lambda found: found,
-) -> Moving:
-    """The model of a state, and how its weights move. `stages`: what all stages of a pipeline found."""
-    shards = replicas if isinstance(replicas, ShardedReplicas) else None
-    return Moving(
-        model=state.model,
-        move=_move(
-            state, setup.grid.world.device, offender=offender, elsewhere=Elsewhere(shards=shards, stages=stages)
-        ),
-        seed=setup.seed,
-        averages=[state.ema] if state.ema else [],
-        replicas=replicas,
-    )
-
-
-def _move(state: TrainState, device: torch.device, *, offender: Offender, elsewhere: Elsewhere) -> Move:
-    """Scaled where there is a loss scale."""
-    moved = sharded_step(state.optimizer, elsewhere.shards, state.hosted)
-    if state.scale is None:
-        return PlainMove(state.optimizer, device=device, step=moved)
-    assert isinstance(state.optimizer, HalfOptimizer)
-    return ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=moved, elsewhere=elsewhere)
-
-
-class Placement(Protocol):
-    """A way for the model to lie on devices."""
-
-    @property
-    def model(self) -> nn.Module: ...  # what this process trains
-
-    @property
-    def parameters(self) -> int: ...  # of the whole model
-
-    @property
-    def weights(self) -> Sequence[str]: ...  # names of all weights of the model
-
-    @property
-    def trained(self) -> Sequence[str]: ...  # names of all weights that are trained, in the model's order
-
-    @property
-    def splits(self) -> Sequence[str]: ...  # the layers that begin a further stage
-
-    def lines(self) -> list[str]: ...  # for the plan
-
-    def stages(self) -> Stages: ...
-
-    def numbers(self) -> Mapping[str, int]: ...  # of the trained weights among all of the model's
-
-    def loader(self) -> Loader | SyntheticLoader | IdleLoader: ...  # of training batches
-
-    def evaluator(self) -> Measure: ...
-
-    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> Step: ...
-
-
-class WholeModel:
-    """One replica a process."""
-
-    splits: Sequence[str] = ()
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    @property
-    def model(self) -> nn.Module:
-        return self._built[0]
-
-    @cached_property
-    def _built(self) -> tuple[nn.Module, list[nn.Module]]:
-        """The model, and the layers of it that stay as they are."""
-        setup = self._setup
-        model = setup.built()
-        asked = setup.options.parallel.pipeline_splits
-        if asked:
-            with named_option("pipeline_splits"):
-                splits.require(model, asked)  # stages that share a process change nothing, but they must be possible
-        model = setup.regime.prepare(model, setup.grid.world.device)
-        with named_option("fine_tune_first_trainable_layer"):
-            return model, freeze(model, before=setup.first_trained)
-
-    @property
-    def parameters(self) -> int:
-        return zoo.count_parameters(self.model)
-
-    @property
-    def weights(self) -> Sequence[str]:
-        return [name for name, _ in self.model.named_parameters()]
-
-    @property
-    def trained(self) -> Sequence[str]:
-        return [name for name, weight in self.model.named_parameters() if weight.requires_grad]
-
-    def lines(self) -> list[str]:
-        return [*self._setup.beginning(self.model), *self._recomputed]
-
-    @cached_property
-    def _recomputed(self) -> list[str]:
-        """What the model recomputes, in words; the model is changed accordingly."""
-        setup = self._setup
-        return recompute_activations(
-            self.model,
-            setup.options,
-            image_size=setup.images.training.image_size,
-            regime=setup.regime,
-            device=setup.grid.world.device,
+def _require_one_format(model: nn.Module, undecayed: frozenset[str] | None) -> None:
+    """The norms of divided weights are summed in one message, so all that lars scales must have one format."""
+    if len({p.dtype for p in decay_groups(model, undecayed)[0]}) > 1:
+        raise ConfigError(
+            "--lars-skip: leaves weights of two number formats to lars, which --enable-optimizer-rts cannot divide;"
+            " expected patterns that match the weights of all norm layers, which are fp32"
         )
 
-    def stages(self) -> Stages:
-        return OneStage()
 
-    def numbers(self) -> Mapping[str, int]:
-        return numbered(self.model)
-
-    def loader(self) -> Loader | SyntheticLoader:
-        setup = self._setup
-        return setup.input.training_loader(setup.images, crops=setup.crops, shape=setup.shape)
-
-    def evaluator(self) -> Measure:
-        setup = self._setup
-        return evaluate.evaluator(
-            setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
-        )
-
-    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
-        setup = self._setup
-        return LocalStep(
-            build_moving(state, setup, replicas=replicas, offender=offender),
-            normalise=setup.normalise,
-            loss=setup.loss,
-            regime=setup.regime,
-            frozen=self._built[1],
-        )
+def checkpoint_writer(world: World, *, timeout: float) -> Writer:
+    """One process writes whole tensors, several each write their share. `timeout`: seconds."""
+    if world.size == 1:
+        return Writer()
+    return SharedWriter(Company(rank=world.rank, size=world.size, token=world.once(disk.token), timeout=timeout))

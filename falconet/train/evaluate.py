@@ -1,10 +1,10 @@
-"""Exact evaluation: every image once."""
+"""Exact evaluation, every image counted once; the validations of a run; tables of accuracies."""
 
 import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet import writing
+from falconet.checkpoint import format
+from falconet.checkpoint.state import TrainState
 from falconet.config import commands, options
 from falconet.config.fields import value_or
 from falconet.data.buffers import Batch
@@ -24,10 +26,13 @@ from falconet.errors import ConfigError, DataError, Interrupted, LinkError
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say
+from falconet.report.styles import Validated
+from falconet.train.log import Output
+from falconet.train.plan import Plan
 
 
 def never() -> bool:
-    """A wish to stop that nobody has."""
+    """Never stop."""
     return False
 
 
@@ -51,14 +56,14 @@ class Evaluation:
         return 100.0 * self.top5 / self.images
 
     def warning(self, what: str) -> str | None:
-        """A line where the loss is no number, though the accuracy of other images may look well."""
+        """A warning if the loss is not finite, even where the accuracy looks fine."""
         if math.isfinite(self.loss):
             return None
-        causes = "running statistics of batch norm, or a 16-bit --precision, are the usual causes"
-        return f"warning: {what} loss is {self.loss}, the model gives values that are not finite; {causes}"
+        causes = "the usual causes are batch norm's running statistics and a 16-bit --precision"
+        return f"warning: {what} loss is {self.loss} because the model's outputs are not finite; {causes}"
 
 
-# Measures a model; Interrupted is raised where the second argument becomes true before the last batch.
+# Measures a model; raises Interrupted if the second argument becomes true before the last batch.
 Measure = Callable[[nn.Module, Callable[[], bool]], Evaluation]
 
 
@@ -72,9 +77,9 @@ def evaluate(
     world: World,
     stopping: Callable[[], bool] = never,
 ) -> Evaluation:
-    """The model's accuracy over all batches of all processes; labels of -1 count for nothing.
+    """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
-    Interrupted is raised in all processes where one of them is `stopping` before its last batch.
+    Raises Interrupted in all processes if one of them is `stopping` before its last batch.
     """
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
@@ -89,21 +94,17 @@ def evaluate(
 
 
 def summed(totals: Tensor, world: World, *, left: bool) -> Evaluation:
-    """What all processes counted; Interrupted where one has `left` before it had counted everything."""
-    *counted, somebody_left = world.sum(torch.cat((totals, totals.new_full((1,), float(left))))).tolist()
-    if somebody_left:
+    """What all processes counted; raises Interrupted if any of them `left` before it had counted everything."""
+    images, top1, top5, loss, leavers = world.sum(torch.cat((totals, totals.new_full((1,), float(left))))).tolist()
+    if leavers:
         raise Interrupted
-    return _evaluation(*counted)
-
-
-def _evaluation(images_seen: float, top1: float, top5: float, loss: float) -> Evaluation:
-    if not images_seen:
-        raise DataError("validation: not one image could be read, so there is no accuracy to tell")
-    return Evaluation(int(images_seen), int(top1), int(top5), loss / images_seen)
+    if not images:
+        raise DataError("validation: none of the images could be read, so there is no accuracy")
+    return Evaluation(int(images), int(top1), int(top5), loss / images)
 
 
 def count(logits: Tensor, labels: Tensor) -> Tensor:
-    """Images, right at the first place, right among five, and the sum of losses; N x classes, N -> 4."""
+    """Images, correct top-1, correct top-5, and the sum of losses; N x classes, N -> 4."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     hits = best == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="sum")
@@ -112,13 +113,13 @@ def count(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normalise, regime: Regime) -> None:
-    """Replace every running mean and variance by the plain average over the batches."""
+    """Replace every running mean and variance with the plain average over the batches."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     momenta = [layer.momentum for layer in layers]
     model.eval()
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # torch's word for a cumulative average
+        layer.momentum = None  # torch's way to ask for a cumulative average
         layer.train()
     for batch in batches:
         regime.run(model, normalise(batch.images))
@@ -128,13 +129,13 @@ def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normali
 
 
 def validation_batch(options: commands.TrainOptions) -> int:
-    """Images of one batch of a validation on one replica; stages hand on batches of one size alone."""
+    """Images per validation batch on one replica; pipeline stages pass on batches of one size only."""
     asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
 def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
-    """Measures a model on the validation images."""
+    """Measures a model on the validation images of `images`."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
@@ -146,6 +147,90 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
     return measure
 
 
+@dataclass(kw_only=True)
+class Validation:
+    """Measures the model of a run when the loop asks for it, and reports what it finds."""
+
+    plan: Plan
+    state: TrainState
+    output: Output
+    measure: Measure
+    batch: int  # images per batch on one replica
+    checkpoint_name: Callable[[], str]  # the name of a checkpoint saved now
+    stopping: Callable[[], bool] = never  # whether this process was asked to stop
+
+    def run(self) -> bool:
+        """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
+        stopwatch, update = self.output.stopwatch, self.state.progress.update
+        try:
+            with stopwatch.standing():
+                begun = stopwatch.clock()
+                found = self.measure(self.state.model, self.stopping)
+                seconds = stopwatch.clock() - begun
+                averaged = self.measure(self.state.ema.model, self.stopping) if self.state.ema else None
+        except Interrupted:
+            return False
+        self.output.measurements.write(
+            update,
+            _named("validation", found)
+            | {"validation/seconds": seconds}
+            | (_named("validation_ema", averaged) if averaged else {}),
+        )
+        self.output.style.validated(self._validated(found, seconds, self.checkpoint_name()))
+        self._warn(found, "validation")
+        if averaged:
+            self._warn(averaged, "the moving average's validation")
+            self.output.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
+        self.output.measurements.score(update, max(found.accuracy, averaged.accuracy if averaged else 0.0))
+        return True
+
+    def average(self, name: str, *, suffix: str) -> None:
+        """Measure the model, which has averaged weights; `suffix` distinguishes further averages."""
+        begun = self.output.stopwatch.clock()
+        found = self.measure(self.state.model, never)
+        self._warn(found, "the averaged checkpoints' validation")
+        group = f"validation_averaged_{suffix}" if suffix else "validation_averaged"
+        self.output.measurements.write(self.state.progress.update, _named(group, found))
+        seconds = self.output.stopwatch.clock() - begun
+        self.output.style.averaged(self._validated(found, seconds, name), which=suffix)
+
+    def other(self, name: str, progress: format.Progress, report: Callable[[Validated], None]) -> Evaluation:
+        """Measure the model, which has the weights of another checkpoint, and `report` it."""
+        begun = self.output.stopwatch.clock()
+        found = self.measure(self.state.model, self.stopping)
+        self._warn(found, f"the validation of {name}")
+        validated = self._validated(found, self.output.stopwatch.clock() - begun, name)
+        report(replace(validated, update=progress.update, epoch=float(progress.epoch)))
+        return found
+
+    def _warn(self, found: Evaluation, what: str) -> None:
+        warning = found.warning(what)
+        if warning:
+            self.output.screen.line(warning)
+
+    def _validated(self, found: Evaluation, seconds: float, name: str) -> Validated:
+        update = self.state.progress.update
+        return Validated(
+            name=name,
+            update=update,
+            epoch=self.plan.epoch_at(update),
+            accuracy=found.accuracy,
+            loss=found.loss,
+            images=found.images,
+            seconds=seconds,
+            batch=self.batch * self.plan.replicas,
+        )
+
+
+def _named(group: str, found: Evaluation) -> dict[str, float]:
+    return {
+        f"{group}/accuracy": found.accuracy,
+        f"{group}/top5_accuracy": found.top5_accuracy,
+        f"{group}/loss": found.loss,
+        f"{group}/images": found.images,
+    }
+
+
 ACCURACIES_FILE = "validation.csv"
 ACCURACY_COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
 AccuracyRow = dict[str, str]
@@ -153,15 +238,15 @@ AccuracyRow = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """What was measured of one model."""
+    """One row of a table: a measured model."""
 
     name: str  # of its checkpoint
-    epoch: str  # whole epochs behind it, and images of the next one; empty: not known
+    epoch: str  # epochs trained, and images of the next one; empty: unknown
     found: Evaluation
 
 
 def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
-    """One row a model, the best one marked; by its exact accuracy, not by the two places shown."""
+    """One row per model; the best is marked by its exact accuracy, not by the two decimals shown."""
     best = max(accuracies, key=lambda each: (each.found.accuracy, each.found.top5_accuracy))
     return [
         {
@@ -178,7 +263,7 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
 
 
 def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
-    """A table in plain text, and the line that tools of the originals read."""
+    """Print a table in plain text, then the line that the originals' tools read."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ACCURACY_COLUMNS}
     for cells in ({name: name for name in ACCURACY_COLUMNS}, *rows):
         say("  ".join(cells[name].ljust(widths[name]) for name in ACCURACY_COLUMNS).rstrip())
@@ -187,7 +272,7 @@ def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
-    """`option`: the one to change where it cannot be written; `named`: the user named the file itself, link or not."""
+    """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, ACCURACY_COLUMNS)
     writer.writeheader()

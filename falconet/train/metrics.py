@@ -1,22 +1,24 @@
-"""Metrics on their way from the device to a log line; reading them is the loop's only wait for the device."""
+"""Metrics on their way from the device to the sinks; reading them is the loop's only wait for the device."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from falconet.checkpoint.state import Progress, Totals, TrainState
 from falconet.errors import DivergedError
 from falconet.parallel.data_parallel import Replicas
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import ALONE, World
+from falconet.report.sinks import Sink
 from falconet.train.step import Update
 
 
 class NotFiniteError(DivergedError):
-    """The loss of one update is no number: the weights that the update before it left are to blame."""
+    """The loss of one update is not finite, because of the weights that the update before it left."""
 
     def __init__(self, update: int, loss: float) -> None:
         super().__init__(f"update {update}: the loss is {loss}")
@@ -24,10 +26,10 @@ class NotFiniteError(DivergedError):
 
 
 class Meter:
-    """Collects updates on the device until somebody wants numbers, which are those of all replicas."""
+    """Collects updates on the device until their numbers are read, which are those of all replicas."""
 
     def __init__(self, progress: Progress, world: World = ALONE, *, replicas: int = 1) -> None:
-        """`replicas`: how many processes of the world know a loss; the others say 0."""
+        """`replicas`: how many processes of the world compute a loss; the others add 0."""
         self.progress, self._world, self._replicas = progress, world, replicas
         self._unread: list[Update] = []
 
@@ -35,9 +37,9 @@ class Meter:
         self._unread.append(update)
 
     def read(self) -> None:
-        """Wait for the device and add what it did to the totals, one update after the other.
+        """Wait for the device and add its updates to the totals, one after the other.
 
-        Added in order, because a sum of floats depends on it: a restored run then logs the very same numbers.
+        The order matters, because sums of floats depend on it: a restored run logs exactly the same numbers.
         """
         if not self._unread:
             return
@@ -54,21 +56,57 @@ class Meter:
                 totals.add(loss, correct, images, skipped)
 
     def end_interval(self) -> Totals:
-        """The totals since the last call, which start again from nothing."""
+        """The totals since the last call."""
         self.read()
         totals, self.progress.interval = self.progress.interval, Totals()
         return totals
 
     def end_epoch(self) -> Totals:
-        """The totals of the epoch so far, which start again from nothing."""
+        """The totals of the epoch so far."""
         self.read()
         totals, self.progress.epoch = self.progress.epoch, Totals()
         return totals
 
 
+class Best(NamedTuple):
+    """The best validation so far."""
+
+    accuracy: float  # percent
+    update: int
+
+
+class Measurements:
+    """Passes metrics on to a sink, and keeps the latest of each, those of the current update, and the best."""
+
+    def __init__(
+        self, sink: Sink, *, update: int = 0, restored: Mapping[str, float] | None = None, best: Best | None = None
+    ) -> None:
+        """`restored`: what a restored checkpoint measured at `update`, if its validation is still due."""
+        self.latest: dict[str, float] = {}
+        self.best = best
+        self._sink, self._update, self._current = sink, update, dict(restored or {})
+
+    def write(self, update: int, metrics: Mapping[str, float]) -> None:
+        self.latest.update(metrics)
+        if self._update != update:
+            self._update, self._current = update, {}
+        self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
+        self._sink.write(update, metrics)
+
+    def score(self, update: int, accuracy: float) -> None:
+        """Note the accuracy by which checkpoints are compared, in percent, after the rest of a validation."""
+        self._current["score"] = accuracy
+        if self.best is None or accuracy > self.best.accuracy:
+            self.best = Best(accuracy, update)
+
+    def for_checkpoint(self, update: int) -> dict[str, object]:
+        """What a checkpoint of `update` stores: metrics of that very update, and the best so far."""
+        return {"metrics": self._current if self._update == update else {}, "best": self.best}
+
+
 @dataclass(frozen=True)
 class Held:
-    """Bytes in the memory of the device and of the host; on a CPU all is the host's."""
+    """Bytes in the memory of the device and of the host; on a CPU all are the host's."""
 
     device: int
     host: int
@@ -84,15 +122,15 @@ class Memory:
 
     weights: Held  # parameters and buffers
     gradients: Held
-    optimizer_state: Held  # with the room that offloaded state is brought to
-    messages: Held  # buffers for what goes between replicas
+    optimizer_state: Held  # with the buffers that offloaded state is copied to
+    messages: Held  # buffers for what replicas send each other
     whole_state: int  # bytes of the optimizer's state of all processes together
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """In words, with what dividing and offloading saved."""
+        """For the summary, with what dividing and offloading save."""
         state = self.optimizer_state
         where = f"{_megabytes(state.device)} on the device, " if state.device else ""
         lines = [
@@ -100,19 +138,19 @@ class Memory:
             f"optimizer state      {where}{_megabytes(state.host)} on the host",
         ]
         if state.both < self.whole_state:
-            lines[1] += f" of this process, of {_megabytes(self.whole_state)} in all"
+            lines[1] += f" of this process, {_megabytes(self.whole_state)} in total"
         return lines
 
 
 def measure_memory(state: TrainState, replicas: Replicas, grid: Grid) -> Memory:
-    """What this process holds after an update, when gradients and state are there; every process calls it."""
+    """What this process holds after an update, gradients and state included; a collective."""
     kept = optimizer_tensors(state)
-    dividing = grid.world if state.shards else grid.stages  # those of whom no two hold the same state
+    dividing = grid.world if state.shards else grid.stages  # processes that all hold different state
     everywhere = int(dividing.sum(torch.tensor(bytes_of(kept))))
     trained = [*state.model.parameters(), *(state.shards.trained.parameters() if state.shards else ())]
     own = [] if state.hosted is None else state.hosted.tensors()
     return Memory(
-        weights=_held(_tensors(state.model)),
+        weights=_held([*state.model.parameters(), *state.model.buffers()]),
         gradients=_held(p.grad for p in trained if p.grad is not None),
         optimizer_state=_held([*kept, *own]),
         messages=_held(replicas.buffers()),
@@ -121,7 +159,7 @@ def measure_memory(state: TrainState, replicas: Replicas, grid: Grid) -> Memory:
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    """The state that this process keeps; what is the gradient too (sgd_combined's velocity) is not counted again."""
+    """The state in this process, without what is a gradient as well: sgd_combined's velocity."""
     trained = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = {p.grad.data_ptr() for p in trained if p.grad is not None}
     slots = (value for each in state.optimizer.state.values() for value in each.values())
@@ -129,7 +167,7 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory, of which several tensors may be views."""
+    """Bytes of memory, counted once where several tensors are views of it."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(storages.values())
 
@@ -140,10 +178,6 @@ def _held(tensors: Iterable[Tensor]) -> Held:
         device=bytes_of(t for t in tensors if t.device.type != "cpu"),
         host=bytes_of(t for t in tensors if t.device.type == "cpu"),
     )
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _megabytes(count: int) -> str:

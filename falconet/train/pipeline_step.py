@@ -1,4 +1,4 @@
-"""One update of the weights of a pipeline: the second kind of step, and evaluation over stages."""
+"""A model in pipeline stages, one per process: its step, its evaluation, and how it is placed."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.config import rules
+from falconet.config import commands, rules
 from falconet.data import mixing
 from falconet.data.buffers import Batch
-from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
+from falconet.data.loader import BatchShape, IdleLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
+from falconet.models.freezing import count_trained
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -28,18 +29,17 @@ from falconet.parallel.grid import Grid, SeveralStages, Stages
 from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
-from falconet.train import build
-from falconet.train.build import Setup, build_moving
 from falconet.train.evaluate import Evaluation, Measure, count, never, summed
+from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered
 from falconet.train.step import Loss, Moving, Update
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feeding:
-    """How images and labels come to the first stage, and labels from there to the last one.
+    """How labels get from the first stage to the last.
 
-    Only the first stage reads images; it alone knows which of them could not be read. What the others need of a
-    micro-batch is a row of numbers: its labels, and how it is mixed.
+    Only the first stage reads images, so only it knows which could not be read. What the others need of a micro-batch
+    is a row of numbers: its labels, and how it is mixed.
     """
 
     micro_batch: int  # images
@@ -49,7 +49,7 @@ class Feeding:
 
     @property
     def width(self) -> int:
-        """Numbers in a row: labels, and of mixing the share of each image and a box."""
+        """Numbers in a row: labels; for mixing, the share of each image and a box."""
         return 2 * self.micro_batch + 4 if self.mixes else self.micro_batch
 
     def rows(self, micro_batches: Sequence[Batch], *, stages: World) -> Tensor:  # accumulation x width, float64
@@ -72,7 +72,7 @@ class Feeding:
 
 
 class PipelinedStep:
-    """One stage of the model on this device, the others on those of other processes."""
+    """One stage of the model on this device, the others in other processes."""
 
     def __init__(self, moving: Moving, place: Place, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
         self._moving, model = moving, moving.model
@@ -87,27 +87,26 @@ class PipelinedStep:
         )
         self._passes = _Passes([p for p in model.parameters() if p.requires_grad], moving.move.passed)
         nothing = torch.zeros((), device=place.world.device)
-        self._nothing = (nothing, nothing.long(), nothing.long())  # what stages without a loss say of an update
+        self._nothing = (nothing, nothing.long(), nothing.long())  # of an update, on stages without a loss
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self._moving.begin(update)
         self._parts = []
-        announced = self._moving.replicas.announced(
-            [None]
-        )  # before the first backward pass: it may forget old gradients
+        # Before the first backward pass, because it may clear old gradients.
+        announced = self._moving.replicas.announced([None])
         rows = self._feeding.rows(micro_batches, stages=self._stages)
         images = (torch.cat([batch.images for batch in micro_batches]), rows) if self._stages.rank == 0 else ()
         self._pipeline(images, rows)
         self._passes.end()
-        list(announced)  # all backward passes are over, the last one too
+        list(announced)  # all backward passes are done, the last one too
         skipped = self._moving.end(update, lr)
         parts = self._parts or [self._nothing]
         loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, correct, counted, skipped)
 
     def _root(self, logits: Tensor, row: Tensor) -> Tensor:
-        """Of one micro-batch, on the last stage: as LocalStep computes it."""
+        """The root of one micro-batch's backward pass, on the last stage; computed as LocalStep does."""
         labels, mix = self._feeding.read(row[0])
         side = self._feeding.image_size
         targets = mixing.mixed_targets(labels, mix, classes=self._loss.classes, side=side)
@@ -118,7 +117,7 @@ class PipelinedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A stage's forward pass: images are prepared by the first stage, logits are fp32 from the last."""
+    """A stage's forward pass: the first stage prepares images, the last gives logits in fp32."""
 
     feeding: Feeding
     normalise: Normalise
@@ -126,12 +125,12 @@ class Forward:
     device: torch.device
 
     def training(self, model: nn.Module, *, is_first: bool, is_last: bool) -> Callable[..., Any]:
-        """Takes images and a row of numbers on the first stage, elsewhere what the stage before gives."""
+        """Takes images and a row of numbers on the first stage, on others the output of the stage before."""
         run = self.stage(model, is_last=is_last)
         return (lambda images, row: run(self.prepared(images, row[0]))) if is_first else run
 
     def stage(self, model: nn.Module, *, is_last: bool) -> Callable[..., Any]:
-        """Takes values in the model's own formats."""
+        """Takes values in the model's formats."""
 
         def run(*values: Tensor) -> Any:
             with self.regime.computing(self.device):
@@ -145,7 +144,7 @@ class Forward:
 
 
 class _Passes:
-    """Says when a backward pass has added its last gradient: the schedule does not."""
+    """Calls `passed` when a backward pass has added its last gradient, which the schedule does not report."""
 
     def __init__(self, trained: Sequence[nn.Parameter], passed: Callable[[], None]) -> None:
         self._missing, self._count, self._passed = len(trained), len(trained), passed
@@ -159,20 +158,20 @@ class _Passes:
             self._passed()
 
     def end(self) -> None:
-        """The update's passes are over; a parameter that had no part in the loss has let the count run behind."""
+        """After the update's last pass: a parameter without a part in the loss has left the count unfinished."""
         if self._missing != self._count:
             self._missing = self._count
             self._passed()
 
 
 def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFinite], NonFinite]:
-    """What any stage found; `numbers`: the places of this stage's gradients among all of the model's."""
-    places = torch.tensor(numbers or [0], device=grid.world.device)  # a stage without any finds nothing
+    """What any stage found; `numbers`: the places of this stage's gradients among the whole model's."""
+    places = torch.tensor(numbers or [0], device=grid.world.device)  # a stage may have none
 
     def everywhere(own: NonFinite) -> NonFinite:
-        # One message: the first place of all is the largest negated one, and a large number where there is none.
+        # One message: the first place is the largest negated one; a huge number stands for none.
         nowhere = torch.iinfo(torch.int64).max
-        mine = places.index_select(0, own.first.clamp_min(0).view(1))[0]  # places[...] would wait for the device
+        mine = places.index_select(0, own.first.clamp_min(0).view(1))[0]  # indexing would wait for the device
         place = torch.where(own.found, mine, nowhere)
         first = -grid.stages.max(-place)
         return NonFinite(first < nowhere, torch.where(first < nowhere, first, -1))
@@ -190,9 +189,9 @@ def evaluate_stages(
     grid: Grid,
     stopping: Callable[[], bool] = never,
 ) -> Evaluation:
-    """As `evaluate`: the batches are the first stage's, the other stages are given as many of any content.
+    """`evaluate` for a pipeline: the first stage's batches count, other stages get as many with any content.
 
-    Where one stage is `stopping`, all of its replica leave at the same batch, because each hands its batches on.
+    When one stage is `stopping`, all stages of its replica leave at the same batch, because each passes batches on.
     """
     model.eval()
     world = grid.world
@@ -215,10 +214,10 @@ def evaluate_stages(
 def boundaries(
     stages: Sequence[nn.Module], *, forward: Forward, prepare: Callable[[nn.Module], nn.Module]
 ) -> list[list[Tensor]]:
-    """What each stage but the last gives to the next, of one micro-batch, on `meta`.
+    """What each stage but the last passes to the next for one micro-batch, on `meta`.
 
-    Found by running copies of the stages on two images on the device itself, because only there a regime's formats
-    are decided; `prepare` makes such a copy.
+    Found by running copies of the stages on two images on the device, which decides the formats of a regime;
+    `prepare` makes such a copy.
     """
     side, feeding, few = forward.feeding.image_size, forward.feeding, 2
     values: tuple[Tensor, ...] = (torch.zeros(few, 3, side, side, device=forward.device),)
@@ -229,42 +228,42 @@ def boundaries(
             values = prepare(stage).eval()(*values)
         if not all(isinstance(value, Tensor) and value.ndim and len(value) == few for value in values):
             raise ConfigError(
-                f"--pipeline-splits: from stage {number} to stage {number + 1} more than activations of images would"
-                " have to pass; wanted a split elsewhere"
+                f"--pipeline-splits: more than activations of images would have to pass from stage {number} to stage"
+                f" {number + 1}; expected a split elsewhere"
             )
         found.append([torch.empty((feeding.micro_batch, *v.shape[1:]), dtype=v.dtype, device="meta") for v in values])
     return found
 
 
-MEASURED = 8  # images on which the cost of layers is measured, at the most
+MEASURED = 8  # images, at most, on which the cost of layers is measured
 
 
 class StagedModel:
-    """One stage of a replica a process; without processes, what a plan says of them."""
+    """One stage of a replica in each process; only planned where there is one process."""
 
     def __init__(self, setup: Setup, *, stages: int, stored: Sequence[str] | None = None) -> None:
         """`stored`: the splits of the restored run, which an automatic choice keeps."""
-        self._setup, self._count, self._stored = setup, stages, stored
+        self.setup, self._count, self._stored = setup, stages, stored
 
     @cached_property
     def _whole(self) -> nn.Module:
-        return self._setup.built()
+        return self.setup.new_model()
 
     @cached_property
     def splits(self) -> Sequence[str]:
-        asked = self._setup.options.parallel.pipeline_splits
+        asked = self.setup.options.parallel.pipeline_splits
         if not asked[0].startswith("auto:"):
             return asked
         if self._stored and len(self._stored) == self._count - 1:
             return tuple(self._stored)
-        return self._setup.grid.world.once(lambda: " ".join(self._balanced())).split()
+        return self.setup.grid.world.once(lambda: " ".join(self._balanced())).split()
 
     def _balanced(self) -> list[str]:
-        """Measured on the first process, and the same for all of them."""
-        device, shape = self._setup.grid.world.device, self._setup.shape
-        side = self._setup.images.preprocessing.image_size
+        """Measured in the first process, for all."""
+        device, shape = self.setup.device, self.setup.shape
+        side = self.setup.images.preprocessing.image_size
         example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
-        with self._setup.regime.computing(device), named_option("pipeline_splits"):
+        with self.setup.regime.computing(device), named_option("pipeline_splits"):
             return splits.balance(
                 self._on_device(self._whole),
                 self._count,
@@ -283,8 +282,8 @@ class StagedModel:
 
     @cached_property
     def _footprints(self) -> list[Footprint]:
-        shape, side = self._setup.shape, self._setup.images.preprocessing.image_size
-        kind = self._setup.regime.formats(self._setup.grid.world.device)["activations"]
+        shape, side = self.setup.shape, self.setup.images.preprocessing.image_size
+        kind = self.setup.regime.formats(self.setup.device)["activations"]
         images = [torch.empty(shape.micro_batch, 3, side, side, dtype=kind, device="meta")]
         given = [images, *self._boundaries]
         stored = self._kept if self._mode == "manual" else None
@@ -294,21 +293,20 @@ class StagedModel:
 
     @property
     def _mode(self) -> str:
-        return rules.recompute_mode(self._setup.options.numerics, self._setup.options.parallel)
+        return rules.recompute_mode(self.setup.options.numerics, self.setup.options.parallel)
 
     @cached_property
     def _kept(self) -> list[str]:
-        """The layers that --recompute-checkpoints names."""
+        """The layers whose outputs --recompute-checkpoints stores."""
         with named_option("recompute_checkpoints"):
-            return matching(self._whole, self._setup.options.numerics.recompute_checkpoints)
+            return matching(self._whole, self.setup.options.numerics.recompute_checkpoints)
 
-    @cached_property
-    def model(self) -> nn.Module:
-        """Our stage, on its device."""
-        rank = self._setup.grid.stages.rank
+    def build(self) -> nn.Module:
+        """This process's stage."""
+        rank = self.setup.grid.stages.rank
         footprint = self._footprints[rank]
         stored = self._kept if self._mode == "manual" else footprint.stored_layers(footprint.every)
-        model = self._setup.regime.prepare(self._stages[rank].module, self._setup.grid.world.device)
+        model = self.setup.regime.prepare(self._stages[rank].module, self.setup.device)
         if self._mode != "none":
             recompute_stage(model, stored)
         return model
@@ -316,6 +314,10 @@ class StagedModel:
     @property
     def parameters(self) -> int:
         return zoo.count_parameters(self._whole)
+
+    @property
+    def trained_parameters(self) -> int:
+        return count_trained(self._whole)
 
     @cached_property
     def weights(self) -> Sequence[str]:
@@ -326,39 +328,39 @@ class StagedModel:
         return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
 
     def lines(self) -> list[str]:
-        options, shape = self._setup.options, self._setup.shape
+        options, shape = self.setup.options, self.setup.shape
         kind = options.parallel.pipeline_schedule
         lines = [
-            *self._setup.beginning(self._whole),
-            f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} an update;"
+            f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} per update;"
             f" each stage recomputes {_RECOMPUTED[self._mode]}",
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
-            weights = build.training_bytes(stage.module, options, regime=self._setup.regime, replicas=shape.replicas)
+            weights = _training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
             recomputed = frozenset() if self._mode == "none" else footprint.every
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(
                 f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
                 f" {counted(flights, 'micro-batch')} in flight,"
-                f" {(weights + activations) / build.GIB:.3f} GiB predicted"
+                f" {(weights + activations) / GIB:.3f} GiB predicted"
             )
         return lines
 
     def stages(self) -> Stages:
-        return SeveralStages(self._setup.grid, own=self.model.state_dict(), every=self._whole.state_dict())
+        own = self._stages[self.setup.grid.stages.rank].module.state_dict()
+        return SeveralStages(self.setup.grid, own=own, every=self._whole.state_dict())
 
     def numbers(self) -> Mapping[str, int]:
-        return build.numbered(self._whole)
+        return numbered(self._whole)
 
-    def loader(self) -> Loader | SyntheticLoader | IdleLoader:
-        setup = self._setup
+    def loader(self) -> TrainingLoader:
+        setup = self.setup
         if not setup.grid.is_first_stage:
             return IdleLoader(len(setup.images.train), shape=setup.shape)
-        return setup.input.training_loader(setup.images, crops=setup.crops, shape=setup.shape)
+        return setup.training_loader()
 
     def evaluator(self) -> Measure:
-        setup, place = self._setup, self._place
+        setup, place = self.setup, self._place
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
@@ -376,7 +378,7 @@ class StagedModel:
         return measure_stages
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> PipelinedStep:
-        setup = self._setup
+        setup = self.setup
         own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
         everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
         return PipelinedStep(
@@ -389,30 +391,42 @@ class StagedModel:
 
     @cached_property
     def _place(self) -> Place:
-        stages = self._setup.grid.stages
+        stages = self.setup.grid.stages
         assert isinstance(stages, Processes)
         edges = [[], *self._boundaries, self._logits]
         return Place(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
 
     @property
     def _logits(self) -> list[Tensor]:
-        return [torch.empty(self._setup.shape.micro_batch, self._setup.images.classes, device="meta")]
+        return [torch.empty(self.setup.shape.micro_batch, self.setup.images.classes, device="meta")]
 
     @cached_property
     def _forward(self) -> Forward:
-        setup = self._setup
+        setup = self.setup
         feeding = Feeding(
             micro_batch=setup.shape.micro_batch,
             accumulation=setup.shape.accumulation,
             image_size=setup.images.preprocessing.image_size,
             mixes=mixing.mixes_or_cuts(setup.options.augmentation) and setup.images.kind != "synthetic",
         )
-        device = setup.grid.world.device
-        return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=device)
+        return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=setup.device)
 
     def _on_device(self, module: nn.Module) -> nn.Module:
-        """A copy as it will be on its device; the original stays as it is."""
-        return self._setup.regime.prepare(copy.deepcopy(module), self._setup.grid.world.device)
+        """A copy as it will be on its device."""
+        return self.setup.regime.prepare(copy.deepcopy(module), self.setup.device)
 
 
-_RECOMPUTED = {"none": "nothing", "auto": "its blocks", "manual": "all but what --recompute-checkpoints keeps"}
+_RECOMPUTED = {
+    "none": "nothing",
+    "auto": "its blocks",
+    "manual": "all but the outputs that --recompute-checkpoints names",
+}
+
+
+def _training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
+    """Bytes of weights, gradients and the update rule's state, which the replicas may divide."""
+    slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
+    shares = replicas if options.parallel.enable_optimizer_rts else 1
+    per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
+    sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
+    return int(sum(sizes) * per_weight)

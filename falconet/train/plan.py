@@ -1,4 +1,4 @@
-"""The phases of a training, each with options of its own: one, or a reduced resolution and then fine-tuning."""
+"""Phases and plans: which updates a run makes, of which images, and what is due after each. Pure arithmetic."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,12 +18,12 @@ class Phase:
 
     number: int  # from 1
     count: int  # of all phases
-    options: TrainOptions  # those of the run, changed to what this phase does
+    options: TrainOptions  # the run's, changed to what this phase does
     epochs_before: int = 0
     is_reduced: bool = False  # trains on smaller images than it validates on
-    first_trained: str | None = None  # layers before it stay as they are; None: all are trained
-    length: str = "--epoch"  # the option that says how long it is
-    accumulation: str = "--gradient-accumulation"  # the option that says how many micro-batches
+    first_trained: str | None = None  # layers before it are frozen; None: all are trained
+    length: str = "--epoch"  # the option that sets its length
+    accumulation: str = "--gradient-accumulation"  # the option that sets its micro-batches per update
 
     @property
     def is_last(self) -> bool:
@@ -31,7 +31,7 @@ class Phase:
 
 
 def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
-    """What a run goes through, in order."""
+    """The phases of a run, in order: one, or a reduced resolution and then fine-tuning."""
     tuning = options.fine_tuning
     if not tuning.half_res_training:
         length = "--epoch" if options.training.updates is None else "--updates"
@@ -51,9 +51,9 @@ def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
 
 
 def _fine_tuned(options: TrainOptions) -> TrainOptions:
-    """Plain sgd on what validation sees; weight decay, label smoothing and number formats are those of the run.
+    """Plain sgd on images as validation sees them; weight decay, label smoothing and precision are the run's.
 
-    The rate changes at every update: a frequency for hundreds of epochs would hold it still for the few of this phase.
+    The learning rate changes at every update: a frequency meant for hundreds of epochs would keep it constant here.
     """
     tuning = options.fine_tuning
     assert tuning.fine_tune_epoch is not None
@@ -75,13 +75,13 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
             lr_changes=None,
             warmup_epoch=0.0,
         ),
-        numerics=replace(options.numerics, initial_loss_scaling=None),  # the stepped scale has arrived
+        numerics=replace(options.numerics, initial_loss_scaling=None),  # a stepped scale has reached its end
         augmentation=replace(
             options.augmentation, augment="none", mixup_alpha=0.0, cutmix_lambda_low=0.0, cutmix_lambda_high=0.0
         ),
         averaging=replace(options.averaging, weight_avg_strategy="none"),
         parallel=replace(options.parallel, offload_optimizer=False),  # plain sgd has no state
-        logging=replace(options.logging, profile=False),  # the trace is that of the first phase
+        logging=replace(options.logging, profile=False),  # the first phase is traced
     )
 
 
@@ -99,11 +99,11 @@ class Plan:
     validation_mode: Literal["none", "during", "after"]
     validation_frequency: int  # epochs
     epochs_per_save: float
-    first_saved: int = 0  # epochs done at the first save; 0: after the first interval
+    first_saved: int = 0  # epochs done at the first save; 0: one interval
     phase: int = 1
-    epochs_before: int = 0  # of earlier phases; epochs and updates are counted through
+    epochs_before: int = 0  # of earlier phases; epochs and updates are counted through the whole run
     updates_before: int = 0
-    limit: int | None = None  # updates of this phase, where it ends within an epoch
+    limit: int | None = None  # updates of this phase, which may end within an epoch
 
     @property
     def global_batch(self) -> int:
@@ -115,12 +115,12 @@ class Plan:
 
     @property
     def last_epoch(self) -> int:
-        """How many epochs are done at the end."""
+        """Epochs done at the end."""
         return self.epochs_before + self.epochs
 
     @property
     def updates(self) -> int:
-        """How many updates are done at the end."""
+        """Updates done at the end."""
         whole = self.updates_per_epoch * self.epochs
         return self.updates_before + (whole if self.limit is None else min(whole, self.limit))
 
@@ -134,7 +134,7 @@ class Plan:
         return self.updates_before + (epoch - self.epochs_before) * self.updates_per_epoch + within
 
     def epoch_at(self, update: int) -> float:
-        """The same as `place` as one number."""
+        """`place` as one number."""
         return self.epochs_before + (update - self.updates_before) / self.updates_per_epoch
 
     def lr(self, update: int) -> float:
@@ -142,7 +142,7 @@ class Plan:
         return self.schedule.lr(update - self.updates_before)
 
     def ends_epoch(self, update: int) -> bool:
-        """Whether an epoch is over, or the part of one that ends the training."""
+        """Whether an epoch ends here, or the part of one that ends the training."""
         return self.place(update)[1] == 0 or update == self.updates
 
     def logs_at(self, update: int) -> bool:
@@ -160,33 +160,32 @@ class Plan:
         return in_turn or update == self.updates
 
     def saves_at(self, update: int) -> bool:
-        """Save points are spread evenly too; 0.25 saves four times in every epoch, the last time at its end.
+        """Save points are spread evenly too: 0.25 saves four times per epoch, the last time at its end.
 
-        They are counted from the first one, where that is given: 1, 5, 9, ... for every 4 epochs from epoch 1 on.
+        They are counted from the first one if that is given: 1, 5, 9, ... for every 4 epochs from epoch 1.
         """
-        interval = Fraction(str(self.epochs_per_save)) * self.updates_per_epoch  # updates, maybe not a whole number
+        interval = Fraction(str(self.epochs_per_save)) * self.updates_per_epoch  # updates, possibly a fraction
         done, first = update - self.updates_before, self._first_saved
         in_turn = (done - first) // interval > (done - first - 1) // interval
         return update == self.updates or (in_turn and done >= max(1, first))
 
     @property
     def _first_saved(self) -> int:
-        """Updates of this phase done at its first save, if that does not come by the interval."""
+        """Updates of this phase done at its first save; 0: one interval."""
         return max(0, self.first_saved - self.epochs_before) * self.updates_per_epoch
 
     def saved_in_turn(self, epoch: int, images: int) -> bool:
-        """Whether a checkpoint of this phase was due there; another one was saved because the run was interrupted."""
+        """Whether a checkpoint of this phase was due there, and not saved because of an interruption."""
         return self.saves_at(self.update_at(epoch, images // self.global_batch))
 
     def lines(self) -> list[str]:
         """The plan in words."""
         tail = self.images - self.updates_per_epoch * self.global_batch
-        sit = "image sits" if tail == 1 else "images sit"
-        left = f"; {tail:,} {sit} out each epoch, others each time" if tail else ""
+        left = f", of which each epoch leaves out a different {tail:,}" if tail else ""
         return [
             f"global batch {self.global_batch:,} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
-            f"{self._length()} of {counted(self.images, 'image')}{left}",
+            f"{self._length()}; {counted(self.images, 'training image')}{left}",
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {self._saving()}at the end",
         ]
@@ -194,16 +193,16 @@ class Plan:
     def _saving(self) -> str:
         if self.first_saved > self.last_epoch:
             return ""
-        first = f", from epoch {self.first_saved} on," if self._first_saved else ""
+        first = f" from epoch {self.first_saved}" if self._first_saved else ""
         return f"{_every(self.epochs_per_save)}{first} and "
 
     def _length(self) -> str:
         updates, whole = self.updates - self.updates_before, self.updates_per_epoch * self.epochs
-        each = counted(self.updates_per_epoch, "update")
-        if updates == whole:
-            return f"{counted(updates, 'update')} = {counted(self.epochs, 'epoch')} x {each}"
-        epochs = updates / self.updates_per_epoch
-        return f"{counted(updates, 'update')} = {epochs:.4g} {'epoch' if epochs == 1 else 'epochs'} of {each}"
+        epochs = counted(self.epochs, "epoch")
+        if updates != whole:
+            part = updates / self.updates_per_epoch
+            epochs = f"{part:.4g} {'epoch' if part == 1 else 'epochs'}"
+        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}
@@ -215,17 +214,17 @@ def _every(epochs: float) -> str:
 
 
 def updates_in_epoch(images: int, global_batch: int) -> int:
-    """Whole updates in one pass over the images; the ragged tail is left out."""
+    """Whole updates in one pass over the images; the incomplete last one is left out."""
     if images < global_batch:
         raise ConfigError(
             f"--micro-batch-size: a global batch of {global_batch:,} is more than the {images:,} training images;"
-            " wanted a smaller --micro-batch-size, --gradient-accumulation or --replicas"
+            " expected a smaller --micro-batch-size, --gradient-accumulation or --replicas"
         )
     return images // global_batch
 
 
 def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int) -> Plan:
-    """The plan of a phase that trains on so many images."""
+    """The plan of a phase; `images`: in the training set."""
     options = phase.options
     per_epoch, limit = updates_in_epoch(images, shape.global_batch), options.training.updates
     return Plan(

@@ -1,11 +1,12 @@
-"""Which processes a run needs, and whether they are to be started or are there already."""
+"""The processes of a run: how many it needs, whether to start them, and where each run continues from."""
 
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,15 +14,16 @@ import falconet
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import commands, options, rules
-from falconet.config.fields import value_or
-from falconet.config.load import Loaded, left_out, typed
+from falconet.config.fields import options_of, value_or
+from falconet.config.load import INVOCATION, Loaded, left_out, typed
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
-from falconet.errors import CheckpointError, ConfigError, WorldError
+from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, resources
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.console import Screen, are, counted
+from falconet.report.styles import FALCONET, Conventions
 from falconet.train import run_folder
 from falconet.train.plan import Phase
 
@@ -31,70 +33,80 @@ Options = Loaded[commands.TrainOptions]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A run that is about to begin in this process: its options, where it goes on from, and its place in the world."""
+    """A run that is about to start in this process: its options, what it continues from, its place in the world."""
 
     loaded: Options
     restored: Restored
     division: Division
     place: Place | None
-    again: bool  # another attempt: a worker died, or the whole run was started again with --resume
-    notes: tuple[str, ...] = ()  # what of the restored run's options this one does not have
+    again: bool  # another attempt: a worker died, or the run was started again with --resume
+    conventions: Conventions = FALCONET
+    notes: tuple[str, ...] = ()  # on the restored run's options that this one does not take over
 
 
-def prepare(loaded: Options, restored: Restored = None) -> Launch:
+def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
     loaded = _settled(loaded, restored, place)
-    rules.check(loaded.options)  # again: the accumulation may be another one now
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
-    _check_interleaving(loaded.options.parallel, division)
+    _check_interleaving(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
-        restored = newest(loaded.options, restored) or restored
+        restored = newest(loaded.options, restored, conventions) or restored
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
-    notes = _left_out(loaded, restored) if restored else ()
-    return Launch(loaded=loaded, restored=restored, division=division, place=place, again=again, notes=notes)
-
-
-def _left_out(loaded: Options, restored: Checkpoint) -> tuple[str, ...]:
-    found = left_out(loaded, restored.manifest.config)
-    return tuple(
-        f"--{name} is not taken from a checkpoint; add it to the line to {does}" for name, does in found.items()
+    ignored = left_out(loaded, restored.manifest.config) if restored else {}
+    notes = tuple(
+        f"--{name} is not taken from a checkpoint; add it to the command line to {does}"
+        for name, does in ignored.items()
+    )
+    return Launch(
+        loaded=loaded,
+        restored=restored,
+        division=division,
+        place=place,
+        again=again,
+        notes=notes,
+        conventions=conventions,
     )
 
 
 def must_start(launch: Launch) -> bool:
-    """Whether workers are needed that nobody has started."""
+    """Whether workers are needed that no launcher has started."""
     return launch.place is None and launch.division.processes > 1 and not launch.loaded.options.run.plan
 
 
 def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
-    """Start the workers of a run and wait for their end; returns the exit code."""
+    """Start the workers of a run and wait for them; returns the exit code."""
     from falconet.parallel.launch import Workers  # torch.distributed takes a second to import
     from falconet.parallel.launch import launch as run_workers
 
     options = launch.loaded.options
     argv = [command, *typed(line)]
-    home = run_folder.claim(options, restored=launch.restored)
+    home = run_folder.claim(options, restored=launch.restored, conventions=launch.conventions)
     if options.run.run_dir == "auto" and launch.restored is None:
-        argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it again
+        argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
     say, saved = Screen().line, run_folder.checkpoints(home, options)
     if options.run.temporary:
         say(run_folder.temporary_line(home))
-    workers = Workers(argv=argv, processes=launch.division.processes, restarts=options.parallel.max_restarts)
+    workers = Workers(
+        argv=argv,
+        program=launch.conventions.program,
+        processes=launch.division.processes,
+        restarts=options.parallel.max_restarts,
+    )
     try:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
-        raise WorldError(f"{error}; {run_folder.how_to_go_on(home, saved)}") from None
+        raise WorldError(f"{error}; {run_folder.how_to_continue(home, saved)}") from None
     finally:
-        if run_folder.is_named_anew(options, restored=launch.restored):
+        if run_folder.is_named_anew(options, restored=launch.restored, conventions=launch.conventions):
             with contextlib.suppress(OSError):
-                home.rmdir()  # only if it is empty: stopped before it began
-    if options.run.temporary and (code == 0 or not any(home.iterdir())):  # stopped before it began
-        run_folder.throw_away(home, say)
+                home.rmdir()  # works only if it is empty: stopped before it started
+    if options.run.temporary and (code == 0 or not any(home.iterdir())):  # empty: stopped before it started
+        run_folder.remove_temporary(home, say)
     return code
 
 
@@ -106,9 +118,9 @@ def check_alike(world: World, loaded: Options, restored: Restored) -> None:
 
 
 def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
-    """The recipe's replicas and accumulation as numbers, so that a checkpoint says what it was trained with."""
+    """The recipe's replicas and accumulation as numbers, so that a checkpoint states what it was trained with."""
     options = loaded.options
-    asked, stages = environment.asked_of_poprun(os.environ), _stages(options)
+    asked, stages = environment.asked_of_launcher(os.environ), _stages(options)
     automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
     replicas = value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
@@ -136,8 +148,8 @@ def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
     total = accumulation * int(manifest.config.get("replicas", {"value": 1})["value"])
     if total % replicas:
         raise ConfigError(
-            f"--replicas: got {replicas}, which does not divide the {total} micro-batches of an update that the"
-            " checkpoint was trained with; wanted a divisor, or --gradient-accumulation beside it"
+            f"--replicas: got {replicas}, which does not divide the {total} micro-batches per update that the"
+            " checkpoint was trained with; expected a divisor, or --gradient-accumulation as well"
         )
     return total // replicas
 
@@ -153,126 +165,162 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
     if place is not None:
-        return over_processes(asked, size=place.size, launcher=place.launcher)
+        try:
+            return over_processes(asked, size=place.size, launcher=place.launcher)
+        except DeviceError as error:
+            raise DeviceError(f"--strict-devices: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"--replicas: {error}") from None
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
-        return over_devices(asked, devices=max(1, count), what=f"{are(count, 'CUDA device')} here")
-    cores = resources.cores()
-    return over_devices(
-        asked, devices=PROCESSES_PER_CORE * cores, what=f"{are(cores, 'core')} here, for 2 processes each"
-    )
+        devices, what = max(1, count), f"{are(count, 'CUDA device')} here"
+    else:
+        cores = resources.cores()
+        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for 2 processes each"
+    with named_option("strict_devices"):
+        return over_devices(asked, devices=devices, what=what)
 
 
 def _check_stages(stages: int) -> None:
-    """poprun's processes of one replica are the stages of its pipeline."""
-    asked = environment.asked_of_poprun(os.environ)
+    """A launcher's processes per replica are the stages of its pipeline."""
+    asked = environment.asked_of_launcher(os.environ)
     if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
         raise ConfigError(
-            f"--ipus-per-replica: poprun was given {asked[1]}, but the model is in {counted(stages, 'stage')}"
-            f"; wanted {stages}, or {asked[1] - 1} --pipeline-splits"
+            f"the launcher was asked for {asked[1]} processes per replica, but the model is in"
+            f" {counted(stages, 'stage')}; expected {stages}, or {asked[1] - 1} --pipeline-splits"
         )
 
 
 def _check_span(parallel: options.Parallel, division: Division) -> None:
     if division.replicas % parallel.batchnorm_span:
-        folded = f", of {parallel.replicas} asked for" if division.replicas != parallel.replicas else ""
+        folded = f" (of {parallel.replicas} asked for)" if division.replicas != parallel.replicas else ""
         raise ConfigError(
-            f"--batchnorm-span: got {parallel.batchnorm_span}, wanted a divisor of the number of replicas that run,"
+            f"--batchnorm-span: got {parallel.batchnorm_span}, expected a divisor of the number of replicas that run,"
             f" {division.replicas}{folded}"
         )
 
 
 def _stages(options: commands.TrainOptions) -> int:
-    """Stages of a replica that may run in processes of their own; those of a run that freezes layers share one."""
+    """Stages of a replica that may run in separate processes; a run that freezes layers keeps them in one."""
     return 1 if options.fine_tuning.half_res_training else rules.stages_of(options.parallel)
 
 
 def _whole(options: commands.TrainOptions, division: Division) -> Division:
-    """The same, with what became of stages that share a process."""
+    """The division, with a note on stages that share a process."""
     stages = rules.stages_of(options.parallel)
     if stages == 1 or not options.fine_tuning.half_res_training:
         return division
     if options.parallel.strict_devices:
         raise ConfigError(
-            f"--half-res-training: not with {stages} stages in processes of their own, which cannot freeze layers;"
-            " wanted no --pipeline-splits, or no --strict-devices"
+            f"--half-res-training: not with {stages} stages in separate processes, which cannot freeze layers;"
+            " expected no --pipeline-splits, or no --strict-devices"
         )
-    note = (
-        f"{stages} stages asked for: all of a replica's run in one process, because --half-res-training freezes layers"
-    )
+    note = f"the {stages} stages of a replica run in one process, because --half-res-training freezes layers"
     return replace(division, notes=(note, *division.notes))
 
 
 def _undivided_state(parallel: options.Parallel, division: Division) -> Division:
-    """The same, with what became of a state that only replicas can divide."""
+    """The division, with a note if there are no replicas to divide the optimizer's state."""
     if not parallel.enable_optimizer_rts or parallel.replicas == 1 or division.replicas > 1:
-        return division  # of one replica asked for, the rules of the options say it
-    note = "--enable-optimizer-rts has no effect: one replica runs, which holds the whole state"
+        return division  # for one replica asked for, the rules of the options have a note
+    note = "--enable-optimizer-rts has no effect: only one replica runs, and holds the whole state"
     return replace(division, notes=(*division.notes, note))
 
 
 def accumulation_of(phase: Phase, division: Division) -> int:
-    """Micro-batches of each replica that runs, for the global batch that the phase asks for."""
+    """Micro-batches per update on each replica that runs, for the global batch that the phase asks for."""
     asked, replicas = phase.options.training.gradient_accumulation, phase.options.parallel.replicas
     assert replicas != "auto"
     accumulation, rest = divmod(asked * replicas, division.replicas)
     if rest:
         raise ConfigError(
-            f"{phase.accumulation}: got {asked}, which makes {counted(asked * replicas, 'micro-batch')} an update;"
-            f" wanted a number that the {division.replicas} replicas that run can divide"
+            f"{phase.accumulation}: got {asked}, which makes {counted(asked * replicas, 'micro-batch')} per update;"
+            f" expected a number that the {division.replicas} replicas that run can share"
         )
     return accumulation
 
 
-def standing(phases: Sequence[Phase], loaded: Options, restored: Restored) -> int:
-    """The number of the phase that a run goes on with."""
+def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) -> int:
+    """The number of the phase that a run starts in."""
     if restored is None:
         return 1
     folder, manifest = restored
     number, epochs = manifest.progress.phase, int(manifest.config["epoch"]["value"])
     if number > len(phases):
         raise ConfigError(
-            f"--no-half-res-training: {folder} stands in the fine-tuning that follows it; wanted an earlier checkpoint"
+            f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"
         )
     if number > 1 and loaded.options.training.epoch != epochs:
         raise ConfigError(
-            f"--epoch: got {loaded.options.training.epoch}, wanted {epochs}: {folder} stands in the fine-tuning that"
-            " follows them, which a larger --fine-tune-epoch makes longer"
+            f"--epoch: got {loaded.options.training.epoch}, expected {epochs}: {folder} is from the fine-tuning after"
+            " them, which a larger --fine-tune-epoch makes longer"
         )
     return number
 
 
-def _check_interleaving(parallel: options.Parallel, division: Division) -> None:
-    """More replicas than the checkpoint had leave fewer micro-batches to each."""
-    if parallel.pipeline_schedule == "interleaved" and division.accumulation < division.stages:
-        own = f"{counted(division.replicas, 'replica')} {'has' if division.replicas == 1 else 'have'}"
-        raise ConfigError(
-            f"--pipeline-schedule interleaved: {division.stages} stages need as many micro-batches an update, and"
-            f" {own} {division.accumulation} each; wanted fewer processes, or grouped"
-        )
+def _check_interleaving(options: commands.TrainOptions, division: Division) -> None:
+    """Check the accumulation, which more replicas than the checkpoint had may have lowered since the rules saw it."""
+    if options.parallel.pipeline_schedule != "interleaved":
+        return
+    asked = options.training.gradient_accumulation, rules.stages_of(options.parallel)
+    for accumulation, stages in (asked, (division.accumulation, division.stages)):
+        if accumulation < stages:
+            raise ConfigError(
+                f"--pipeline-schedule interleaved: {stages} stages need at least {stages} micro-batches per update, but"
+                f" each replica has {accumulation}; expected fewer replicas, or --pipeline-schedule grouped"
+            )
 
 
-def newest(options: commands.TrainOptions, restored: Restored) -> Restored:
-    """What an earlier attempt of this run saved last."""
-    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored), options)
+def newest(options: commands.TrainOptions, restored: Restored, conventions: Conventions = FALCONET) -> Restored:
+    """What an earlier attempt at this run saved last."""
+    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored, conventions=conventions), options)
     if not saved.is_dir() or not format.checkpoints_in(saved):
-        return None  # nothing yet: from the start
+        return None  # nothing saved yet
     try:
         folder = format.newest_whole(saved, note=lambda _: None)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; wanted another --run-dir, to begin anew") from None
+        raise CheckpointError(f"{error}; expected another --run-dir, to start a new run") from None
     return Checkpoint(folder, format.read_manifest(folder))
 
 
+# Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
+SETTLED = ("replicas", "gradient-accumulation")
+
+
+def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
+    """What --resume continues from: the run folder's newest checkpoint, refused if its options were different."""
+    found = newest(loaded.options, None, conventions)
+    if found is None:
+        return None
+    folder, manifest = found
+    asked, stored = _values(loaded.table()), _values(manifest.config)
+    for name in options_of(type(loaded.options)):
+        is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
+        if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
+            raise ConfigError(
+                f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"
+                f" {_shown(asked.get(name))}; expected the same options, another --run-dir, or `falconet restore`"
+            )
+    return found
+
+
+def _values(table: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
+    return {name: entry["value"] for name, entry in table.items()}
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _check_restarts(options: commands.TrainOptions, restored: Restored) -> None:
-    """torchrun starts workers again with the same line, which must name the folder they find their checkpoints in."""
+    """torchrun restarts workers with the same command line, which must name the folder with their checkpoints."""
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if limit and options.run.run_dir == "auto" and not restored:
         raise ConfigError(
-            f"--run-dir: is needed under torchrun --max-restarts {limit}: a worker that is started again looks there"
+            f"--run-dir: is needed under torchrun --max-restarts {limit}: restarted workers look there for checkpoints"
         )
 
 
 def _names(folder: Path) -> set[str]:
-    """The checkpoints in a folder; what was being written when a worker died begins with a dot, and is no progress."""
+    """The checkpoints in a folder; unfinished ones start with a dot, and are not progress."""
     return {path.name for path in folder.glob("[!.]*")}

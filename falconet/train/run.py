@@ -1,31 +1,36 @@
-"""The updates of a phase, and what comes after them: averages, further validations, the summary."""
+"""A run: its plan, its phases one after the other, restoring and interruption, and what comes after the last update."""
 
 import contextlib
 import gc
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from falconet.checkpoint import disk
-from falconet.checkpoint.state import TrainState
+from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.config import effects
+from falconet.config import commands, effects
 from falconet.data.buffers import Batch
-from falconet.data.loader import IdleLoader, Loader, SyntheticLoader
-from falconet.errors import Interrupted, named_option
+from falconet.errors import ConfigError, Interrupted, named_option
+from falconet.numerics.precision import REGIMES
+from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
-from falconet.train import build, checkpoints, evaluate, log, loop, metrics, processes, run_folder
-from falconet.train.log import Best, Draw, Record, no_drawing, weight_drawing
-from falconet.train.metrics import NotFiniteError
-from falconet.train.phase import Handover, Run
-from falconet.train.plan import phases_of
+from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
+from falconet.train.build import BuiltPhase
+from falconet.train.evaluate import Validation
+from falconet.train.log import Log, Output, weight_drawing
+from falconet.train.loop import Watch
+from falconet.train.metrics import Best, Measurements, NotFiniteError
+from falconet.train.placement import TrainingLoader
+from falconet.train.plan import Plan, phases_of
 from falconet.train.processes import Launch
 from falconet.train.save import Identity, Saving
 from falconet.train.step import ProfiledStep, Step, TimedStep, moments_of
@@ -33,67 +38,281 @@ from falconet.train.stop import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
+class Handover:
+    """What a phase leaves to the next one."""
+
+    averaged: Path  # the average of its checkpoints
+    best: Best | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Session:
-    """What all phases of a run share in a process, and what the phase before this one left."""
+    """What all phases of a run write to."""
 
     folder: Path
     mark: str  # of its checkpoints
     sinks: run_folder.Sinks
-    handed: Handover | None = None
 
 
-def train_phase(run: Run, state: TrainState, session: Session) -> Handover | None:
-    """Make the updates of the phase and what comes after them; what it leaves to a next phase."""
-    world, screen, folder = run.world, run.screen, session.folder
-    loader, stopwatch = run.placement.loader(), Stopwatch(moments=moments_of(world.device))
-    step = _watched(run, TimedStep(run.step(state), stopwatch), session, left=run.plan.updates - state.progress.update)
-    begun: list[Saving] = []
+def carry_out(launch: Launch) -> int:
+    """Print the plan, and carry it out unless only the plan was asked for."""
+    began, options = time.time(), launch.loaded.options
+    site = build.open_site(launch)
+    world, screen = site.world, site.screen
+    with (
+        world,
+        run_folder.interruption_explained(screen.line, lambda: "stopped before the first update: nothing was saved"),
+        contextlib.ExitStack() as held,
+    ):
+        processes.check_alike(world, launch.loaded, launch.restored)
+        with named_option("precision"):
+            REGIMES[options.machine.precision].require(world.device)
+        if not options.run.plan:
+            build.limit_libraries(options, site.grid)
+        phases = phases_of(options)
+        current = processes.current_phase(phases, launch.loaded, launch.restored)
+        built = deque([BuiltPhase(launch, site)])
+        for _ in phases[1:]:
+            built.append(BuiltPhase(launch, site, before=built[-1]))
+        plan = [line for each in built for line in plan_text.describe(each)]
+        notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
+        for line in [*plan, *(f"note: {note}" for note in notes)]:
+            screen.line(line)
+        if options.run.plan:
+            screen.line("")
+            screen.line(launch.loaded.to_yaml().rstrip())
+            return 0
+        for _ in range(current - 1):
+            built.popleft()
+        return _run_phases(built, lambda: _open_folder(launch, plan, held), began=began)
 
-    def lost() -> str:
-        words = begun[0].lost() if begun else "stopped at once"
-        return f"{words}; {run_folder.how_to_go_on(folder, run_folder.checkpoints(folder, run.options))}"
 
+def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
+    """Train every phase; one that is done leaves `phases`, which frees its memory on the device."""
+    first = phases[0]
+    launch, site, options = first.launch, first.site, first.launch.loaded.options
+    state = begin(first)
+    if first.phase.is_last and state.progress.update >= first.plan.updates and not state.progress.unvalidated:
+        site.screen.line(_nothing_left(first))
+        return 0
+    folder = Path(site.world.once(lambda: str(open_folder())))
+    if options.run.temporary:
+        site.screen.line(run_folder.temporary_line(folder))
+    saved = run_folder.checkpoints(folder, options)
+    mark = site.world.once(lambda: _mark(launch))
+    with (
+        run_folder.interruption_explained(
+            site.screen.line, lambda: f"stopped; {run_folder.how_to_continue(folder, saved)}"
+        ),
+        run_folder.full_disk_explained(folder, saved),
+        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began)) as sinks,
+    ):
+        session = Session(folder=folder, mark=mark, sinks=sinks)
+        handed = train_phase(phases.popleft(), state, session)
+        del first
+        while phases:
+            assert handed is not None, "a phase that another one follows is averaged"
+            del state
+            gc.collect()  # hooks on gradients keep the model in a reference cycle
+            state = begin(phases[0], handed)
+            handed = train_phase(phases.popleft(), state, session, best=handed.best)
+    if options.run.temporary:
+        site.world.barrier("ending")  # no process writes there any more
+        if site.world.is_first:
+            run_folder.remove_temporary(folder, site.screen.line)
+    return 0
+
+
+def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
+    """The state of a phase: new, with the weights that the phase before left, or the restored checkpoint's."""
+    state, screen, model = built.new_state(), built.site.screen, built.options.model.model
+    if handed:
+        state.begin_with(handed.averaged, name=model)
+        state.progress = Progress(built.plan.updates_before)
+        screen.line(f"phase {built.phase.number} of {built.phase.count} starts with {handed.averaged}")
+    elif built.restored:
+        folder, manifest = built.restored
+        built.images.check_classes(manifest.class_names, where=str(folder))
+        _require_same_state(built.launch.loaded.options, manifest, folder=folder)
+        state.load(folder, name=model)
+        state.progress = _progress_in(built.plan, manifest)
+        screen.line(f"restored {folder}, update {state.progress.update:,} of {built.plan.updates:,}")
+    replicas = built.site.grid.replicas
+    if replicas.size > 1:  # the digest takes a second per gigabyte of weights
+        replicas.agree("the weights", digest(state.model))
+    return state
+
+
+def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, folder: Path) -> None:
+    """The state of one update rule means nothing to another even if the tensors fit; nor do other formats."""
+    trained, asked = manifest.config["optimizer"]["value"], options.optimizer.optimizer
+    if trained != asked:
+        raise ConfigError(f"--optimizer: got '{asked}', expected '{trained}', whose state {folder} holds")
+    stored: list[str] = manifest.config.get("trainable", {"value": []})["value"]  # older checkpoints trained all
+    patterns, expected = " ".join(options.training.trainable), " ".join(stored)
+    if patterns != expected:
+        raise ConfigError(
+            f"--trainable: got '{patterns}', expected '{expected}', whose state {folder} holds; `falconet train"
+            " --init-path` starts a new run with its weights"
+        )
+    before, now = REGIMES[manifest.config["precision"]["value"]], REGIMES[options.machine.precision]
+    if before.update != now.update:
+        raise ConfigError(
+            f"--precision: got '{now.name}', expected one that updates in the same format as '{before.name}', whose"
+            f" state {folder} holds"
+        )
+
+
+def _progress_in(plan: Plan, manifest: Manifest) -> Progress:
+    """The checkpoint's place in a plan, which may have another global batch."""
+    updates, rest = divmod(manifest.progress.images, plan.global_batch)
+    if rest:
+        raise ConfigError(
+            f"--micro-batch-size: the checkpoint is {manifest.progress.images:,} images into an epoch, which a"
+            f" global batch of {plan.global_batch} does not divide; expected the one it was trained with"
+        )
+    return replace(Progress.from_json(manifest.meter), update=plan.update_at(manifest.progress.epoch, updates))
+
+
+def _nothing_left(built: BuiltPhase) -> str:
+    by_updates = built.options.training.updates is not None
+    done, each = (built.plan.updates, "update") if by_updates else (built.plan.last_epoch, "epoch")
+    length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
+    return f"nothing left to train: {length}; a larger {built.phase.length} continues the run"
+
+
+def _mark(launch: Launch) -> str:
+    """What distinguishes the checkpoints of this run from others in the same folder; kept by a restored run."""
+    stored = launch.restored.manifest.content.get("run") if launch.restored else None
+    return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
+
+
+def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
+    """The run folder, locked until `held` is closed."""
+    options = launch.loaded.options
+    folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
+    held.enter_context(run_folder.alone(folder, again=launch.again))
+    if launch.again:  # its workers are gone, and nothing else saves there
+        disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))
+    run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    return folder
+
+
+def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: float) -> run_folder.Sinks:
+    """The sinks of the run, in the first process; it starts after `update`. `began`: seconds since 1970."""
+    first, options = phases[0], phases[0].options
+    if not first.site.world.is_first:
+        return run_folder.Sinks()
+    if not options.logging.mlperf_logging:
+        return run_folder.open_sinks(folder, first.launch.loaded)
+    submission = log.submission(
+        options,
+        first.plan,
+        weights=first.placement.trained,
+        validated=len(first.images.validation),
+        epochs=phases[-1].plan.last_epoch,
+        began=began,
+    )
+    path = folder / f"result_{options.run.seed}.txt"
+    mlperf = MlperfLog(path, submission, done=first.plan.place(update)[0])
+    return run_folder.open_sinks(folder, first.launch.loaded, mlperf)
+
+
+def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
+    """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
+    world, screen, folder = built.site.world, built.site.screen, session.folder
+    loader, stopwatch = built.placement.loader(), Stopwatch(moments=moments_of(world.device))
+    step = _profiled(built, TimedStep(built.step(state), stopwatch), folder, state)
+    output = _output(built, state, session, stopwatch=stopwatch, best=best)
+    writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
+    saving = _saving(built, state, session, output=output, writer=writer)
     with (
         StopRequest(screen.line) as stop,
-        run_folder.interruption_explained(screen.line, lost),
-        build.checkpoint_writer(world, timeout=run.options.parallel.collective_timeout) as writer,
+        run_folder.interruption_explained(
+            screen.line, lambda: f"{saving.lost()}; {run_folder.how_to_continue(folder, saving.folder)}"
+        ),
+        writer,
         screen,
         stop.heard(),
     ):
         world.heeds(lambda: stop.requested)
-        begun.append(_saving(run, state, session, writer))
-        record = _record(run, begun[0], session, stop=stop, stopwatch=stopwatch)
-        screen.begin(total=run.plan.updates, done=state.progress.update)
-        if run.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not run.restored:
-            record.save()
+        vote = world.vote()
+        watch = Watch(
+            log=_log(built, state, session, output=output),
+            validation=_validation(built, state, saving, stopping=lambda: stop.requested),
+            saving=saving,
+            stopping=lambda: vote(stop.requested),
+        )
+        screen.begin(total=built.plan.updates, done=state.progress.update)
+        if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
+            saving.save()
         with contextlib.closing(loader):
-            _update(run, record, step, loader, folder=folder)
-        record.end()
+            _update(built, state, step, watch, loader=loader, folder=folder)
+        watch.log.end()
         with stopwatch.standing():
-            averaged = _conclude(run, record, folder)
-    held = metrics.measure_memory(state, run.replicas, run.grid)
+            averaged = _conclude(built, watch, folder)
+    held = metrics.measure_memory(state, built.replicas, built.site.grid)
     if world.is_first:
-        run_folder.write_summary(folder, record, screen.line, peak_memory=world.peak_memory(), memory=held)
-    return Handover(averaged=averaged, best=record.best) if averaged else None
+        run_folder.write_summary(
+            folder, watch.log, checkpoints=saving.folder, peak_memory=world.peak_memory(), memory=held
+        )
+    return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
 
 
-def identity_of(run: Run, folder: Path, *, mark: str | None = None) -> Identity:
-    """What the checkpoints of a run say about themselves."""
+def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> Step:
+    """The step, traced for a while in the first process if that was asked for."""
+    world, left = built.site.world, built.plan.updates - state.progress.update
+    if not built.options.logging.profile or not world.is_first:
+        return step
+    return ProfiledStep(step, folder, device=world.device, updates=left, pause=step.stopwatch.standing)
+
+
+def _output(
+    built: BuiltPhase, state: TrainState, session: Session, *, stopwatch: Stopwatch, best: Best | None
+) -> Output:
+    manifest = built.restored.manifest if built.restored else None
+    stored = manifest.content.get("best") if manifest else None
+    measurements = Measurements(
+        session.sinks.metrics,
+        update=state.progress.update,
+        restored=manifest.metrics if manifest and state.progress.unvalidated else None,
+        best=best or (Best(*stored) if stored else None),
+    )
+    style = log.open_style(built, session.folder, sinks=session.sinks.tables)
+    return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
+
+
+def _saving(built: BuiltPhase, state: TrainState, session: Session, *, output: Output, writer: Writer) -> Saving:
+    return Saving(
+        plan=built.plan,
+        state=state,
+        output=output,
+        identity=identity_of(built, session.folder, mark=session.mark),
+        folder=run_folder.checkpoints(session.folder, built.options),
+        kept=run_folder.kept(built.launch.loaded.options),
+        writer=writer,
+        last=built.restored.folder if built.restored else None,
+    )
+
+
+def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
+    """What the checkpoints of a run state about themselves."""
+    site, images = built.site, built.images
     return Identity(
-        model=run.options.model.model,
-        data=run.options.data.data,
-        classes=run.images.classes,
+        model=built.options.model.model,
+        data=built.options.data.data,
+        classes=images.classes,
         run=mark,
         content={
-            "class_names": list(run.images.class_names),
-            "preprocessing": run.images.preprocessing.to_json(),
-            "config": run.loaded.table(),
-            "plan": run.plan.lines(),
+            "class_names": list(images.class_names),
+            "preprocessing": images.preprocessing.to_json(),
+            "config": built.launch.loaded.table(),
+            "plan": built.plan.lines(),
             "runtime": {
-                "threads": run.threads,
-                "processes": run.world.size,
-                "splits": list(run.placement.splits),
-                "device": str(run.world.device),
+                "threads": site.threads,
+                "processes": site.world.size,
+                "splits": list(built.placement.splits),
+                "device": str(site.world.device),
                 "run_dir": str(folder),
                 "cuda": torch.version.cuda,
             },
@@ -101,201 +320,79 @@ def identity_of(run: Run, folder: Path, *, mark: str | None = None) -> Identity:
     )
 
 
-def _saving(run: Run, state: TrainState, session: Session, writer: Writer) -> Saving:
-    return Saving(
-        plan=run.plan,
+def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Output) -> Log:
+    trained, stages, stopwatch = built.placement.trained, built.site.grid.stages, output.stopwatch
+    also = [lambda update: session.sinks.write_times(update, stopwatch.update_seconds())]
+    if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
+        weights = session.sinks.weights
+        draw = weight_drawing(built.model, trained, stages=stages, sinks=weights, pause=stopwatch.standing)
+        also.insert(0, draw)
+    return Log(
+        plan=built.plan,
         state=state,
-        identity=identity_of(run, session.folder, mark=session.mark),
-        folder=run_folder.checkpoints(session.folder, run.options),
-        kept=run_folder.kept(run.loaded.options),
-        writer=writer,
-        say=run.screen.line,
-        last=run.restored.folder if run.restored else None,
+        output=output,
+        first_skipped=lambda: built.offender.read(trained),
+        also=also,
     )
 
 
-def _record(run: Run, saving: Saving, session: Session, *, stop: StopRequest, stopwatch: Stopwatch) -> Record:
-    sinks, state = session.sinks, saving.state
-    return Record(
-        plan=run.plan,
+def _validation(built: BuiltPhase, state: TrainState, saving: Saving, *, stopping: Callable[[], bool]) -> Validation:
+    return Validation(
+        plan=built.plan,
         state=state,
-        saving=saving,
-        evaluate=run.placement.evaluator(),
-        validation_batch=evaluate.validation_batch(run.options),
-        trained=run.placement.trained,
-        screen=run.screen,
-        sink=sinks.metrics,
-        draw=_drawing(run, sinks, stopwatch),
-        write_times=sinks.write_times,
-        stop=stop,
-        offender=run.offender,
-        vote=run.world.vote(),
-        stopwatch=stopwatch,
-        best=session.handed.best if session.handed else _best(run),
-        noted=run.restored.manifest.metrics if run.restored and state.progress.unvalidated else {},
-        style=log.open_style(run, session.folder, sinks=sinks.tables),
+        output=saving.output,
+        measure=built.placement.evaluator(),
+        batch=evaluate.validation_batch(built.options),
+        checkpoint_name=saving.name,
+        stopping=stopping,
     )
 
 
 def _update(
-    run: Run, record: Record, step: Step, loader: Loader | SyntheticLoader | IdleLoader, *, folder: Path
+    built: BuiltPhase, state: TrainState, step: Step, watch: Watch, *, loader: TrainingLoader, folder: Path
 ) -> None:
-    """Every update that is left, with what is due in between."""
-    plan, world, screen = run.plan, run.world, run.screen
+    """Make every update that is left, with what is due in between."""
+    plan, world, screen, saving = built.plan, built.site.world, built.site.screen, watch.saving
 
     def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
-        record.begin_epoch(epoch)
+        watch.log.begin_epoch(epoch)
         return screen.counts(
-            record.stopwatch.waits(loader.updates(epoch, skip=skip)), epoch=f"epoch {epoch + 1}/{plan.last_epoch}"
+            saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
+            epoch=f"epoch {epoch + 1}/{plan.last_epoch}",
         )
 
     try:
-        loop.train(plan, record.state.progress, step, updates_of=updates_of, watch=record, world=world)
+        loop.train(plan, state.progress, step, updates_of=updates_of, watch=watch, world=world)
     except NotFiniteError as error:
-        raise record.saving.diverged(error) from None
+        raise saving.diverged(error) from None
     except Interrupted:
-        screen.line(f"saved {record.saving.finish()}")
-        screen.line(f"to continue: {run_folder.restore_line(folder, record.saving.folder)}")
+        screen.line(f"saved {saving.finish()}")
+        screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
         world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
         raise
 
 
-def _conclude(run: Run, record: Record, folder: Path) -> Path | None:
-    """What was asked for after the last update; the average of the checkpoints, if there is one."""
+def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
+    """What was asked for after the last update; returns the average of the checkpoints, if any."""
+    options, world, saving = built.options, built.site.world, watch.saving
     averaged: Path | None = None
-    record.saving.finish()
-    if run.options.averaging.weight_avg_strategy != "none":
-        averaged = checkpoints.average_after_training(record, run.options, world=run.world, say=run.screen.line)
-    path = run.options.validation.validate_checkpoints
-    if path is not None and run.options.data.data != "synthetic" and run.phase.is_last:
-        measured = checkpoints.validate_after_training(
-            record, path, images=run.images, world=run.world, say=run.screen.line
+    saving.finish()
+    if options.averaging.weight_avg_strategy != "none":
+        averaged = save.average_after_training(saving, watch.validation, options, world=world)
+    path = options.validation.validate_checkpoints
+    if path is not None and options.data.data != "synthetic" and built.phase.is_last:
+        is_ours = saving.output.style.tabulates
+        measured = saved_model.validate_folder(
+            path,
+            saving,
+            watch.validation,
+            images=built.images,
+            world=world,
+            report=(lambda _: None) if is_ours else saving.output.style.validated,
         )
-        if run.options.style.log_style == "falconet" and run.world.is_first:
-            checkpoints.report_accuracies(measured, folder, run.screen.line)
+        if is_ours and world.is_first:
+            rows, file = evaluate.tabulate_accuracies(measured), folder / evaluate.ACCURACIES_FILE
+            evaluate.show_accuracies(rows, built.site.screen.line)
+            evaluate.write_accuracies(rows, file, option="--run-dir")
+            built.site.screen.line(f"written to {file}")
     return averaged
-
-
-def _drawing(run: Run, sinks: run_folder.Sinks, stopwatch: Stopwatch) -> Draw:
-    """Histograms of the weights of the first replica, if they were asked for; its stages all take part."""
-    if not run.options.logging.weight_histogram or run.grid.replicas.rank > 0:
-        return no_drawing
-    names = run.placement.trained
-    return weight_drawing(run.model, names, stages=run.grid.stages, sinks=sinks.weights, pause=stopwatch.standing)
-
-
-def _watched(run: Run, step: TimedStep, session: Session, *, left: int) -> Step:
-    """The step, traced for a while if that was asked for; one process is enough to see."""
-    if not run.options.logging.profile or not run.world.is_first:
-        return step
-    return ProfiledStep(step, session.folder, device=run.world.device, updates=left, pause=step.stopwatch.standing)
-
-
-def _best(run: Run) -> Best | None:
-    stored = run.restored.manifest.content.get("best") if run.restored else None
-    return Best(*stored) if stored else None
-
-
-def carry_out(launch: Launch) -> int:
-    """Print the plan, and carry it out unless only the plan was asked for."""
-    began = time.time()
-    runs = deque([Run(launch)])
-    with (
-        runs[0].world as world,
-        run_folder.interruption_explained(
-            runs[0].screen.line, lambda: "stopped before the first update: nothing was made"
-        ),
-        contextlib.ExitStack() as held,
-    ):
-        processes.check_alike(world, launch.loaded, launch.restored)
-        with named_option("precision"):
-            runs[0].regime.require(world.device)
-        phases = phases_of(launch.loaded.options)
-        begins = processes.standing(phases, launch.loaded, launch.restored)
-        for _ in phases[1:]:
-            runs.append(Run(launch, before=runs[-1]))
-        return _run_phases(runs, launch, skip=begins - 1, began=began, held=held)
-
-
-def _run_phases(runs: deque[Run], launch: Launch, *, skip: int, began: float, held: contextlib.ExitStack) -> int:
-    """Every phase but the first `skip`; a phase that is over leaves `runs`, and with it the device's memory.
-
-    `held` keeps the run folder to this run as long as it is open.
-    """
-    world, screen, options = runs[0].world, runs[0].screen, launch.loaded.options
-    lines = [line for run in runs for line in run.plan_lines()]
-    notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-    for line in [*lines, *(f"note: {note}" for note in notes)]:
-        screen.line(line)
-    if options.run.plan:
-        screen.line("")
-        screen.line(launch.loaded.to_yaml().rstrip())
-        return 0
-    for _ in range(skip):
-        runs.popleft()
-    state = runs[0].begin()
-    over = state.progress.update >= runs[0].plan.updates and not state.progress.unvalidated
-    if runs[0].phase.is_last and over:
-        plan, by_updates = runs[0].plan, options.training.updates is not None
-        done, each = (plan.updates, "update") if by_updates else (plan.last_epoch, "epoch")
-        length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
-        screen.line(f"nothing left to train: {length}; a larger {runs[0].phase.length} goes on")
-        return 0
-    folder = Path(world.once(lambda: str(_open_folder(launch, lines, held))))
-    if options.run.temporary:
-        screen.line(run_folder.temporary_line(folder))
-    saved = run_folder.checkpoints(folder, options)
-    mark = world.once(lambda: _mark(launch))
-    with (
-        run_folder.interruption_explained(screen.line, lambda: f"stopped; {run_folder.how_to_go_on(folder, saved)}"),
-        run_folder.full_disk_explained(folder, saved),
-        contextlib.closing(_open_sinks(runs, folder, state.progress.update, began=began)) as sinks,
-    ):
-        session = Session(folder=folder, mark=mark, sinks=sinks)
-        handed = train_phase(runs.popleft(), state, session)
-        while runs:
-            assert handed is not None, "a phase that another one follows is averaged"
-            del state
-            gc.collect()  # hooks on gradients hold the model in a circle
-            state = runs[0].begin(handed)
-            handed = train_phase(runs.popleft(), state, replace(session, handed=handed))
-    if options.run.temporary:
-        world.barrier("ending")  # nobody writes there any more
-        if world.is_first:
-            run_folder.throw_away(folder, screen.line)
-    return 0
-
-
-def _open_sinks(runs: deque[Run], folder: Path, update: int, *, began: float) -> run_folder.Sinks:
-    """The sinks of the run, in the first process; `update`: where it goes on; `began`: seconds since 1970."""
-    first, options = runs[0], runs[0].options
-    if not first.world.is_first:
-        return run_folder.Sinks()
-    if not options.logging.mlperf_logging:
-        return run_folder.open_sinks(folder, first.loaded)
-    told = log.submission(
-        options,
-        first.plan,
-        weights=first.placement.trained,
-        validated=len(first.images.validation),
-        epochs=runs[-1].plan.last_epoch,
-        began=began,
-    )
-    path = folder / f"result_{options.run.seed}.txt"
-    return run_folder.open_sinks(folder, first.loaded, MlperfLog(path, told, done=first.plan.place(update)[0]))
-
-
-def _mark(launch: Launch) -> str:
-    """What tells the checkpoints of this run from others in the same folder: the restored run's, or a new one."""
-    stored = launch.restored.manifest.content.get("run") if launch.restored else None
-    return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
-
-
-def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
-    options = launch.loaded.options
-    folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
-    held.enter_context(run_folder.alone(folder, again=launch.again))
-    if launch.again:  # all of its workers are gone, and nobody else saves there
-        disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))
-    run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
-    return folder

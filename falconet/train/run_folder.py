@@ -1,4 +1,4 @@
-"""How a run goes on that ended before its end."""
+"""The run folder: which one, its files and sinks, the lock on it, and how to continue the run in it."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import falconet
 from falconet import writing
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
@@ -22,7 +21,7 @@ from falconet.config.settings import CHECKPOINT, read_yaml
 from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError, named_option
 from falconet.models import zoo
 from falconet.report.console import Say
-from falconet.report.folders import RunShape, fresh
+from falconet.report.folders import RunShape
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -32,19 +31,20 @@ from falconet.report.sinks import (
     WeightsAndBiases,
     WeightSink,
 )
-from falconet.train.log import Record
+from falconet.report.styles import FALCONET, Conventions
+from falconet.train.log import Log
 from falconet.train.metrics import Memory
 
 
-def how_to_go_on(folder: Path, checkpoints: Path) -> str:
-    """The command that continues a run, if it has left anything to continue from."""
+def how_to_continue(folder: Path, checkpoints: Path) -> str:
+    """The command that continues a run, if it left a checkpoint."""
     if checkpoints.is_dir() and checkpoints_in(checkpoints):
         return f"to continue: {restore_line(folder, checkpoints)}"
-    return "there is no checkpoint to continue from: the same command begins again"
+    return "there is no checkpoint to continue from; the same command starts again"
 
 
 def restore_line(folder: Path, checkpoints: Path) -> str:
-    """The command itself: the run folder is enough where its checkpoints lie in it; elsewhere, both are named."""
+    """The command names the run folder, and its checkpoints too where they lie elsewhere."""
     command = ["falconet", "restore", "--checkpoint-input-path"]
     if checkpoints in (folder, folder / "checkpoints"):
         return shlex.join([*command, str(folder)])
@@ -53,7 +53,7 @@ def restore_line(folder: Path, checkpoints: Path) -> str:
 
 @contextlib.contextmanager
 def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]:
-    """What a Ctrl-C cost that nobody waited for, or a second one: said when what it interrupted has ended."""
+    """Turn a KeyboardInterrupt into Interrupted, and print what it cost once everything has ended."""
     try:
         yield
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]
 
 @contextlib.contextmanager
 def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
-    """No room for a run's files, or for its last checkpoint, as one line that says how to go on."""
+    """Turn a full disk into one line that says how to continue."""
     try:
         yield
     except OSError as error:
@@ -71,68 +71,76 @@ def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
         if found is None:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        raise DiskError(f"{found.why}{where}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error
+        raise DiskError(f"{found.why}{where}; {found.helps}; {how_to_continue(folder, checkpoints)}") from error
     except CheckpointError as error:
         cause = error.__cause__
         found = NO_ROOM.get(cause.errno or 0) if isinstance(cause, OSError) else None
         if found is None:
             raise
-        raise CheckpointError(f"{error}; {found.helps}; {how_to_go_on(folder, checkpoints)}") from error
+        raise CheckpointError(f"{error}; {found.helps}; {how_to_continue(folder, checkpoints)}") from error
 
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
 TIMES, CHECKPOINTS = "updates.jsonl", "checkpoints"
-# Looked at before the first update, so that a link is not found after the last one.
+# Checked for links before the first update, so that none is found after the last one.
 WRITTEN = (
     *(CONFIG, PLAN, METRICS, TIMES, SUMMARY, "validation.csv", "training.csv", "log.txt"),
     *(CHECKPOINTS, "tensorboard", "wandb", "profile.json", "profile.txt"),
 )
-OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # names by which our config.yaml is known
-KEPT = 3  # newest checkpoints, when the line does not say
-ENDING = 5.0  # seconds that a run may take to leave its folder after it was killed
+OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # options that identify a config.yaml as ours
+KEPT = 3  # newest checkpoints, by default
+ENDING = 5.0  # seconds that a killed run may take to leave its folder
 
 
-def choose(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
-    """The folder of this run; nothing is made yet, but for a temporary one, whose name nobody else can have."""
+def choose(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
+    """The folder of this run; only a temporary one is created here, so that its name is unique."""
     asked = options.run.run_dir
     if options.run.temporary:
-        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options).name}_"))
+        return Path(tempfile.mkdtemp(prefix=f"{_fresh(options, conventions).name}_"))
     if asked == "auto":
-        return (restored and home(restored)) or _fresh(options)
+        return (restored and home(restored)) or _fresh(options, conventions)
     return asked
 
 
-def is_named_anew(options: commands.TrainOptions, *, restored: Checkpoint | None) -> bool:
-    """Whether `choose` makes up a name."""
-    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options)
+def is_named_anew(
+    options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET
+) -> bool:
+    """Whether `choose` invents a name."""
+    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options, conventions)
     return not asked and restored is None
 
 
-def claim(options: commands.TrainOptions, *, restored: Checkpoint | None) -> Path:
-    """The same folder; one with a new name is made at once, so that a run of the same second takes another name."""
-    folder = choose(options, restored=restored)
-    if not is_named_anew(options, restored=restored):
+def claim(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
+    """`choose`; an invented name is created at once, so that another run in the same second takes another one."""
+    folder = choose(options, restored=restored, conventions=conventions)
+    if not is_named_anew(options, restored=restored, conventions=conventions):
         return folder
     while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            taken, folder = folder, choose(options, restored=restored)
-            if folder == taken:  # by a link to nowhere
+            taken, folder = folder, choose(options, restored=restored, conventions=conventions)
+            if folder == taken:  # by a dangling link
                 return folder
         except OSError:
-            return folder  # who writes into it will say so
+            return folder  # writing into it will fail with a better message
 
 
-def open_folder(options: commands.TrainOptions, *, restored: Checkpoint | None, again: bool = False) -> Path:
-    """The folder of this run, there and writable: a restored run, or another attempt, goes on in its own."""
-    folder = claim(options, restored=restored)
+def open_folder(
+    options: commands.TrainOptions,
+    *,
+    restored: Checkpoint | None,
+    again: bool = False,
+    conventions: Conventions = FALCONET,
+) -> Path:
+    """The folder of this run, created and writable; a restored run, or another attempt, continues in its own."""
+    folder = claim(options, restored=restored, conventions=conventions)
     known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
         raise ConfigError(
-            f"--run-dir: {folder} already holds a run; `{restore_line(folder, saved)}` goes on with it, another folder"
+            f"--run-dir: {folder} already holds a run; `{restore_line(folder, saved)}` continues it, another folder"
             " starts a new one"
         )
     _require_writable(folder, "--run-dir")
@@ -140,33 +148,33 @@ def open_folder(options: commands.TrainOptions, *, restored: Checkpoint | None, 
     writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
     _require_writable(saved, "--checkpoint-output-path")
     newer = whole_after(saved, restored.manifest.progress) if restored else None
-    if restored and newer:  # among which those of this run would be the first to be removed, and the last to be found
+    if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
         option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
         raise ConfigError(
-            f"--{option}: {saved} holds newer checkpoints than {restored.folder.name}, such as {newer.name};"
-            " wanted another folder for a run that goes on from an older one"
+            f"--{option}: {saved} holds checkpoints newer than {restored.folder.name}, such as {newer.name};"
+            " expected another folder for a run that continues from an older one"
         )
     if not restored and checkpoints_in(saved):
         raise ConfigError(
-            f"--checkpoint-output-path: {saved} holds checkpoints of another run; wanted a folder of its own"
+            f"--checkpoint-output-path: {saved} holds checkpoints of another run; expected a folder without any"
         )
     return folder
 
 
 @contextlib.contextmanager
 def alone(folder: Path, *, again: bool = False) -> Iterator[None]:
-    """One run at a time in a folder: two would mix their metrics and checkpoints. The lock ends with its process."""
+    """Lock a folder: two runs would mix their metrics and checkpoints. The lock ends with its process."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not _is_left(handle) and not again:  # another attempt does not fail by the one before it
-            raise ConfigError(f"{folder}: a run is going on in it; wanted its end, or another --run-dir")
+        if not _locked(handle) and not again:  # another attempt must not fail because of the one before it
+            raise ConfigError(f"{folder}: in use by another run; wait for it to finish, or choose another --run-dir")
         yield
     finally:
         os.close(handle)
 
 
-def _is_left(handle: int) -> bool:
-    """Whether nobody else holds an open folder; who was killed may take a moment to go."""
+def _locked(handle: int) -> bool:
+    """Whether the lock on an open folder was taken; a killed process may take a moment to release it."""
     end = time.monotonic() + ENDING
     while True:
         try:
@@ -206,11 +214,11 @@ def write_config(folder: Path, loaded: Loaded[commands.TrainOptions], plan: str)
 
 @dataclass(frozen=True, kw_only=True)
 class Sinks:
-    """Where everything goes that is measured in a run; in processes other than the first, nowhere."""
+    """Where a run's measurements go; nowhere in processes other than the first."""
 
     metrics: Sink = field(default_factory=lambda: Several([]))
-    weights: Sequence[WeightSink] = ()  # those of the metrics' that take histograms too
-    tables: Sequence[Sink] = ()  # and those that take the numbers of an original's style under its names
+    weights: Sequence[WeightSink] = ()  # those that take histograms too
+    tables: Sequence[Sink] = ()  # those that take the numbers of a style under its names
     times: UpdateTimes | None = None
 
     def write_times(self, update: int, seconds: Sequence[float]) -> None:
@@ -226,42 +234,44 @@ class Sinks:
 
 
 def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink) -> Sinks:
-    """metrics.jsonl and updates.jsonl always, the others when asked for."""
+    """metrics.jsonl and updates.jsonl always, others when asked for."""
     logging = loaded.options.logging
     drawn: list[TensorBoard | WeightsAndBiases] = []
     if logging.tensorboard:
-        drawn.append(TensorBoard(folder / "tensorboard"))
+        with named_option("tensorboard"):
+            drawn.append(TensorBoard(folder / "tensorboard"))
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
-        drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+        with named_option("wandb"):
+            drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
-def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, memory: Memory) -> None:
-    """summary.json, and the same in words."""
-    rate = record.whole_run()
+def write_summary(folder: Path, log: Log, *, checkpoints: Path, peak_memory: int, memory: Memory) -> None:
+    """summary.json, and the same on the screen."""
+    rate, measured, say = log.whole_run(), log.output.measurements, log.output.screen.line
+    best = measured.best
     summary = {
-        "updates": record.state.progress.update,
-        "epochs": record.plan.last_epoch,
-        "phase": record.plan.phase,
+        "updates": log.state.progress.update,
+        "epochs": log.plan.last_epoch,
+        "phase": log.plan.phase,
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
         "peak_memory_bytes": peak_memory,
         "memory_bytes": memory.to_json(),
-        "metrics": record.metrics,
-        "best": {"validation_accuracy": record.best.accuracy, "update": record.best.update} if record.best else None,
-        "checkpoints": str(record.saving.folder),
+        "metrics": measured.latest,
+        "best": {"validation_accuracy": best.accuracy, "update": best.update} if best else None,
+        "checkpoints": str(checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
     say("")
-    if "validation/accuracy" in record.metrics:
-        best = f" (best {record.best.accuracy:.2f} %)" if record.best else ""
-        say(f"validation accuracy  {record.metrics['validation/accuracy']:.2f} %{best}")
-    say(
-        f"images per second    {rate.images_per_second:,.0f} ({rate.waiting_percent:.0f} % of the time waited for data)"
-    )
+    if "validation/accuracy" in measured.latest:
+        of = f" (best {best.accuracy:.2f} %)" if best else ""
+        say(f"validation accuracy  {measured.latest['validation/accuracy']:.2f} %{of}")
+    waited = f"{rate.waiting_percent:.0f} % of the time waiting for data"
+    say(f"images per second    {rate.images_per_second:,.0f} ({waited})")
     say(f"peak memory          {peak_memory / 2**30:.2f} GiB")
     for line in memory.lines():
         say(line)
@@ -269,24 +279,24 @@ def write_summary(folder: Path, record: Record, say: Say, *, peak_memory: int, m
 
 
 def temporary_line(folder: Path) -> str:
-    return f"the run folder is temporary, removed at a clean end: {folder}"
+    return f"the run folder is temporary and removed after a clean end: {folder}"
 
 
-def throw_away(folder: Path, say: Say) -> None:
-    """Remove a temporary run folder; what cannot be removed is said."""
+def remove_temporary(folder: Path, say: Say) -> None:
+    """Remove a temporary run folder, or print why it cannot be removed."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        say(f"warning: the temporary run folder {folder} cannot be removed: {error.strerror or error}")
+        say(f"warning: cannot remove the temporary run folder {folder}: {error.strerror or error}")
     else:
         say(f"removed the temporary run folder {folder}")
 
 
 def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loaded[commands.TrainOptions]:
-    """The options of a restored run with its places: the line's, else where the checkpoint lies.
+    """The options of a restored run with its folders: the command line's, or else where the checkpoint lies.
 
-    What the checkpoint itself says about places is not heeded: it may come from another person, and would choose which
-    files of the user are overwritten or removed.
+    Folders named in the checkpoint are ignored: it may come from another person, and would choose which of the user's
+    files are overwritten or removed.
     """
     options, sources = loaded.options, dict(loaded.sources)
     folder, kept = options.run.run_dir, options.checkpoints.checkpoints_kept
@@ -294,8 +304,8 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         found = home(restored)
         if found is None and not options.run.plan:
             raise ConfigError(
-                f"--run-dir: is needed, the folder to continue in: {restored.folder} does not lie in a run folder,"
-                " and one is not taken from a checkpoint"
+                f"--run-dir: is needed, because {restored.folder} does not lie in a run folder, and folders are not"
+                " taken from a checkpoint"
             )
         folder = found or folder
     saved = options.checkpoints.checkpoint_output_path
@@ -305,19 +315,19 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
             raise LinkError(saved)
         sources["checkpoint-output-path"] = CHECKPOINT
     if "checkpoints-kept" in left_out(loaded, restored.manifest.config):
-        kept = "all"  # as the stored number may not remove any, nor may ours remove what that one kept
+        kept = "all"  # the stored number may not remove any, nor may our default remove what that one kept
         sources["checkpoints-kept"] = CHECKPOINT
     options = replace(
         options,
         run=replace(options.run, run_dir=folder),
         checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
     )
-    return Loaded(options, sources)
+    return replace(loaded, options=options, sources=sources)
 
 
 def home(restored: Checkpoint) -> Path | None:
-    """The run folder in which a checkpoint lies, or around whose folder of checkpoints; None: it lies in none."""
-    # As it is spelled: a checkpoint that is a link leads to no other run.
+    """The run folder that a checkpoint lies in, directly or in its folder of checkpoints; None: in none."""
+    # As spelled: a checkpoint that is a link must not lead to another run.
     saved = Path(os.path.abspath(restored.folder)).parent  # noqa: PTH100, resolve follows links
     for folder in (saved, saved.parent):
         config = _config(folder)
@@ -331,7 +341,7 @@ def home(restored: Checkpoint) -> Path | None:
 
 
 def _belongs(restored: Checkpoint, folder: Path) -> bool:
-    """Whether a checkpoint is one of the run in this folder: it lies there, or where that run says it saves."""
+    """Whether a checkpoint is one of the run in this folder: it lies there, or where that run saves."""
     lies = home(restored)
     if lies is not None and lies.resolve() == folder.resolve():
         return True
@@ -344,7 +354,7 @@ def _is_default(restored: Checkpoint, folder: Path) -> bool:
 
 
 def _config(folder: Path) -> dict[str, str] | None:
-    """The config.yaml of a run folder; None where there is none, or one of another program."""
+    """The config.yaml of a run folder; None: there is none, or it is another program's."""
     try:
         content = read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None
     except ConfigError:
@@ -354,14 +364,13 @@ def _config(folder: Path) -> dict[str, str] | None:
     return {name: value for name, value in content.items() if isinstance(value, str)}
 
 
-def _logs_where_it_saves(options: commands.TrainOptions) -> bool:
-    """As the PyTorch program did."""
-    return options.style.log_style == "pytorch" and options.checkpoints.checkpoint_output_path is not None
+def _logs_where_it_saves(options: commands.TrainOptions, conventions: Conventions) -> bool:
+    return conventions.logs_where_it_saves and options.checkpoints.checkpoint_output_path is not None
 
 
-def _fresh(options: commands.TrainOptions) -> Path:
-    style, saved = options.style.log_style, options.checkpoints.checkpoint_output_path
-    if saved and _logs_where_it_saves(options):
+def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
+    saved = options.checkpoints.checkpoint_output_path
+    if saved and conventions.logs_where_it_saves:
         return saved
     size, replicas = options.data.image_size, options.parallel.replicas
     with named_option("model"):
@@ -372,7 +381,6 @@ def _fresh(options: commands.TrainOptions) -> Path:
         micro_batch=options.data.micro_batch_size,
         accumulation=options.training.gradient_accumulation,
         replicas=1 if replicas == "auto" else replicas,
-        # A pipeline of the TensorFlow program on one device is what is kept in recomputation here.
         pipelined=bool(options.parallel.pipeline_splits) or options.numerics.recompute_mode == "manual",
         norm=options.model.norm_type,
         groups=options.model.norm_num_groups,
@@ -381,7 +389,7 @@ def _fresh(options: commands.TrainOptions) -> Path:
         image_size=side,
         suffix=options.run.name_suffix,
     )
-    return fresh(style, shape, version=falconet.__version__)
+    return conventions.run_folder(shape)
 
 
 def _require_writable(folder: Path, option: str) -> None:

@@ -1,6 +1,6 @@
-"""A checkpoint, or foreign weights, opened as a model to measure."""
+"""Checkpoints and foreign weights as models: to measure, or to start with."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,27 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
-from falconet.errors import ConfigError, DataError
+from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import resources
+from falconet.parallel.world import World
 from falconet.report.console import Say
+from falconet.report.styles import Validated
 from falconet.train import evaluate
-from falconet.train.evaluate import Evaluation, never
+from falconet.train.evaluate import Accuracy, Evaluation, Validation, never
+from falconet.train.save import Saving
 
-STEMS = (("model", ""), ("ema", " (moving average)"))  # what of a checkpoint is measured, and how it is called
+STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
+
+
+Report = Callable[[Validated], None]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with weights, the options and images it was trained with, and where it comes from."""
+    """A model with its weights, its options and images, and its source."""
 
     name: str
     epoch: str
@@ -37,8 +43,8 @@ class Opened:
     options: ValidateOptions
     images: Dataset
     class_names: tuple[str, ...]
-    update: int = 0  # updates behind its weights
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, when it was saved
+    update: int = 0  # updates that made its weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
 
 
 def global_batch(options: TrainOptions) -> int:
@@ -67,7 +73,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     loaded = load_options(ValidateOptions, line, manifest.config)
     options = loaded.options
     refuse_download(loaded)
-    # Generated images depend on the seed and the global batch of the training, whatever the micro-batch is here.
+    # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
     images = open_dataset(
         options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
@@ -89,16 +95,16 @@ def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]
 
 
 def epoch_of(manifest: Manifest) -> str:
-    """Whole epochs behind a checkpoint, and images of the next one."""
+    """Whole epochs trained, and images of the next one."""
     progress = manifest.progress
     return f"{progress.epoch}" + (f" + {progress.images:,} images" if progress.images else "")
 
 
 def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
-    """Somebody else's weights in the model that the line names."""
+    """Foreign weights in the model that the line names."""
     given = {setting.option for setting in line}
     if not {"model", "data"} <= given:
-        raise ConfigError(f"{path}: holds weights alone; wanted --model and --data beside it")
+        raise ConfigError(f"{path}: holds only weights; expected --model and --data as well")
     options = load_options(ValidateOptions, line).options
     images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     model = _built(options, classes=images.classes)
@@ -107,7 +113,7 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
-    """Give a new model the weights of a checkpoint, of the newest one in a folder, or of a file; all of them fit."""
+    """Give a new model all weights of a checkpoint, of the newest one in a folder, or of a file."""
     if path.is_file():
         weights = read_weights(path)
     else:
@@ -117,7 +123,7 @@ def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
 
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
-    """Give a new model its published weights, the classifier's only for as many classes; which they are, in words."""
+    """Give a new model its published weights, the classifier's only if the classes match; returns what they are."""
     weights, own = pretrained.published(name), model.state_dict()
     found = read_weights(pretrained.fetch(weights))
     is_other = classes != weights.classes
@@ -125,14 +131,14 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
         key: tensor
         for key, tensor in own.items()
         if (is_other and key.startswith(f"{weights.classifier}."))
-        or (key.endswith(".num_batches_tracked") and key not in found)  # older files have none
+        or (key.endswith(".num_batches_tracked") and key not in found)  # missing in older files
     }
     load_weights(model, found | kept, where=weights.tag, name=f"this {name}")
-    return f"weights {weights.tag}" + (f", but for the classifier, of {classes} classes here" if is_other else "")
+    return f"weights {weights.tag}" + (f", except the classifier's: {classes} classes here" if is_other else "")
 
 
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
-    """The model on its device, its weights in the format that they were trained in."""
+    """The model on its device, with weights in the format of its training."""
     model = build_model(options.model, classes=classes, seed=0)
     return REGIMES[options.machine.precision].prepare(model, resources.open_machine(options.machine).device)
 
@@ -142,7 +148,7 @@ def measure(opened: Opened, note: Say) -> Evaluation:
     options, images = opened.options, opened.images
     world = resources.open_machine(options.machine)
     if options.data.data == "synthetic":
-        raise ConfigError("--data synthetic: lives on the device only; wanted data with a validation set")
+        raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
         images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
@@ -152,3 +158,45 @@ def measure(opened: Opened, note: Say) -> Evaluation:
     if warning:
         note(warning)
     return found
+
+
+def validate_folder(
+    path: Path, saving: Saving, validation: Validation, *, images: Dataset, world: World, report: Report
+) -> list[Accuracy]:
+    """Measure every fitting checkpoint in `path` with the run's model, which keeps the last one's weights.
+
+    `report` is called with each as it is measured. Every process reads the folder, as for averages.
+    """
+    state = saving.state
+    names = world.once(lambda: "\n".join(str(folder) for folder in _fitting(path, saving, images)))
+    measured = []
+    for folder in map(Path, names.splitlines()):
+        manifest = format.read_manifest(folder)
+        for stem, suffix in STEMS:
+            if stem in manifest.stems:
+                weights = weights_of(folder, manifest, stem)
+                load_weights(state.model, state.stages.own(weights), where=str(folder))
+                found = validation.other(folder.name + suffix, manifest.progress, report)
+                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch_of(manifest), found=found))
+    return measured
+
+
+def _fitting(path: Path, saving: Saving, images: Dataset) -> Iterator[Path]:
+    """The checkpoints that the run's model and images fit; the others are skipped with a line each."""
+    count, trained = 0, saving.identity
+    for folder in format.checkpoints_in(path):
+        try:
+            manifest = format.verify(folder)
+            if manifest.model != trained.model:
+                raise CheckpointError(f"{folder}: holds {manifest.model}, expected {trained.model}, which was trained")
+            images.check_classes(manifest.class_names, where=str(folder))
+        except CheckpointError as error:
+            saving.output.screen.line(f"skipped {error}")
+            continue
+        count += 1
+        yield folder
+    if not count:
+        raise CheckpointError(
+            f"--validate-checkpoints: {path} holds no whole checkpoint of {trained.model} on {trained.data};"
+            f" the training itself is complete and saved as {saving.last}"
+        )

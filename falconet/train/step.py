@@ -1,4 +1,4 @@
-"""Cross-entropy against soft targets."""
+"""One update of the weights: the loss, how gradients move weights, and the step of a whole model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,41 +29,41 @@ from falconet.report.trace import BEFORE, TRACED
 
 @dataclass(frozen=True)
 class Loss:
-    """(1 - s) of the targets' cross-entropy plus s of the mean over all classes, image by image."""
+    """Cross-entropy against soft targets: 1 - s of the targets, s of the mean over all classes, per image."""
 
     classes: int
     smoothing: float = 0.0
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits, targets: N x classes; a row of zeros counts for nothing. Result: N."""
+        """logits, targets: N x classes; a row of zeros gives a loss of 0. Result: N."""
         smooth = targets * (1.0 - self.smoothing) + targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
         return -(smooth * F.log_softmax(logits, dim=1)).sum(1)
 
 
-SEEDS = 1 << 63  # torch takes no larger ones
+SEEDS = 1 << 63  # torch takes seeds below this
 
 
 class Move(Protocol):
     """What happens to the loss before, and to the gradients after, the backward passes of an update."""
 
     def begin(self, update: int) -> None:
-        """Update number `update` begins: forget the gradients of the last one."""
+        """Clear the gradients of the update before `update`."""
 
     def root(self, loss: Tensor) -> Tensor:
-        """Where the backward pass of a micro-batch's share of the loss begins."""
+        """The root of the backward pass, from a micro-batch's share of the loss."""
 
     def passed(self) -> None:
-        """The backward pass of a micro-batch has added its gradients."""
+        """Called when the backward pass of a micro-batch has added its gradients."""
 
     def end(self, update: int, lr: float) -> Tensor:
-        """Move the weights; 1 if the update was skipped instead, 0 if not, on the device."""
+        """Move the weights; returns 1 if the update was skipped instead, else 0, on the device."""
 
 
 class PlainMove:
-    """The gradients as they are."""
+    """Without a loss scale."""
 
     def __init__(self, optimizer: Optimizer, *, device: torch.device, step: Callable[[], object] | None = None) -> None:
-        """`step`: what moves the weights, where that is more than the optimizer's own."""
+        """`step`: what moves the weights, if not the optimizer alone."""
         self.optimizer = optimizer
         self._step = step or optimizer.step
         self._moved = torch.zeros((), dtype=torch.int64, device=device)
@@ -84,17 +84,17 @@ class PlainMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Gradients of an update that other processes have, and how this one hears whether they are finite."""
+    """How this process learns whether gradients in other processes are finite."""
 
-    shards: ShardedReplicas | None = None  # who have the averaged gradients, if not the model's own parameters
-    stages: Callable[[NonFinite], NonFinite] = lambda found: found  # what all stages of a pipeline found
+    shards: ShardedReplicas | None = None  # hold the averaged gradients, instead of the model's parameters
+    stages: Callable[[NonFinite], NonFinite] = lambda found: found  # combines what all stages of a pipeline found
 
 
 NOWHERE = Elsewhere()
 
 
 class ScaledMove:
-    """The loss times a scale; an update with gradients that are not finite is skipped, on the device."""
+    """With a loss scale; an update with non-finite gradients is skipped on the device."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class ScaledMove:
         return non_finite.found.long()
 
     def _found(self) -> NonFinite:
-        """In the gradients of this process, or of the replicas that divide them; a stage may have none to train."""
+        """Non-finite gradients in this process, or in replicas that divide them; a stage may train nothing."""
         grads = _gradients(self._trained)
         return find_non_finite(grads, everywhere=self._everywhere) if grads else self._nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moving:
-    """A model whose weights move, update by update: what every kind of step does around its passes."""
+    """A model and how its weights move: what both kinds of step do around their passes."""
 
     model: nn.Module
     move: Move
@@ -155,13 +155,13 @@ class Moving:
 
     def begin(self, update: int) -> None:
         """Before the first pass."""
-        # Dropout draws from the device's generator: seeded anew for each update, there is no state to save.
+        # Dropout draws from the device's generator: seeded for each update, it has no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
         self.move.begin(update)
 
     def end(self, update: int, lr: float) -> Tensor:
-        """After the last pass: the replicas' mean moves the weights; 1 if they stayed instead, else 0."""
+        """After the last pass: move the weights by the replicas' mean; returns 1 if the update was skipped, else 0."""
         self.replicas.average()
         skipped = self.move.end(update, lr)
         for average in self.averages:
@@ -178,12 +178,12 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 class Update(NamedTuple):
-    """What one update did. The tensors stay on the device: reading them costs a wait."""
+    """What one update did. The tensors stay on the device, because reading them waits for it."""
 
     loss: Tensor  # mean over the images
-    correct: Tensor  # images whose top class was right
+    correct: Tensor  # images with the right top class
     images: Tensor  # images that counted
-    skipped: Tensor  # 1 if a gradient was not finite and the weights stayed put, else 0
+    skipped: Tensor  # 1 if a gradient was not finite and the weights did not move, else 0
 
 
 class Step(Protocol):
@@ -212,10 +212,10 @@ class LocalStep:
         return Update(loss, correct, counted, skipped)
 
     def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the gradient of one micro-batch, which has `1 / images` of the weight for each of its images."""
+        """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
         inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, classes=self.loss.classes)
         logits = self.regime.run(self.moving.model, inputs)
-        # A sum over images divided once by their number: the same gradient however they are split.
+        # A sum over images, divided once by their number: the gradient is the same however they are split.
         loss = self.loss(logits, targets).sum() / images
         self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
         self.moving.move.passed()
@@ -223,7 +223,7 @@ class LocalStep:
 
 
 class DeviceMoments:
-    """Events on the current CUDA stream: a mark is where the device stands when it comes to it."""
+    """Times on the device: events on the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ class DeviceMoments:
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        return float(first.elapsed_time(second)) / 1000  # it counts milliseconds
+        return float(first.elapsed_time(second)) / 1000  # from milliseconds
 
 
 def moments_of(device: torch.device) -> Moments:
@@ -239,7 +239,7 @@ def moments_of(device: torch.device) -> Moments:
 
 
 class TimedStep:
-    """Another step, whose updates a stopwatch is told of."""
+    """A step whose updates a stopwatch times."""
 
     def __init__(self, step: Step, stopwatch: Stopwatch) -> None:
         self._step, self.stopwatch = step, stopwatch
@@ -254,10 +254,10 @@ Pause = Callable[[], AbstractContextManager[None]]
 
 
 class ProfiledStep:
-    """Another step, of which some updates are traced; the run goes on as it would."""
+    """A step of which some updates are traced; training is not changed."""
 
     def __init__(self, step: Step, folder: Path, *, device: torch.device, updates: int, pause: Pause) -> None:
-        """`updates`: how many there will be; a run of few is traced as far as it goes. `pause`: no training time."""
+        """`updates`: how many there will be; a short run is traced to its end. `pause`: excludes time from training."""
         self._step, self._folder, self._device, self._pause = step, folder, device, pause
         self._first = min(BEFORE, max(0, updates - TRACED))
         self._last = min(self._first + TRACED, updates)
@@ -269,7 +269,7 @@ class ProfiledStep:
             self._begin()
         made = self._step(micro_batches, update=update, lr=lr)
         self._done += 1
-        if self._done == self._first:  # here and not in the next call: the wait for its images is training time
+        if self._done == self._first:  # here, not in the next call, because the wait for its images is traced too
             self._begin()
         if self._done == self._last and self._profile is not None:
             self._end(self._profile)
@@ -282,6 +282,6 @@ class ProfiledStep:
 
     def _end(self, traced: profile) -> None:
         trace.settle(self._device)
-        with self._pause():  # seconds, of which no update is made
+        with self._pause():  # takes seconds
             trace.write(traced, self._folder, device=self._device)
         self._profile = None

@@ -1,4 +1,4 @@
-"""Stopping cleanly: Ctrl-C, SIGTERM and a lost terminal ask for it, a second Ctrl-C insists."""
+"""Stopping cleanly after Ctrl-C, SIGTERM or a lost terminal, and at once after a second Ctrl-C."""
 
 import contextlib
 import signal
@@ -10,11 +10,11 @@ from typing import Any, Self
 from falconet import exits
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN = 0.2  # seconds after which a KeyboardInterrupt that nobody heard is raised again
+AGAIN = 0.2  # seconds after which a lost KeyboardInterrupt is raised again
 
 
 class StopRequest:
-    """Within it, the first signal only raises a flag, which the loop sees after its update."""
+    """Within it, the first signal only sets a flag, which the loop reads after each update."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.requested = False
@@ -37,10 +37,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Around what a second signal breaks off at once; what follows, such as the end of a save, has its time.
+        """Around what a second signal interrupts at once; what follows, such as the end of a save, is not hurried.
 
-        Python throws away an exception that comes while a destructor runs, and a generator that waits for its threads
-        may be in one: until the interruption comes out here, it is raised again and again.
+        Python drops an exception raised while a destructor runs, and a generator that waits for its threads may be in
+        one: the interruption is raised again until it arrives here.
         """
         try:
             yield
@@ -52,18 +52,18 @@ class StopRequest:
         if self.requested:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
             raise KeyboardInterrupt
-        self._request(f"{signal.Signals(number).name}: finishing this update, then saving; again to stop at once")
+        self._request(f"{signal.Signals(number).name}: finishing this update, then saving; repeat it to stop at once")
 
     def _hang_up(self, _number: int, _frame: FrameType | None) -> None:
-        """The system says it, and then the shell: the second one insists on nothing."""
+        """The system sends it, and then the shell: a second one does not mean to stop at once."""
         if not self.requested:
             self._request("SIGHUP: finishing this update, then saving")
 
     def _request(self, note: str) -> None:
         self.requested = True
-        exits.forget_lost_terminal()  # a launcher that lost it may have said SIGTERM
+        exits.forget_lost_terminal()  # a launcher that lost it may have sent SIGTERM
         self._note(note)
 
     def _unraisable(self, lost: Any) -> None:
-        if lost.exc_type is not KeyboardInterrupt:  # which comes again
+        if lost.exc_type is not KeyboardInterrupt:  # which is raised again
             self._hook(lost)

@@ -1,4 +1,4 @@
-"""From a spec's command to what is started."""
+"""From a spec's command to the process that is started."""
 
 import os
 import sys
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from falconet.bench.process import build_command, child_environment
+from falconet.bench.execution import build_command, child_environment
 from falconet.bench.spec import Benchmark
 from falconet.errors import ConfigError
 
 
-def built(command, parameters=None, *, wandb=False, profile=False, environment=None, said=None):
+def built(command, parameters=None, *, wandb=False, profile=False, environment=None, printed=None):
     benchmark = Benchmark(name="b", where="s.yml", folder=Path(), command=command, environment=environment or {})
-    note = (said if said is not None else []).append
+    note = (printed if printed is not None else []).append
     return build_command(benchmark, parameters or {}, wandb=wandb, profile=profile, note=note)
 
 
@@ -25,22 +25,22 @@ def test_parameters_and_variables_are_filled_in(monkeypatch):
     assert found.environment == {"OWN": "o"}
 
 
-def test_a_variable_that_is_not_set_is_empty_and_said(monkeypatch):
+def test_an_unset_variable_is_empty_with_a_note(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
-    said = []
-    assert built("prog a$NOT_THERE", said=said).argv == ("prog", "a")
-    assert said == ["note: $NOT_THERE is not set; taken as empty"]
+    printed = []
+    assert built("prog a$NOT_THERE", printed=printed).argv == ("prog", "a")
+    assert printed == ["note: $NOT_THERE is not set; using an empty string"]
 
 
-def test_a_variable_that_is_empty_is_said_too(monkeypatch):
+def test_an_empty_variable_is_noted(monkeypatch):
     monkeypatch.setenv("NOTHING", "")
-    said = []
-    assert built("prog --data-dir $NOTHING", said=said).argv == ("prog", "--data-dir", "")
-    assert said == ["note: $NOTHING is empty"]
+    printed = []
+    assert built("prog --data-dir $NOTHING", printed=printed).argv == ("prog", "--data-dir", "")
+    assert printed == ["note: $NOTHING is empty"]
 
 
-def test_an_unknown_parameter_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"nothing is known of \{batchsise\}; did you mean 'batchsize'"):
+def test_an_unknown_parameter_gets_a_suggestion():
+    with pytest.raises(ConfigError, match=r"unknown parameter \{batchsise\}; did you mean 'batchsize'"):
         built("falconet {batchsise}", {"batchsize": "1"})
 
 
@@ -50,8 +50,8 @@ def test_json_in_a_command_is_left_alone():
     assert built(line).shown() == line
 
 
-@pytest.mark.parametrize(("command", "message"), [("a 'b", "no closing quotation"), ("X=1", "has no program")])
-def test_a_command_that_cannot_be_read_is_told(command, message):
+@pytest.mark.parametrize(("command", "message"), [("a 'b", "no closing quotation"), ("X=1", "names no program")])
+def test_a_malformed_command_is_refused(command, message):
     with pytest.raises(ConfigError, match=f"s.yml: b: cmd: {message}"):
         built(command)
 
@@ -59,7 +59,7 @@ def test_a_command_that_cannot_be_read_is_told(command, message):
 WANDB = "falconet train --wandb --wandb-project p --epoch 2 --wandb-name=n --seed 1"
 
 
-def test_wandb_options_are_taken_out_unless_allowed():
+def test_wandb_options_are_removed_unless_allowed():
     assert built(WANDB).shown() == "falconet train --epoch 2 --seed 1"
     assert built(WANDB, wandb=True).shown() == WANDB
 
@@ -68,11 +68,11 @@ def test_wandb_options_are_taken_out_unless_allowed():
     ("command", "profiled"),
     [("falconet train", True), ("python3 train.py --config x", True), ("falconet bench infer", False)],
 )
-def test_only_what_trains_is_profiled(command, profiled):
+def test_only_training_commands_are_profiled(command, profiled):
     assert ("--profile" in built(command, profile=True).argv) == profiled
 
 
-def test_python_is_this_one_and_programs_beside_it_are_found(tmp_path):
+def test_commands_use_this_python_and_the_programs_beside_it(tmp_path):
     found = built("python3 train.py", environment={"A": "b"})
     assert found.argv == (sys.executable, "train.py")
     environment = child_environment(found, tmp_path)

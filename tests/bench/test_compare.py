@@ -1,4 +1,4 @@
-"""Faster, slower or within noise, on made results; and that results survive their file."""
+"""Faster, slower or within noise on made-up results; results files."""
 
 import json
 import math
@@ -24,7 +24,7 @@ CASES = {  # old, new -> verdict, and whether it fails at a margin of 5 %
     "a little less, in noise": ([100, 103, 97], [98, 101, 95], "within noise", False),
     "slower, within the margin": ([100, 100.1, 99.9], [97, 97.1, 96.9], "slower", False),
     "slower, beyond the margin": ([100, 101, 99], [80, 81, 79], "slower", True),
-    "much less on average, but nobody knows": ([100, 140, 60], [80, 120, 40], "within noise", False),
+    "much less on average, but too noisy": ([100, 140, 60], [80, 120, 40], "within noise", False),
     "faster": ([100, 101, 99], [120, 121, 119], "faster", False),
     "no spread at all": ([100, 100], [90, 90], "slower", True),
     "one value": ([100], [50], "one value", False),
@@ -32,12 +32,12 @@ CASES = {  # old, new -> verdict, and whether it fails at a margin of 5 %
 
 
 @pytest.mark.parametrize(("old", "new", "verdict", "fails"), CASES.values(), ids=CASES)
-def test_a_change_is_judged_by_the_spread(old, new, verdict, fails):
+def test_verdict_depends_on_the_spread(old, new, verdict, fails):
     (found,) = compare({"b": result(old)}, [result(new)])
     assert (found.verdict, found.loses_more_than(5.0)) == (verdict, fails)
 
 
-def test_the_interval_of_a_change_is_welchs():
+def test_interval_of_a_change_is_welchs():
     # By hand: 100 and 90, std 2 and 4, n 4 and 5. se^2 = 1 + 3.2 = 4.2; df = 17.64 / (1/3 + 10.24/4) = 6.10 -> 6;
     # t = 2.447; half = 2.447 * 2.049 = 5.015
     old = results.Estimate(100.0, 2.0, 0, 0, 4, "runs")
@@ -45,28 +45,28 @@ def test_the_interval_of_a_change_is_welchs():
     assert change_between(old, new) == pytest.approx((-10.0, -15.015, -4.985), abs=2e-3)
 
 
-def test_equal_programs_are_told_apart_one_time_in_twenty_at_most():
+def test_equal_programs_differ_at_most_one_time_in_twenty():
     draws = np.random.default_rng(1).normal(100, 3, (1000, 6)).tolist()
     intervals = [change_between(estimate(row[:3]), estimate(row[3:]))[1:] for row in draws]
     assert np.mean([not low <= 0 <= high for low, high in intervals]) < 0.06
 
 
-def test_what_is_new_missing_or_another_thing_is_said():
+def test_new_missing_and_changed_benchmarks_are_reported():
     old = {"b": result([1, 1]), "gone": result([1, 1], name="gone")}
     new = [result([1, 1], folded="2 replicas asked for"), result([1, 1], name="added")]
     found = {one.name: one for one in compare(old, new)}
     assert found["added"].verdict == "new"
     assert found["gone"].verdict == "missing"
-    assert (found["b"].verdict, found["b"].why) == ("not comparable", "another folding")
+    assert (found["b"].verdict, found["b"].why) == ("not comparable", "different folding")
     many = {name: result([1, 1], name=name) for name in "qwertyuiop"}
     assert [one.name for one in compare(many, [])] == list("qwertyuiop")
     (other,) = compare({"b": result([1, 1], command="x")}, [result([1, 1])])
-    assert other.why == "another command"
+    assert other.why == "different command"
     (none,) = compare({"b": result([1, 1])}, [result([], status="failed")])
     assert none.verdict == "not comparable"
 
 
-def test_several_runs_are_one_result():
+def test_several_runs_become_one_result():
     found = result([90, 100, 110])
     assert (found.throughput.mean, found.throughput.std, found.throughput.of) == (100.0, 10.0, "runs")
     assert found.latency["max"] == pytest.approx(1000 / 90)
@@ -84,7 +84,7 @@ def test_one_run_has_the_spread_within_it():
     assert (found.throughput.count, found.throughput.of) == (10, "blocks of one run")
 
 
-def test_results_survive_their_file(tmp_path):
+def test_results_round_trip_through_json(tmp_path):
     path = tmp_path / "results.json"
     every = [result([90, 100]), result([5], name="one"), result([], name="none", status="failed")]
     results.write(path, every, {"cores": 2})
@@ -100,13 +100,13 @@ def test_results_survive_their_file(tmp_path):
 DAMAGED = {
     "": "is not JSON",
     "[]": "has format None",
-    '{"format": "falconet-bench/9"}': "has format 'falconet-bench/9', wanted 'falconet-bench/1'",
+    '{"format": "falconet-bench/9"}': "has format 'falconet-bench/9', expected 'falconet-bench/1'",
     json.dumps({"format": results.FORMAT}): "is damaged",
     json.dumps({"format": results.FORMAT, "machine": {}, "results": [{"x": 1}]}): "is damaged",
 }
 
 
-def test_a_count_that_is_no_number_is_told_before_anything_runs(tmp_path):
+def test_a_damaged_results_file_is_refused_before_anything_runs(tmp_path):
     path = tmp_path / "old.json"
     results.write(path, [result([90, 100])], {})
     path.write_text(path.read_text().replace('"count": 2', '"count": "x"'))
@@ -114,7 +114,7 @@ def test_a_count_that_is_no_number_is_told_before_anything_runs(tmp_path):
         results.read(path)
 
 
-def test_a_spread_that_is_not_known_is_no_noise():
+def test_an_unknown_spread_is_not_noise():
     unknown = results.Estimate(100.0, math.nan, math.nan, math.nan, 3, "runs")
     change, low, high = change_between(unknown, estimate([90, 91, 89]))
     assert change == pytest.approx(-10)
@@ -123,7 +123,7 @@ def test_a_spread_that_is_not_known_is_no_noise():
 
 
 @pytest.mark.parametrize(("text", "message"), DAMAGED.items())
-def test_a_file_that_holds_no_results_is_named(tmp_path, text, message):
+def test_a_file_without_results_is_refused_by_name(tmp_path, text, message):
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as error:

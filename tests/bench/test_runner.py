@@ -1,4 +1,4 @@
-"""Benchmarks one after the other: repeats, failures, and what is said."""
+"""Running benchmarks: repeats, failures and notes."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.bench import process
+from falconet.bench import execution
 from falconet.bench.runner import Routine, _places, prepare, run_all
 from falconet.bench.spec import read_spec
 
@@ -40,13 +40,13 @@ def routine(tmp_path, **changes):
     return Routine(**({"repeat": 2, "folder": tmp_path / "out", "here": 4} | changes))
 
 
-def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_the_others(jobs, tmp_path):
-    said = []
+def test_every_variant_is_repeated_and_one_failure_does_not_stop_the_rest(jobs, tmp_path):
+    printed = []
     text = (
         "a:\n  parameters:\n    rate: 100,13,200\n  cmd: python program.py {rate} --replicas 8\n"
         "  output: [[samples/sec, throughput], [watts, watts]]\n"
     )
-    found = list(run_all(jobs(text), routine(tmp_path), said.append))
+    found = list(run_all(jobs(text), routine(tmp_path), printed.append))
     assert [(one.name, one.status) for one in found] == [
         ("a[rate=100]", "passed"),
         ("a[rate=13]", "failed"),
@@ -58,20 +58,20 @@ def test_every_variant_is_run_as_often_as_asked_and_one_failure_does_not_stop_th
     assert found[0].throughput.count == 2
     assert found[1].reason == "exit code 1: it broke"
     assert found[0].folded == "8 replicas asked for, 1 device is here: 1 runs"
-    assert "  needs 8 devices, 4 here: runs folded, and is marked so" in said
-    assert "  FAILED: exit code 1: it broke" in said
-    assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in said
+    assert "  needs 8 devices, 4 here: runs folded and is marked as such" in printed
+    assert "  FAILED: exit code 1: it broke" in printed
+    assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in printed
     assert (tmp_path / "out/a_rate=13/run1/output.log").read_text().endswith("it broke\n")
     json.dumps(found[0].runs)
 
 
-def test_the_first_failure_stops_everything_when_asked(jobs, tmp_path):
+def test_the_first_failure_stops_the_rest_when_asked(jobs, tmp_path):
     text = "a:\n  cmd: python program.py 13\nb:\n  cmd: python program.py 100\n"
     found = list(run_all(jobs(text), routine(tmp_path, stop_on_error=True), lambda _: None))
     assert [one.name for one in found] == ["a"]
 
 
-def test_a_metric_that_no_line_has_is_a_failure(jobs, tmp_path):
+def test_a_metric_without_a_matching_line_is_a_failure(jobs, tmp_path):
     text = "a:\n  cmd: python program.py 100\n  data: {loss: {regexp: 'loss (x)'}}\n"
     (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
     assert (found.status, found.reason) == ("failed", "no line matches the regexp of loss")
@@ -81,19 +81,19 @@ def test_a_metric_that_no_line_has_is_a_failure(jobs, tmp_path):
     ("rates", "reason"),
     [("nan nan", "throughput is nan"), ("inf inf", "throughput is inf"), ("0 0", "throughput is 0")],
 )
-def test_a_throughput_that_is_none_is_a_failure(jobs, tmp_path, rates, reason):
+def test_a_throughput_of_zero_or_nan_is_a_failure(jobs, tmp_path, rates, reason):
     text = f"a:\n  cmd: printf '%s/s\\n' {rates}\n  data: {{throughput: {{regexp: '(.*)/s'}}}}\n"
     (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
     assert (found.status, found.reason) == ("failed", reason)
 
 
-def test_what_cannot_be_computed_is_a_failure(jobs, tmp_path):
+def test_a_derived_metric_that_cannot_be_computed_is_a_failure(jobs, tmp_path):
     text = "a:\n  cmd: python program.py 100\n  derived: {x: {expr: '{throughput} / 0'}}\n"
     (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
-    assert (found.status, found.reason) == ("failed", "cannot be computed: x")
+    assert (found.status, found.reason) == ("failed", "cannot compute x")
 
 
-def test_the_output_of_a_spec_may_be_a_parameter(jobs, tmp_path):
+def test_output_can_be_a_parameter(jobs, tmp_path):
     text = "a:\n  cmd: python program.py {rate}\n  parameters: {rate: 50}\n  output: [[asked, rate]]\n"
     (found,) = run_all(jobs(text), routine(tmp_path), lambda _: None)
     assert found.output == {"asked": "50"}
@@ -101,32 +101,32 @@ def test_the_output_of_a_spec_may_be_a_parameter(jobs, tmp_path):
 
 def test_a_command_that_measures_nothing_is_a_failure(jobs, tmp_path):
     (found,) = run_all(jobs("a:\n  cmd: python -c pass\n"), routine(tmp_path), lambda _: None)
-    assert (found.status, found.reason) == ("failed", "ran to its end, and measured nothing")
+    assert (found.status, found.reason) == ("failed", "finished, but measured nothing")
 
 
-def test_the_shorter_time_limit_counts(jobs, tmp_path, monkeypatch):
+def test_the_shorter_timeout_applies(jobs, tmp_path, monkeypatch):
     def now():
-        """A second is over as soon as the line is there."""
+        """The timeout has passed as soon as the line is logged."""
         return 2.0 * any(log.stat().st_size for log in tmp_path.rglob("output.log"))
 
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    monkeypatch.setattr(execution, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     text = "a:\n  timeout: 1\n  cmd: python -c 'import time; print(5, flush=True); time.sleep(600)'\n"
     (found,) = run_all(jobs(text), routine(tmp_path, timeout=50.0), lambda _: None)
-    assert (found.status, found.reason) == ("failed", "stopped after 1 second; its last line: 5")
+    assert (found.status, found.reason) == ("failed", "timed out after 1 s; its last line: 5")
 
 
-def test_keys_without_effect_are_said_once(tmp_path):
+def test_ignored_keys_are_noted_once(tmp_path):
     (tmp_path / "s.yml").write_text("".join(f"{name}:\n  cmd: x\n  pre_run_commands: [make]\n" for name in "ab"))
-    said = []
-    prepare(read_spec(tmp_path / "s.yml"), wandb=False, profile=False, note=said.append)
-    assert said == ["note: pre_run_commands in the spec: nothing is installed or prepared here"]
+    printed = []
+    prepare(read_spec(tmp_path / "s.yml"), wandb=False, profile=False, note=printed.append)
+    assert printed == ["note: ignored pre_run_commands in the spec; nothing is installed or prepared here"]
 
 
-def test_python_is_the_one_that_runs_the_tests(jobs):
+def test_commands_use_the_python_of_the_tests(jobs):
     assert jobs("a:\n  cmd: python3 x.py\n")[0].command.argv[0] == sys.executable
 
 
-def test_benchmarks_whose_names_are_alike_to_a_file_system_have_folders_of_their_own(jobs):
+def test_benchmarks_with_similar_names_have_separate_folders(jobs):
     long = "n" * 300
     made = jobs(f"'a x': {{cmd: x}}\n'a_x': {{cmd: x}}\n'..': {{cmd: x}}\n{long}: {{cmd: x}}\n")
     assert _places(made) == ["a_x", "a_x~2", "benchmark", "n" * 200]

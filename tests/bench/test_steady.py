@@ -1,4 +1,4 @@
-"""Where warm-up ends, on series whose warm-up is known."""
+"""Where warm-up ends, on series with a known warm-up."""
 
 import math
 import random
@@ -35,12 +35,12 @@ SERIES = {
 
 
 @pytest.mark.parametrize(("costs", "first", "verdict"), SERIES.values(), ids=SERIES)
-def test_the_warm_up_of_a_made_series_is_found(costs, first, verdict):
+def test_known_warm_up_is_found(costs, first, verdict):
     assert find_steady(costs) == (first, verdict)
 
 
 @pytest.mark.parametrize("decay", [1, 2, 5])
-def test_an_exponential_warm_up_is_cut_where_noise_covers_it(decay):
+def test_exponential_warm_up_is_cut_where_noise_covers_it(decay):
     noise = noisy(100, spread=0.05, seed=decay)
     costs = [cost + 3 * math.exp(-number / decay) for number, cost in enumerate(noise)]
     first, verdict = find_steady(costs)
@@ -50,7 +50,7 @@ def test_an_exponential_warm_up_is_cut_where_noise_covers_it(decay):
 
 
 @pytest.mark.parametrize("count", [6, 8, 12, 40])
-def test_noise_of_a_hundredth_is_never_told_as_drifting_and_a_late_change_always(count):
+def test_noise_is_not_drift_but_a_late_change_is(count):
     for seed in range(100):
         noise = noisy(count, spread=0.01, seed=seed)
         assert find_steady(noise).verdict == "steady"
@@ -58,7 +58,7 @@ def test_noise_of_a_hundredth_is_never_told_as_drifting_and_a_late_change_always
         assert find_steady(late).verdict == "drifting"
 
 
-def test_the_spec_may_know_of_more_warm_up():
+def test_a_spec_can_ask_for_more_warm_up():
     assert find_steady([1.0] * 20, at_least=4).first == 4
     assert find_steady([1.0, 1.0, 1.0], at_least=2).first == 2
     assert find_steady([1.0], at_least=3).first == 0

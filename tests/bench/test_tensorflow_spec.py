@@ -35,7 +35,7 @@ LINES = {  # benchmark -> its line of the originals' pages
 }
 OF_THE_PAGE = {"--group-dim=16": "--group-dim=1", "--expand-ratio=4": "--expand-ratio=6"}  # where its lines say 16
 OURS = {
-    *("log-style", "logs-per-epoch"),  # the runner reads metrics.jsonl, which wants more points than theirs
+    "logs-per-epoch",  # the runner reads metrics.jsonl, with more points than theirs
     *("checkpoint-save-freq", "checkpoints-kept", "initial-checkpoint"),  # speed is measured
     "dataloader-workers",  # by the machine
     "iterations",  # 200 batches instead of ten passes over 50,000 images
@@ -55,7 +55,7 @@ def by_dialect(name):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_benchmark_does_what_the_line_of_the_page_means(name):
+def test_a_benchmark_does_what_the_original_line_does(name):
     translation = by_dialect(name)
     kind = TrainOptions if translation.command == "train" else InferOptions
     wanted = parse(kind, translation.settings).options
@@ -81,7 +81,7 @@ def test_every_benchmark_is_compared():
     assert benchmarks == LINES.keys()
 
 
-def test_the_norms_are_the_programs():
+def test_norms_match_the_tensorflow_program():
     """Group norm of every G-th channel with the operation's own epsilon, 1e-3 in EfficientNets: inventory 2.2."""
     for name, entry in ENTRIES.items():
         grouped = "resnext101_train" in name or "efficientnet_b4" in name

@@ -29,14 +29,14 @@ def series(home, count, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_mean_is_that_of_float64_in_the_original_dtype(tmp_path, dtype):
+def test_mean_is_computed_in_float64_and_returned_in_the_original_dtype(tmp_path, dtype):
     folders, weights = series(tmp_path, 5, dtype)
     result = average(folders, MEAN)
     assert result["w"].dtype == dtype
     assert torch.equal(result["w"], torch.from_numpy(weights.sum(axis=0) / 5).to(dtype))
 
 
-def test_the_exponential_average_follows_time_and_starts_from_the_first(tmp_path):
+def test_exponential_average_starts_with_the_oldest_and_follows_training(tmp_path):
     folders, weights = series(tmp_path, 4)
     expected = weights[0]
     for new in weights[1:]:
@@ -54,13 +54,13 @@ def test_small_differences_between_large_weights_survive(tmp_path):
     assert average(folders, MEAN)["w"].dtype == torch.float16
 
 
-def test_counters_come_from_the_newest(tmp_path):
+def test_counters_come_from_the_newest_checkpoint(tmp_path):
     folders, _ = series(tmp_path, 3)
     seen = average(folders[::-1], MEAN)["seen"]
     assert (seen.item(), seen.dtype) == (20, torch.int64)
 
 
-def test_the_last_ones_are_the_newest_not_the_last_named(tmp_path):
+def test_last_selects_the_newest_checkpoints_not_the_last_names(tmp_path):
     folders, weights = series(tmp_path, 12)  # by name, epoch_10 comes before epoch_2
     result = average(format.checkpoints_in(tmp_path), Averaging(strategy="mean", last=2))
     np.testing.assert_allclose(result["w"].numpy(), weights[10:].mean(axis=0), rtol=1e-6)
@@ -68,7 +68,7 @@ def test_the_last_ones_are_the_newest_not_the_last_named(tmp_path):
     assert select(folders, 99) == select(folders, None) == folders
 
 
-def test_no_state_is_counted_twice(tmp_path, monkeypatch):
+def test_links_and_copies_count_once(tmp_path, monkeypatch):
     folders, weights = series(tmp_path, 3)
     shutil.copytree(folders[0], tmp_path / "best")
     shutil.copytree(folders[1], tmp_path / "hard", copy_function=os.link)
@@ -80,7 +80,7 @@ def test_no_state_is_counted_twice(tmp_path, monkeypatch):
     np.testing.assert_allclose(average(many, MEAN)["w"].numpy(), weights.mean(axis=0), rtol=1e-6)
 
 
-def test_equal_weights_at_different_times_both_count(tmp_path):
+def test_equal_weights_at_different_times_count_separately(tmp_path):
     values = [1.0, 1.0, 4.0]
     folders = [saved(tmp_path / str(i), i, {"w": torch.tensor([v])}) for i, v in enumerate(values)]
     assert average(folders, MEAN)["w"].item() == 2.0
@@ -94,7 +94,7 @@ def test_an_average_is_not_averaged_again(tmp_path):
         average([averaged], MEAN)
 
 
-def test_nothing_given_is_told(tmp_path):
+def test_averaging_no_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="nothing to average: none given"):
         average([], MEAN)
 
@@ -103,14 +103,14 @@ W = {"w": torch.ones(2)}
 MISFITS = {
     "another model": (W, {"model": "n"}, r"a \(m, 2 classes\) with .*b \(n, 2 classes\)"),
     "other classes": (W, {"classes": 3}, r"a \(m, 2 classes\) with .*b \(m, 3 classes\)"),
-    "another shape": ({"w": torch.ones(3, 1)}, {}, r"w is 2 \(real\) in the first, 3x1 \(real\) in the second"),
-    "a tensor more": (W | {"v": torch.ones(1)}, {}, r"v is missing in the first, 1 \(real\) in the second"),
-    "another kind": ({"w": torch.ones(2).long()}, {}, r"w is 2 \(real\) in the first, 2 \(int64\) in the second"),
+    "another shape": ({"w": torch.ones(3, 1)}, {}, r"w is 2 \(float\) in the first, 3x1 \(float\) in the second"),
+    "a tensor more": (W | {"v": torch.ones(1)}, {}, r"v is missing in the first, 1 \(float\) in the second"),
+    "another kind": ({"w": torch.ones(2).long()}, {}, r"w is 2 \(float\) in the first, 2 \(int64\) in the second"),
 }
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_checkpoints_of_different_models_are_both_named(tmp_path, case):
+def test_checkpoints_of_different_models_are_refused_by_name(tmp_path, case):
     tensors, extra, message = MISFITS[case]
     a, b = saved(tmp_path / "a", 0, W), saved(tmp_path / "b", 1, tensors, **extra)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -119,7 +119,7 @@ def test_checkpoints_of_different_models_are_both_named(tmp_path, case):
     assert str(b) in str(caught.value)
 
 
-def test_a_torn_checkpoint_is_not_averaged(tmp_path):
+def test_a_damaged_checkpoint_is_not_averaged(tmp_path):
     folders, _ = series(tmp_path, 3)
     path = folders[1] / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
@@ -127,7 +127,7 @@ def test_a_torn_checkpoint_is_not_averaged(tmp_path):
         average(folders, MEAN)
 
 
-def test_the_newest_ones_are_left_out_before_the_last_are_counted(tmp_path):
+def test_discarded_checkpoints_are_left_out_before_the_last_are_counted(tmp_path):
     folders, weights = series(tmp_path, 6)
     result = average(folders, Averaging(strategy="mean", last=2, discarded=1))
     np.testing.assert_allclose(result["w"].numpy(), weights[3:5].mean(axis=0), rtol=1e-6)

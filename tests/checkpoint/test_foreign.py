@@ -13,7 +13,7 @@ from torch import nn
 from falconet.checkpoint.foreign import load_weights, read_weights
 from falconet.errors import CheckpointError
 
-TORN = "torn, or neither safetensors nor a torch weights file"
+TORN = "truncated, or neither safetensors nor a torch weights file"
 
 
 def weights():
@@ -50,7 +50,7 @@ def assert_same(read):
 
 @pytest.mark.parametrize("case", WRAPPED)
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".pth.tar"])
-def test_weights_come_out_of_what_trainers_put_around_them(tmp_path, case, suffix):
+def test_weights_are_read_from_any_trainer_wrapper(tmp_path, case, suffix):
     path = tmp_path / f"w{suffix}"
     torch.save(WRAPPED[case], path)
     assert_same(read_weights(path))
@@ -85,7 +85,7 @@ class Greedy:
 def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path, protocol):
     path, trap = tmp_path / "w.pt", tmp_path / "trap"
     path.write_bytes(pickle.dumps({"state_dict": Hostile(trap)}, protocol=protocol))
-    with pytest.raises(CheckpointError, match=rf"w\.pt: (refused, it asks for posix\.mkdir|{TORN})"):
+    with pytest.raises(CheckpointError, match=rf"w\.pt: (refused: it would import posix\.mkdir|{TORN})"):
         read_weights(path)
     assert not trap.exists()
     pickle.loads(path.read_bytes())
@@ -94,7 +94,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path, protocol):
 
 def test_a_hostile_object_inside_a_torch_file_is_refused(tmp_path):
     torch.save({"fc.weight": torch.ones(1), "x": Hostile(tmp_path / "trap")}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"refused, it asks for posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"refused: it would import posix\.mkdir"):
         read_weights(tmp_path / "w.pt")
     assert not (tmp_path / "trap").exists()
 
@@ -111,16 +111,16 @@ NONSENSE = {
     "noise": (random.Random(0).randbytes(5000), TORN),
     "a broken zip": (b"PK\x03\x04" + bytes(4000), TORN),
     "a greedy pickle": (as_torch_file({"w": Greedy()}), TORN),
-    "a list": (as_torch_file([torch.ones(1)]), "holds list; wanted names and tensors"),
-    "a tensor": (as_torch_file(torch.ones(1)), "holds Tensor; wanted names and tensors"),
-    "numbers": (as_torch_file({"epoch": 3}), "'epoch' is int; wanted names and tensors alone"),
-    "nothing": (as_torch_file({"state_dict": {}}), "no tensor in it"),
+    "a list": (as_torch_file([torch.ones(1)]), "holds list; expected names and tensors"),
+    "a tensor": (as_torch_file(torch.ones(1)), "holds Tensor; expected names and tensors"),
+    "numbers": (as_torch_file({"epoch": 3}), "'epoch' is int; expected only names and tensors"),
+    "nothing": (as_torch_file({"state_dict": {}}), "holds no tensors"),
     "a name twice": (as_torch_file({"w": torch.ones(1), "module.w": torch.ones(1)}), "two tensors are called 'w'"),
 }
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_nonsense_is_told_in_one_line(tmp_path, case):
+def test_nonsense_is_refused_in_one_line(tmp_path, case):
     data, message = NONSENSE[case]
     (tmp_path / "w.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -129,7 +129,7 @@ def test_nonsense_is_told_in_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_missing_file_and_a_folder_are_told(tmp_path, suffix):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path, suffix):
     with pytest.raises(CheckpointError, match=f"none{suffix}: No such file or directory"):
         read_weights(tmp_path / f"none{suffix}")
     (tmp_path / f"folder{suffix}").mkdir()
@@ -138,7 +138,7 @@ def test_a_missing_file_and_a_folder_are_told(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_a_torch_file_cut_anywhere_is_refused(tmp_path, new):
+def test_a_torch_file_truncated_anywhere_is_refused(tmp_path, new):
     path = tmp_path / "w.pt"
     torch.save(weights(), path, _use_new_zipfile_serialization=new)
     data = path.read_bytes()
@@ -166,11 +166,11 @@ def test_a_damaged_torch_file_is_read_or_refused_but_never_crashes(tmp_path, new
     assert not any("\n" in message for message in refused)
 
 
-def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path):
+def test_a_safetensors_file_truncated_anywhere_is_refused(tmp_path):
     data = safetensors.torch.save(weights())
     for length in range(len(data)):
         (tmp_path / "w.safetensors").write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match="not safetensors, or torn"):
+        with pytest.raises(CheckpointError, match="truncated, or not safetensors"):
             read_weights(tmp_path / "w.safetensors")
 
 
@@ -193,11 +193,14 @@ def without(*names):
 
 MISFITS = {
     "missing": (without("0.bias", "1.weight", "1.bias"), "3 missing (0.bias, ...)"),
-    "too many": (without() | {"fc.bias": torch.ones(1)}, "1 too many (fc.bias)"),
-    "another shape": (without() | {"0.weight": torch.ones(9, 3)}, "1 of another shape (0.weight 9x3, wanted 4x3x3x3)"),
+    "unexpected": (without() | {"fc.bias": torch.ones(1)}, "1 unexpected (fc.bias)"),
+    "another shape": (
+        without() | {"0.weight": torch.ones(9, 3)},
+        "1 with another shape (0.weight 9x3, expected 4x3x3x3)",
+    ),
     "all": (
         without("0.bias") | {"fc.bias": torch.ones(1), "1.bias": torch.tensor(1.0)},
-        "1 missing (0.bias), 1 too many (fc.bias), 1 of another shape (1.bias one number, wanted 4)",
+        "1 missing (0.bias), 1 unexpected (fc.bias), 1 with another shape (1.bias scalar, expected 4)",
     ),
 }
 

@@ -75,7 +75,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("ema", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_loaded_state_is_the_saved_one_bit_for_bit_and_trains_on_alike(tmp_path, optimizer, ema):
+def test_restored_state_equals_the_saved_one_and_continues_bit_for_bit(tmp_path, optimizer, ema):
     straight = new_state(optimizer, ema=ema)
     train(straight, range(3))
     folder = save(straight, tmp_path / "c")
@@ -87,18 +87,18 @@ def test_a_loaded_state_is_the_saved_one_bit_for_bit_and_trains_on_alike(tmp_pat
     assert_same(straight, restored)
 
 
-def test_a_state_before_its_first_update_can_be_saved_too(tmp_path):
+def test_a_state_can_be_saved_before_its_first_update(tmp_path):
     state, restored = new_state(), new_state(seed=1)
     restored.load(save(state, tmp_path / "c"), name="m")
     assert_same(state, restored)
 
 
-def test_every_tensor_is_in_the_file_of_its_kind():
+def test_tensors_are_grouped_by_kind():
     assert new_state().tensors().keys() == {"model", "optimizer", "ema"}
     assert new_state(ema=False).tensors().keys() == {"model", "optimizer"}
 
 
-def test_a_checkpoint_with_a_moving_average_serves_a_run_without_one(tmp_path):
+def test_a_run_without_a_moving_average_can_load_a_checkpoint_with_one(tmp_path):
     state = new_state()
     train(state, range(2))
     other = new_state(ema=False, seed=1)
@@ -109,7 +109,11 @@ def test_a_checkpoint_with_a_moving_average_serves_a_run_without_one(tmp_path):
 MISFITS = {
     "another model": (lambda: new_state(width=4), lambda: new_state(), "does not fit m: "),
     "another optimizer": (lambda: new_state("adamw"), lambda: new_state("sgd"), "optimizer state: "),
-    "no moving average": (lambda: new_state(ema=False), lambda: new_state(), "holds no 'ema', only model, optimizer"),
+    "no moving average": (
+        lambda: new_state(ema=False),
+        lambda: new_state(),
+        "holds no 'ema'; it holds model, optimizer",
+    ),
 }
 
 
@@ -124,7 +128,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(tmp_path, case):
     assert "\n" not in str(refused.value)
 
 
-def test_a_torn_checkpoint_is_refused_before_anything_is_changed(tmp_path):
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path):
     folder = save(new_state(), tmp_path / "c")
     path = folder / "ema.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -139,7 +143,7 @@ totals = st.builds(Totals, st.integers(0, 10**9), finite, st.integers(0, 10**12)
 
 
 @given(st.builds(Progress, st.integers(0, 10**9), totals, totals))
-def test_progress_comes_back_from_json_to_the_last_bit(progress):
+def test_progress_round_trips_through_json_exactly(progress):
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 

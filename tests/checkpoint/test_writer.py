@@ -1,4 +1,4 @@
-"""Saving in the background writes what the state was when it was asked to, and survives being killed."""
+"""Saving in the background writes the state as it was when asked, and survives being killed."""
 
 import subprocess
 import sys
@@ -38,12 +38,12 @@ def held(monkeypatch):
     return released
 
 
-def test_training_may_go_on_while_the_state_is_written(tmp_path, held):
-    state, told = weights(1.0), content(1)
+def test_training_can_continue_while_the_state_is_written(tmp_path, held):
+    state, given = weights(1.0), content(1)
     with Writer() as writer:
-        writer.save(tmp_path / "a", state, told)
+        writer.save(tmp_path / "a", state, given)
         state["model"]["w"].add_(5)
-        told["progress"]["epoch"] = 99
+        given["progress"]["epoch"] = 99
         held.set()
     assert read(tmp_path / "a").tolist() == [1, 1, 1]
     assert format.read_manifest(tmp_path / "a").progress.epoch == 1
@@ -59,21 +59,31 @@ def test_saving_returns_before_anything_is_written(tmp_path, held):
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, held):
+    order = []
     with Writer() as writer:
-        writer.save(tmp_path / "a", weights(), content())
-        threading.Timer(0.05, held.set).start()
-        writer.save(tmp_path / "b", weights(), content())
-        assert (tmp_path / "a").exists()
+        writer.save(tmp_path / "a", weights(), content(), after=lambda: order.append("a written"))
+
+        def second():
+            order.append("b asked for")
+            held.set()  # the first save can only finish once the second has been asked for
+
+        asked = threading.Thread(target=second)
+        asked.start()
+        writer.save(tmp_path / "b", weights(), content(), after=lambda: order.append("b written"))
+        order.append("b copied")
+        asked.join()
+    assert order.index("a written") < order.index("b copied")
+    assert order.index("b asked for") < order.index("a written") < order.index("b written")
 
 
-def test_what_comes_after_comes_after_the_checkpoint_is_whole(tmp_path):
+def test_after_is_called_once_the_checkpoint_is_complete(tmp_path):
     seen = []
     with Writer() as writer:
         writer.save(tmp_path / "a", weights(), content(), after=lambda: seen.append(format.verify(tmp_path / "a")))
     assert seen[0].progress.epoch == 1
 
 
-def test_a_failed_save_is_told_once_by_the_next_call_and_saving_goes_on(tmp_path):
+def test_a_failed_save_is_raised_once_by_the_next_call_and_saving_continues(tmp_path):
     (tmp_path / "file").touch()
     with Writer() as writer:
         writer.save(tmp_path / "file", weights(), content())
@@ -87,7 +97,7 @@ def test_a_failed_save_is_told_once_by_the_next_call_and_saving_goes_on(tmp_path
     assert read(tmp_path / "b").tolist() == [1, 1, 1]
 
 
-def test_closing_tells_of_a_failed_save(tmp_path):
+def test_closing_raises_the_error_of_a_failed_save(tmp_path):
     (tmp_path / "file").touch()
     writer = Writer()
     writer.save(tmp_path / "file", weights(), content())
@@ -101,25 +111,25 @@ def run_that_stops(folder, error):
         raise error
 
 
-def test_what_stopped_the_run_is_not_hidden_by_a_failed_save(tmp_path):
+def test_a_failed_save_does_not_hide_what_stopped_the_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(KeyboardInterrupt) as caught:
         run_that_stops(tmp_path / "file", KeyboardInterrupt())
     assert caught.value.__notes__ == [f"cannot save {tmp_path / 'file'}: Not a directory"]
 
 
-def test_a_run_that_stops_still_finishes_its_save(tmp_path):
+def test_a_stopped_run_finishes_its_save(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_that_stops(tmp_path / "a", KeyboardInterrupt())
     assert read(tmp_path / "a").tolist() == [1, 1, 1]
 
 
-def test_content_that_json_cannot_hold_fails_where_it_was_given(tmp_path):
+def test_content_that_json_cannot_hold_fails_in_the_caller(tmp_path):
     with Writer() as writer, pytest.raises(TypeError, match="not JSON serializable"):
         writer.save(tmp_path / "a", weights(), content() | {"plan": torch.zeros(1)})
 
 
-def test_the_loop_waits_for_a_copy_not_for_the_disk(tmp_path, held):
+def test_saving_waits_for_the_copy_not_for_the_disk(tmp_path, held):
     state = {"model": {str(i): torch.zeros(1 << 18) for i in range(32)}}  # 32 MiB
     with Writer() as writer:
         writer.save(tmp_path / "a", state, content())
@@ -132,7 +142,7 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from falconet.checkpoint import files
+from falconet.checkpoint import format
 from falconet.checkpoint.writer import Writer
 
 home = Path(sys.argv[1])
@@ -156,7 +166,7 @@ random.seed(0)
 newest = 1
 for attempt in range(300):
     if attempt >= 30 and newest > 2 and half_written() > 2:
-        break  # on a busy machine a child may be killed before it has begun, or between two saves
+        break  # on a busy machine a child may be killed before it starts, or between two saves
     child = os.fork()
     if child == 0:
         with Writer() as writer:
@@ -166,18 +176,18 @@ for attempt in range(300):
     time.sleep(random.uniform(0, (4 + attempt / 10) * usual))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    found = files.checkpoints_in(home)
+    found = format.checkpoints_in(home)
     assert [p.name for p in found] == [f"epoch_{i}" for i in range(len(found))]
     newest = len(found) - 1
 for epoch, folder in enumerate(found):
-    manifest = files.verify(folder)
+    manifest = format.verify(folder)
     for stem in ("model", "optimizer"):
-        assert torch.all(files.read_tensors(folder, stem, verified=manifest)["x"] == epoch)
+        assert torch.all(format.read_tensors(folder, stem, verified=manifest)["x"] == epoch)
 print(len(found), half_written())
 """
 
 
-def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
+def test_kill_9_while_saving_leaves_only_complete_checkpoints(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     whole, half_written = map(int, run.stdout.split())

@@ -86,7 +86,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("line", RULES)
-def test_the_average_is_the_one_made_by_hand(falconet, run, line):
+def test_average_equals_the_one_made_by_hand(falconet, run, line):
     names, combine, word = RULES[line]
     answer = falconet(f"average --checkpoint-input-path r {line}")
     assert answer.code == 0, answer.err
@@ -97,12 +97,12 @@ def test_the_average_is_the_one_made_by_hand(falconet, run, line):
     assert format.verify(AVERAGED).content["averaged"]["of"] == names
 
 
-def test_the_average_at_the_end_of_training_is_that_of_the_command(falconet, run, trained):
+def test_average_after_training_equals_that_of_the_command(falconet, run, trained):
     falconet("average --checkpoint-input-path r")
     assert_same(weights(trained / "checkpoints" / AVERAGED.name), weights(AVERAGED))
 
 
-def test_the_average_at_the_end_of_training_is_validated_logged_and_said(falconet, trained):
+def test_average_after_training_is_validated_logged_and_reported(falconet, trained):
     answer = falconet(f"{TRAIN} --weight-avg-strategy exponential --weight-avg-N 2 --run-dir r")
     assert answer.code == 0, answer.err
     said = re.search(r"^Accuracy on test set of the averaged checkpoints: (.*)%$", answer.out, re.M)
@@ -114,13 +114,13 @@ def test_the_average_at_the_end_of_training_is_validated_logged_and_said(falcone
     assert f"Accuracy on test set: {said[1]}%" in found
 
 
-def test_the_result_validates_and_says_so_on_request(falconet, run):
+def test_average_is_validated_on_request(falconet, run):
     out = falconet("average --checkpoint-input-path r --validate").out
     said = re.search(r"^Accuracy on test set: \d+\.\d\d%$", out, re.M)[0]
     assert said in falconet(f"validate --checkpoint-input-path {AVERAGED}").out
 
 
-def test_the_result_restores_and_trains_on(falconet, run):
+def test_average_can_be_restored_and_trained(falconet, run):
     falconet("average --checkpoint-input-path r")
     answer = falconet(f"restore --checkpoint-input-path {AVERAGED} --epoch 5 --weight-avg-strategy none")
     assert answer.code == 0, answer.err
@@ -129,14 +129,14 @@ def test_the_result_restores_and_trains_on(falconet, run):
     assert not format.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
 
 
-def test_the_average_of_a_scaled_run_restores_with_its_scale(falconet):
+def test_average_of_a_scaled_run_restores_with_its_scale(falconet):
     falconet(f"train {TINY} --precision 16.16 --auto-loss-scaling --epoch 1 --run-dir r --weight-avg-strategy mean")
     line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1_averaged --epoch 2"
     answer = falconet(f"{line} --weight-avg-strategy none")
     assert answer.code == 0, answer.err
 
 
-def test_no_state_is_counted_twice(falconet, run):
+def test_links_and_copies_count_once(falconet, run):
     falconet("average --checkpoint-input-path r")
     first = weights(AVERAGED)
     shutil.copytree(run / "checkpoints" / NAMES[1], run / "checkpoints/best")
@@ -146,12 +146,12 @@ def test_no_state_is_counted_twice(falconet, run):
     assert_same(weights(AVERAGED), first)
 
 
-def test_batch_norm_is_measured_anew_and_nothing_else_changes(falconet, run):
+def test_batch_norm_is_reestimated_and_nothing_else_changes(falconet, run):
     falconet("average --checkpoint-input-path r")
     plain = weights(AVERAGED)
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 33")
     assert answer.code == 0, answer.err
-    assert "batch norm measured anew on 40 training images" in answer.out  # whole micro-batches
+    assert "batch norm re-estimated on 40 training images" in answer.out  # whole micro-batches
     again = weights(AVERAGED)
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, again[name])}
     assert changed == {name for name in plain if name.endswith(STATISTICS)}
@@ -159,10 +159,10 @@ def test_batch_norm_is_measured_anew_and_nothing_else_changes(falconet, run):
     assert_same(weights(AVERAGED, "optimizer"), weights(run / "checkpoints" / NAMES[3], "optimizer"))
 
 
-def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averaged_weights(falconet, run):
+def test_first_batch_norm_has_the_statistics_of_its_inputs(falconet, run):
     # Generated images are not augmented, so one epoch's statistics are those of all training images.
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 1000")
-    assert "batch norm measured anew on 80 training images" in answer.out  # as many as there are
+    assert "batch norm re-estimated on 80 training images" in answer.out  # as many as there are
     from falconet.data.preprocessing import Normalise
     from falconet.data.sources.builtin import generate
 
@@ -175,28 +175,28 @@ def test_the_first_batch_norm_gets_the_statistics_of_its_inputs_under_the_averag
     torch.testing.assert_close(found["bn1.running_mean"], hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_is_measured_on_the_images_that_were_trained_on(falconet):
+def test_batch_norm_is_reestimated_on_the_training_images(falconet):
     line = "train --data digits --dataset-percentage 10 --micro-batch-size 16 --epoch 1 --warmup-epoch 0 --device cpu"
     assert falconet(f"{line} --validation-mode none --run-dir tenth").code == 0
     answer = falconet("average --checkpoint-input-path tenth --batchnorm-images 1000")
-    assert "batch norm measured anew on 128 training images" in answer.out, answer.err  # of 143, whole micro-batches
+    assert "batch norm re-estimated on 128 training images" in answer.out, answer.err  # of 143, whole micro-batches
 
 
-def test_nothing_is_written_when_batch_norm_cannot_be_measured(falconet, run):
+def test_nothing_is_written_when_batch_norm_cannot_be_reestimated(falconet, run):
     answer = falconet("average --checkpoint-input-path r --batchnorm-images 8 --data folder --data-dir nowhere")
     assert answer.code == 2
     assert "nowhere" in answer.err
     assert not AVERAGED.exists()
 
 
-def test_the_result_can_go_elsewhere(falconet, run):
+def test_average_can_be_written_elsewhere(falconet, run):
     answer = falconet("average --checkpoint-input-path r/checkpoints --checkpoint-output-path out/mean --validate")
     assert answer.code == 0, answer.err
     assert format.verify(Path("out/mean")).averaged
     assert not AVERAGED.exists()
 
 
-def test_a_torn_checkpoint_is_named_and_passed_over(falconet, run):
+def test_torn_checkpoint_is_named_and_skipped(falconet, run):
     path = run / "checkpoints" / NAMES[2] / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
     answer = falconet("average --checkpoint-input-path r")
@@ -206,22 +206,22 @@ def test_a_torn_checkpoint_is_named_and_passed_over(falconet, run):
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is needed",
+    "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no whole checkpoint in it",
-    "--checkpoint-input-path averages": "averages: holds averages alone; wanted checkpoints of training",
-    "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds averages alone",
+    "--checkpoint-input-path empty": "empty: no undamaged checkpoint in it",
+    "--checkpoint-input-path averages": "averages: holds only averages; expected checkpoints of training",
+    "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds only averages",
     f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (
-        f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; wanted another name"
+        f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; expected another name"
     ),
-    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other things",
+    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other files",
     "--checkpoint-input-path r --weight-avg-N 0": "--weight-avg-N",
     "--checkpoint-input-path r --weight-avg-strategy median": "--weight-avg-strategy",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_what_cannot_be_averaged_is_refused_in_one_line_and_nothing_is_changed(falconet, run, trained, line, message):
+def test_what_cannot_be_averaged_is_refused_in_one_line(falconet, run, trained, line, message):
     Path("empty").mkdir()
     shutil.copytree(trained / "checkpoints" / AVERAGED.name, "averages/one")
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -233,7 +233,7 @@ def test_what_cannot_be_averaged_is_refused_in_one_line_and_nothing_is_changed(f
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
 
 
-def test_further_averages_are_made_beside_the_first_and_measured(falconet):
+def test_further_averages_are_made_and_measured(falconet):
     line = f"train {TINY} --epoch 3 --run-dir r --lr 0.5 --weight-avg-strategy mean --weight-avg-N 2"
     answer = falconet(f"{line} --weight-avg-also exponential:0.75 mean:3")
     assert answer.code == 0, answer.err
@@ -254,4 +254,4 @@ def test_further_averages_are_made_beside_the_first_and_measured(falconet):
         assert re.search(rf"^Accuracy on test set of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
     refused = falconet(f"{line} --weight-avg-also mean:0")
     assert refused.code == 2
-    assert "--weight-avg-also: got 'mean:0', wanted mean:N, mean:all or exponential:DECAY" in refused.err
+    assert "--weight-avg-also: got 'mean:0', expected mean:N, mean:all or exponential:DECAY" in refused.err

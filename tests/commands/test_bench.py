@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.bench.process import build_command
+from falconet.bench.execution import build_command
 from falconet.bench.spec import builtin_specs, find_spec, read_spec
 from falconet.config.commands import COMMANDS
 from falconet.config.fields import options_of
@@ -37,7 +37,7 @@ steady_gen:
     return path
 
 
-def test_the_smoke_spec_runs_and_leaves_its_tables(falconet, tmp_path):
+def test_smoke_spec_runs_and_writes_its_tables(falconet, tmp_path):
     answer = falconet("bench --spec smoke --repeat 1 --log-dir out --additional-metrics")
     assert answer.code == 0, answer.out + answer.err
     content = json.loads(Path("out/results.json").read_text())
@@ -63,7 +63,7 @@ def test_the_smoke_spec_runs_and_leaves_its_tables(falconet, tmp_path):
     assert not Path("runs").exists()  # the runs lie with the results
 
 
-def test_slower_than_before_has_an_exit_code_of_its_own(falconet, tmp_path):
+def test_slower_than_before_is_exit_code_3(falconet, tmp_path):
     path = spec(tmp_path, 1, 100, 101, 99, 100, 101, 99, 100)
     assert falconet(f"bench --spec {path} --repeat 1 --log-dir old").code == 0
     text = path.read_text()
@@ -85,7 +85,7 @@ def test_slower_than_before_has_an_exit_code_of_its_own(falconet, tmp_path):
     assert allowed.code == 0
 
 
-def test_a_failing_entry_shows_its_last_line_and_the_others_go_on(falconet, tmp_path):
+def test_failing_entry_shows_its_last_line_and_the_others_run(falconet, tmp_path):
     broken = "broken_gen:\n  cmd: falconet train --eopch 2\nlater_gen:\n  cmd: falconet models --x\n"
     path = spec(tmp_path, 1, 2, 3, extra=broken)
     answer = falconet(f"bench --spec {path} --repeat 1 --log-dir out")
@@ -104,19 +104,19 @@ def test_a_failing_entry_shows_its_last_line_and_the_others_go_on(falconet, tmp_
 
 MISTAKES = {
     "--spec nothing.yml": "nothing.yml: cannot be read: No such file or directory",
-    "--spec smok": "--spec: no spec is named 'smok'; did you mean 'smoke'?",
-    "": "--spec: is needed where there is no ./benchmarks.yml: a file, or gpu, pytorch_inference, pytorch_train,"
-    " smoke, tensorflow",
-    "--spec smoke --benchmark smoke_train_digit": "--benchmark: no benchmark is named 'smoke_train_digit'; did you"
+    "--spec smok": "--spec: there is no spec 'smok'; did you mean 'smoke'?",
+    "": "--spec: required, because there is no ./benchmarks.yml: a file, or one of gpu, pytorch_inference,"
+    " pytorch_train, smoke, tensorflow",
+    "--spec smoke --benchmark smoke_train_digit": "--benchmark: there is no benchmark 'smoke_train_digit'; did you"
     " mean 'smoke_train_digits'?",
-    "--spec smoke --compare none.json": "--compare: none.json: cannot be read: No such file or directory",
-    "--spec smoke --repeat 0": "--repeat: got '0', wanted a whole number, at least 1",
+    "--spec smoke --compare none.json": "--compare: cannot read none.json: No such file or directory",
+    "--spec smoke --repeat 0": "--repeat: got '0', expected a whole number, at least 1",
     "--spec smoke --log-dir /proc/x": "--log-dir: cannot write to /proc/x: No such file or directory",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line_and_exit_code_2(falconet, line, message):
+def test_mistake_is_one_line_and_exit_code_2(falconet, line, message):
     answer = falconet(f"bench {line}")
     assert (answer.code, answer.err) == (2, f"falconet bench: {message}\n")
 
@@ -127,7 +127,7 @@ def test_results_are_never_overwritten(falconet, tmp_path):
     assert "already holds results" in falconet(f"bench --spec {path} --repeat 1 --log-dir out").err
 
 
-def test_the_plan_says_what_would_run_and_what_it_needs(falconet):
+def test_plan_lists_what_would_run_and_its_devices(falconet):
     answer = falconet("bench --spec pytorch_train --plan")
     assert answer.code == 0
     assert "pytorch_resnet50_train_real_pod16: 16 devices" in answer.out
@@ -135,7 +135,7 @@ def test_the_plan_says_what_would_run_and_what_it_needs(falconet):
     assert not Path("bench-results").exists()
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
+def test_ctrl_c_keeps_results(tmp_path):
     slow = 'slow_gen:\n  cmd: python3 -c "import time; print(1, flush=True); time.sleep(600)"\n'
     path = spec(tmp_path, 1, 2, 3, extra=slow)
     argv = [sys.executable, "-m", "falconet", "bench", "--spec", str(path), "--repeat", "1", "--log-dir", "out"]
@@ -151,7 +151,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize("name", builtin_specs())
-def test_every_command_of_a_built_in_spec_is_a_legal_one(name, monkeypatch):
+def test_every_command_of_a_built_in_spec_is_valid(name, monkeypatch):
     monkeypatch.setenv("DATASETS_DIR", "data")
     for benchmark in read_spec(find_spec(name)):
         for parameters in benchmark.variants:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.bench.inference import Series
+from falconet.bench.timing import Series
 from falconet.parallel.environment import Place
 from tiny import TINY
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
 
 
-def test_our_own_lines_have_one_throughput_and_no_words_of_the_originals(falconet):
+def test_output_has_one_throughput_and_no_lines_of_the_originals(falconet):
     answer = falconet(SMALL)
     assert answer.code == 0, answer.err
     heading, rate, latency, dropped, memory = answer.out.splitlines()
@@ -25,7 +25,7 @@ def test_our_own_lines_have_one_throughput_and_no_words_of_the_originals(falcone
     assert memory.startswith("peak memory")
 
 
-def test_of_one_batch_no_interval_is_told(falconet):
+def test_one_batch_has_no_interval(falconet):
     answer = falconet(
         "bench infer --model resnet8-cifar --data generated --micro-batch-size 2 --iterations 1 --threads 1"
     )
@@ -35,7 +35,7 @@ def test_of_one_batch_no_interval_is_told(falconet):
 
 
 def test_the_lines_that_tools_of_the_originals_read(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+    answer = falconet(SMALL, "pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -49,7 +49,7 @@ def test_the_lines_that_tools_of_the_originals_read(falconet):
     assert "batches dropped as warm-up" in answer.out
 
 
-def test_every_batch_is_in_the_file_asked_for(falconet):
+def test_output_file_has_every_batch(falconet):
     assert falconet(f"{SMALL} --output deep/latencies.json").code == 0
     content = json.loads(Path("deep/latencies.json").read_text())
     assert len(content["latency_seconds"]) == len(content["throughput_seconds"]) == 12
@@ -57,12 +57,12 @@ def test_every_batch_is_in_the_file_asked_for(falconet):
 
 
 def test_the_pytorch_style_has_a_line_for_every_batch(falconet):
-    answer = falconet(f"{SMALL} --log-style pytorch")
+    answer = falconet(SMALL, "pytorch")
     found = re.findall(r"Throughput: \S+ imgs/sec; Latency range: \S+\.\.\S+ ms", answer.out)
     assert len(found) == 12
 
 
-def test_a_checkpoint_brings_its_model_and_data(falconet):
+def test_checkpoint_supplies_model_and_data(falconet):
     assert falconet(f"train {TINY} --model resnet14-cifar --run-dir r").code == 0
     answer = falconet("bench infer --checkpoint-input-path r --iterations 8 --threads 1")
     assert answer.code == 0, answer.err
@@ -71,13 +71,13 @@ def test_a_checkpoint_brings_its_model_and_data(falconet):
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])
 def test_other_data(falconet, data):
-    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1 --log-style pytorch")
+    answer = falconet(f"bench infer --data {data} --micro-batch-size 4 --iterations 7 --threads 1", "pytorch")
     assert answer.code == 0, answer.err
     assert ("NOTE: synthetic data" in answer.out) == (data == "synthetic")
 
 
 @pytest.mark.usefixtures("image_folder")
-def test_images_travel_as_the_options_say_and_the_model_sees_the_same(falconet, monkeypatch):
+def test_model_sees_the_same_images_however_they_are_copied(falconet, monkeypatch):
     from falconet.commands import bench_infer
 
     seen = []
@@ -100,19 +100,19 @@ def test_images_travel_as_the_options_say_and_the_model_sees_the_same(falconet, 
     assert torch.equal(normalised[2], pixels[2])
 
 
-def test_half_precision_says_what_it_computes_in(falconet):
+def test_half_precision_reports_its_compute_format(falconet):
     assert "data generated, torch.bfloat16" in falconet(f"{SMALL} --precision bf16.bf16").out
 
 
 @pytest.mark.dist
-def test_processes_side_by_side_are_counted_together(falconet):
+def test_parallel_processes_are_counted_together(falconet):
     answer = falconet(f"{SMALL} --replicas 2 --output o.json")
     assert answer.code == 0, answer.err
     assert answer.out.count("resnet8-cifar, batches of 4 in each of 2 processes") == 1
     assert json.loads(Path("o.json").read_text())["images_per_batch"] == 8
 
 
-def test_more_replicas_than_devices_are_said_and_fewer_run(falconet, monkeypatch):
+def test_fewer_devices_than_replicas_are_noted(falconet, monkeypatch):
     from falconet.commands import bench_infer
 
     monkeypatch.setattr(bench_infer, "_devices", lambda options: 1)
@@ -121,7 +121,7 @@ def test_more_replicas_than_devices_are_said_and_fewer_run(falconet, monkeypatch
     assert "note: 4 replicas asked for, 1 device is here: 1 runs, with a batch each" in answer.out
 
 
-def test_of_processes_that_were_started_nobody_says_devices():
+def test_launched_processes_are_not_called_devices():
     from falconet.commands.bench_infer import folding
 
     started = Place(rank=0, size=4, local_rank=0, local_size=4, launcher="torchrun")
@@ -139,7 +139,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, line, message):
+def test_mistake_is_one_line(falconet, line, message):
     answer = falconet(line)
     assert answer.code == 2
     assert answer.err.startswith(f"falconet bench infer: {message}")
@@ -153,23 +153,23 @@ def test_a_mistake_is_one_line(falconet, line, message):
         ("bnch", "'bnch' is not a command"),
     ],
 )
-def test_two_words_are_a_command_too(falconet, line, message):
+def test_typo_in_a_command_of_two_words_is_answered(falconet, line, message):
     answer = falconet(line)
     assert answer.code == 2
     assert message in answer.err
     assert falconet("bench infer --help").out.count("--micro-batch-size") >= 1
 
 
-def test_too_many_batches_are_measured_in_part_and_said(falconet, monkeypatch):
+def test_too_many_batches_are_cut_and_noted(falconet, monkeypatch):
     from falconet.commands import bench_infer
 
     monkeypatch.setattr(bench_infer, "MOST", 6)
-    answer = falconet(f"{SMALL} --log-style tensorflow")
+    answer = falconet(SMALL, "tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
 
 
-def test_a_trace_instead_of_a_measurement(falconet):
+def test_profile_traces_instead_of_measuring(falconet):
     answer = falconet(f"{SMALL} --profile")
     assert answer.code == 0, answer.err
     assert "traced 3 batches into profile" in answer.out
@@ -179,7 +179,7 @@ def test_a_trace_instead_of_a_measurement(falconet):
     assert "aten::conv2d" in Path("profile/profile.txt").read_text()
 
 
-def test_a_plan_says_what_would_be_measured_and_how(falconet):
+def test_plan_reports_what_would_be_measured(falconet):
     answer = falconet(f"{SMALL} --plan --half-partial --available-memory-proportion 0.1")
     assert answer.code == 0, answer.err
     assert answer.out.splitlines() == [

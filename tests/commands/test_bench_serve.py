@@ -19,10 +19,10 @@ SMALL = f"bench serve --data generated {SIZES} --threads 1 --device cpu"
 pytestmark = pytest.mark.dist
 
 
-def test_the_lines_the_file_and_the_answers(falconet):
+def test_lines_output_file_and_answers(falconet):
     before = children(os.getpid())  # a server that forks may be among them
     line = f"{SMALL} --clients 2 --request-type ASYNC --window 2 --check-answers --output o.json"
-    answer = falconet(f"{line} --log-style pytorch")
+    answer = falconet(line, "pytorch")
     assert answer.code == 0, answer.err
     (rate,) = re.findall(r"throughput: *(.*?) samples\/sec", answer.out)
     (latency,) = re.findall(r"latency avg: *(.*?) ms", answer.out)
@@ -33,7 +33,7 @@ def test_the_lines_the_file_and_the_answers(falconet):
         "micro_batch_size: 3",
         "served to 2 clients, ASYNC, 2 requests in flight each",
         "p50",
-        "all 16 answers are the model's own here",
+        "all 16 answers match the model's output here",
         "server: 48 images in ",
     ):
         assert words in answer.out
@@ -43,14 +43,14 @@ def test_the_lines_the_file_and_the_answers(falconet):
     assert children(os.getpid()) == before
 
 
-def test_a_server_that_runs_already_is_measured_and_another_models_answers_are_told(falconet):
+def test_running_server_is_measured_and_wrong_answers_are_reported(falconet):
     with running() as found:
         line = f"{SMALL} --url http://127.0.0.1:{found.port} --port 9 --window 2"
         answer = falconet(line)
         assert answer.code == 0, answer.err
         assert "note: --port has no effect with --url" in answer.out
         assert "note: --window has no effect without --request-type ASYNC" in answer.out
-        assert "[INFO]" not in answer.out, "lines of an original come with its --log-style alone"
+        assert "[INFO]" not in answer.out, "an original's lines come with its conventions alone"
         assert "served to 1 client, SYNC" in answer.out
         wrong = falconet(f"{line} --check-answers")
         assert wrong.code == 1
@@ -61,13 +61,13 @@ MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: lives on the device only",
     f"{SMALL} --request-type sync": "--request-type: got 'sync', wanted SYNC, ASYNC",
-    f"{SMALL} --max-batch 2": "--max-batch: got 2, wanted at least --micro-batch-size, which is 3: one request",
+    f"{SMALL} --max-batch 2": "--max-batch: got 2, expected at least --micro-batch-size, the 3 images of one request",
     f"{SMALL} --checkpoint-input-path none": "none: no such file or folder",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, line, message):
+def test_mistake_is_one_line(falconet, line, message):
     answer = falconet(line)
     assert answer.code == 2
     assert answer.err.startswith(f"falconet bench serve: {message}")
@@ -75,7 +75,7 @@ def test_a_mistake_is_one_line(falconet, line, message):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_an_interruption_leaves_no_process(tmp_path, number):
+def test_interruption_leaves_no_process(tmp_path, number):
     argv = [sys.executable, "-m", "falconet", *SMALL.split(), "--iterations", "1000", "--clients", "2"]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300

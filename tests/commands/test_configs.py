@@ -9,7 +9,8 @@ import torch
 from falconet.commands import configs
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import all_configs, families, from_config, parse
+from falconet.config.load import parse
+from falconet.config.recipes import all_configs, families, from_config
 from falconet.models import splits
 from falconet.models.zoo import build_model
 from falconet.numerics.recompute import matching
@@ -48,7 +49,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for names in alike(one_upda
 
 
 @pytest.mark.parametrize("name", [*REPRESENTATIVES, *OTHERS])
-def test_a_config_does_one_update_on_generated_data(falconet, name):
+def test_every_config_does_one_update_on_generated_data(falconet, name):
     answer = falconet(
         f"train --config {name} --data generated --image-size 32 --classes 10 --iterations 1 --micro-batch-size 3"
         " --gradient-accumulation 1 --replicas 1 --batchnorm-span 1 --pipeline-splits --epoch 1 --warmup-epoch 0"
@@ -60,7 +61,7 @@ def test_a_config_does_one_update_on_generated_data(falconet, name):
 
 
 @pytest.mark.parametrize("names", alike(architecture), ids=lambda names: names[0])
-def test_the_layers_that_a_config_names_are_there(names):
+def test_layers_that_a_config_names_exist(names):
     options = OPTIONS[names[0]]
     with torch.device("meta"):
         model = build_model(options.model, classes=1000, seed=0)
@@ -72,27 +73,27 @@ def test_the_layers_that_a_config_names_are_there(names):
 
 
 @pytest.mark.parametrize("name", all_configs("bench infer"))
-def test_an_inference_config_predicts(falconet, name):
+def test_every_inference_config_predicts(falconet, name):
     small = "--image-size 32 --classes 10 --micro-batch-size 2 --iterations 3 --device cpu --threads 1"
     answer = falconet(f"bench infer --config {name} {small}")
     assert answer.code == 0, answer.err
     assert "images/s" in answer.out
 
 
-def test_a_config_of_training_is_not_one_of_inference(falconet):
+def test_training_config_is_refused_by_bench_infer(falconet):
     answer = falconet("bench infer --config resnet50-pod4")
     assert answer.code == 2
     assert answer.err.startswith("falconet bench infer: --config: 'resnet50-pod4' is a config for `falconet train`")
 
 
-def test_the_list_has_a_line_for_each_by_family(falconet):
+def test_list_has_a_line_per_config_by_family(falconet):
     lines = falconet("configs").out.splitlines()
     names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert names == [name for entries in families().values() for name in entries]
     assert [line.split(",")[0] for line in lines[:-1] if not line.startswith("  ")] == list(families())
 
 
-def test_on_a_terminal_no_line_is_wider_than_it_is(monkeypatch):
+def test_list_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = list(configs.for_people())
     assert max(map(len, shown)) <= 80

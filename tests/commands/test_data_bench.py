@@ -13,7 +13,7 @@ FAST = "--seconds 0.05 --micro-batch-size 8 --device cpu"
 
 @pytest.mark.usefixtures("image_folder")
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_the_stages_of_photos_are_measured_and_the_slowest_is_named(falconet, split):
+def test_stages_of_photos_are_measured_and_the_slowest_named(falconet, split):
     line = (
         f"data bench --data folder --data-dir photos --image-size 32 {FAST} --split {split} --output r.json --passes 2"
     )
@@ -34,7 +34,7 @@ def test_the_stages_of_photos_are_measured_and_the_slowest_is_named(falconet, sp
     assert all(rate > 0 for name, rate in written["stages"].items() if name != COPY)
 
 
-def test_every_stage_is_measured_once_however_late_its_threads_begin(falconet):
+def test_every_stage_is_measured_once_however_late_its_threads_start(falconet):
     """On a busy machine they begin when the seconds are over: here they always do."""
     answer = falconet(
         "data bench --data digits --seconds 1e-9 --micro-batch-size 8 --device cpu --dataloader-workers 2"
@@ -54,16 +54,18 @@ def test_data_in_memory_has_nothing_to_read(falconet, data):
 def test_synthetic_data_is_refused_because_nothing_is_read(falconet):
     answer = falconet("data bench --data synthetic")
     assert answer.code == 2
-    assert answer.err == "falconet data bench: --data synthetic: lives on the device only; wanted data that is read\n"
+    assert (
+        answer.err == "falconet data bench: --data synthetic: exists only on the device; expected data that is read\n"
+    )
 
 
-def test_the_slowest_stage_alone_is_the_limit():
+def test_slowest_stage_is_the_limit():
     stages = [Stage(READ, 10.0, ""), Stage(DECODE, 4.0, ""), Stage(COPY, None, ""), Stage(TOGETHER, 3.0, "")]
     assert limiting(stages) == DECODE
 
 
 @pytest.mark.usefixtures("image_folder")
-def test_md5_says_that_a_folder_is_not_imagenet_with_exit_code_2(falconet):
+def test_md5_of_another_folder_is_exit_code_2(falconet):
     answer = falconet("data bench --data folder --data-dir photos --md5")
     assert answer.code == 2
     assert (
@@ -72,21 +74,21 @@ def test_md5_says_that_a_folder_is_not_imagenet_with_exit_code_2(falconet):
     )
 
 
-def test_md5_is_of_class_folders(falconet):
+def test_md5_needs_class_folders(falconet):
     answer = falconet("data bench --md5")
     assert answer.code == 2
-    assert answer.err == "falconet data bench: --md5: is of class folders, which --data digits is not\n"
+    assert answer.err == "falconet data bench: --md5: needs class folders, which --data digits is not\n"
 
 
 @pytest.mark.usefixtures("image_folder")
-def test_a_result_that_cannot_be_written_is_told_in_one_line(falconet):
+def test_unwritable_output_is_one_line(falconet):
     answer = falconet(f"data bench {FAST} --output nowhere/r.json")
     assert answer.code == 2
     assert answer.err.startswith("falconet data bench: --output: cannot write nowhere/r.json")
 
 
 @pytest.mark.usefixtures("image_folder")
-def test_boxes_are_looked_for_where_crops_are_to_overlap_them(falconet):
+def test_boxes_are_read_if_crops_must_overlap_them(falconet):
     answer = falconet(f"data bench --data folder --data-dir photos --image-size 32 --use-bbox-info {FAST}")
     assert answer.code == 2
     assert answer.err.startswith("falconet data bench: photos: no bounding boxes there; expected")

@@ -25,17 +25,17 @@ def digests(target):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(target).iterdir())}
 
 
-def test_packing_says_what_it_did_and_verify_that_it_is_whole(falconet, root):
+def test_pack_reports_what_it_did_and_verify_finds_it_whole(falconet, root):
     answer = falconet(f"data pack {root} packed --shard-size 5")
     assert answer.code == 0, answer.err
     marked = 0 if native.library() is None else 22
     assert f"packed: 6 shards; 24 images packed now, {marked} of them with restart markers" in answer.out
     again = falconet(f"data pack {root} packed --shard-size 5")
-    assert again.out.endswith("packed: nothing to do, 6 shards are there already\n")
-    assert falconet("data verify packed").out == "packed: 6 shards, 24 images: every one has its checksum\n"
+    assert again.out.endswith("packed: nothing to do, 6 shards are already there\n")
+    assert falconet("data verify packed").out == "packed: 6 shards, 24 images: all checksums match\n"
 
 
-def test_a_file_that_is_no_image_is_named_and_counted(falconet, root):
+def test_file_that_is_no_image_is_named_and_counted(falconet, root):
     path = next((root / "train").rglob("*.JPEG"))
     path.write_text("hello")
     answer = falconet(f"data pack {root} packed")
@@ -44,7 +44,7 @@ def test_a_file_that_is_no_image_is_named_and_counted(falconet, root):
     assert "; 1 cannot be decoded" in answer.out
 
 
-def test_a_flipped_bit_is_named_by_verify(falconet, root):
+def test_verify_names_a_flipped_bit(falconet, root):
     falconet(f"data pack {root} packed --shard-size 5")
     path = Path("packed/train-00001.falconet")
     data = bytearray(path.read_bytes())
@@ -53,10 +53,10 @@ def test_a_flipped_bit_is_named_by_verify(falconet, root):
     answer = falconet("data verify packed")
     assert answer.code == 2
     assert f"{path}: n01440764/n01440764_5.JPEG: checksum mismatch" in answer.out
-    assert "packed: 1 damaged; the first: " in answer.err
+    assert "packed: 1 damaged image; the first: " in answer.err
 
 
-def test_killed_at_any_moment_and_started_again_it_makes_the_same_bytes(falconet, tmp_path):
+def test_killed_and_restarted_pack_writes_the_same_bytes(falconet, tmp_path):
     root = layouts.class_folders(tmp_path / "many", train=40, validation=3)
     falconet(f"data pack {root} straight --shard-size 8")
     slowed = (
@@ -81,7 +81,7 @@ def test_killed_at_any_moment_and_started_again_it_makes_the_same_bytes(falconet
     assert digests("killed") == digests("straight")
 
 
-def test_ctrl_c_says_how_to_go_on(falconet, root, monkeypatch):
+def test_ctrl_c_reports_how_to_continue(falconet, root, monkeypatch):
     plain, packed = Packer.pack, []
 
     def interrupted(self, shard, *, done):
@@ -94,12 +94,12 @@ def test_ctrl_c_says_how_to_go_on(falconet, root, monkeypatch):
         patch.setattr(Packer, "pack", interrupted)
         answer = falconet(f"data pack {root} packed --shard-size 5")
     assert answer.code == 130
-    assert answer.out.endswith("stopped; 2 of 6 shards are whole, and the same command goes on from there\n")
+    assert answer.out.endswith("stopped; 2 of 6 shards are complete, and the same command continues from there\n")
     assert len(digests("packed")) == 2
     assert "6 shards; 14 images packed now" in falconet(f"data pack {root} packed --shard-size 5").out
 
 
-def test_a_full_disk_is_one_line(falconet, root, monkeypatch):
+def test_full_disk_is_one_line(falconet, root, monkeypatch):
     def full(*anything, **more):
         raise OSError(28, "No space left on device")
 
@@ -113,13 +113,13 @@ def test_a_full_disk_is_one_line(falconet, root, monkeypatch):
     assert digests("packed") == {}
 
 
-def test_shards_of_a_larger_set_are_not_mixed_with_these(falconet, root):
+def test_shards_of_a_larger_set_are_refused(falconet, root):
     falconet(f"data pack {root} packed --shard-size 2")
     answer = falconet(f"data pack {root} packed --shard-size 5")
-    assert (answer.code, "is of another set, which had more shards" in answer.err) == (2, True)
+    assert (answer.code, "belongs to another set, which had more shards" in answer.err) == (2, True)
 
 
-def test_shrinking_makes_smaller_shards_that_can_be_read(falconet, root):
+def test_resize_makes_smaller_readable_shards(falconet, root):
     falconet(f"data pack {root} plain")
     falconet(f"data pack {root} small --resize 24")
     sizes = [sum(path.stat().st_size for path in Path(name).iterdir()) for name in ("plain", "small")]
@@ -135,7 +135,7 @@ def losses(run):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def test_training_is_the_same_from_files_and_shards_and_across_a_restore(falconet, root, monkeypatch):
+def test_training_is_the_same_from_files_and_shards_and_after_restore(falconet, root, monkeypatch):
     names = [path.name for path, _ in layouts.photos_of(root, "train")]
     (root / "imagenet_2012_bounding_boxes.csv").write_text("".join(f"{name},0,0,0.3,0.3\n" for name in names))
     falconet(f"data pack {root} packed --shard-size 5")
@@ -165,7 +165,7 @@ def test_training_is_the_same_from_files_and_shards_and_across_a_restore(falcone
     assert losses("plain") != losses("files")
 
 
-def test_boxes_are_not_looked_for_where_they_have_no_effect(falconet, root):
+def test_boxes_without_effect_are_not_read(falconet, root):
     answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info --augment none --plan")
     assert answer.code == 0, answer.err
     assert (
@@ -173,7 +173,7 @@ def test_boxes_are_not_looked_for_where_they_have_no_effect(falconet, root):
     )
 
 
-def test_validation_does_not_look_for_boxes(falconet, root):
+def test_validation_reads_no_boxes(falconet, root):
     (root / "bounding_boxes.csv").write_text("n01440764_0.JPEG,0,0,1,1\n")
     falconet(f"train --data imagenet --data-dir {root} {TRAIN} --epoch 1 --run-dir r --use-bbox-info")
     (root / "bounding_boxes.csv").unlink()
@@ -181,14 +181,14 @@ def test_validation_does_not_look_for_boxes(falconet, root):
     assert answer.code == 0, answer.err
 
 
-def test_a_missing_box_file_is_one_line(falconet, root):
+def test_missing_box_file_is_one_line(falconet, root):
     answer = falconet(f"train --data imagenet --data-dir {root} {TRAIN} --use-bbox-info")
     assert answer.code == 2
     assert answer.err.count("\n") == 1
     assert f"falconet train: {root}: no bounding boxes there; expected *bounding_boxes.csv" in answer.err
 
 
-def test_boxes_wanted_if_there_are_used_where_they_are(falconet, root):
+def test_optional_boxes_are_used_where_they_exist(falconet, root):
     line = f"train --data imagenet --data-dir {root} {TRAIN} --epoch 1 --validation-mode none"
 
     def trained(name, options):
@@ -212,6 +212,6 @@ def test_boxes_wanted_if_there_are_used_where_they_are(falconet, root):
     )
 
 
-def test_imagenet_needs_a_place(falconet):
+def test_imagenet_needs_a_folder(falconet):
     answer = falconet("train --data imagenet")
     assert "--data imagenet: needs --data-dir (or the environment variable DATA_DIR)" in answer.err

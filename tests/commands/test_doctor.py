@@ -1,4 +1,4 @@
-"""`falconet doctor`: what there is, and whether it works."""
+"""`falconet doctor`: the report, the recommended decoder, the checks of several processes."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from falconet.commands import doctor, selftest
 from falconet.data import native
 
 
-def test_versions_cores_and_devices_are_told(falconet, monkeypatch):
+def test_versions_cores_and_devices_are_reported(falconet, monkeypatch):
     monkeypatch.setattr(doctor, "findings", lambda device, seconds: [])
     answer = falconet("doctor")
     assert answer.code == 0
@@ -30,7 +30,7 @@ def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rates", "wanted"),
+    ("rates", "expected"),
     [
         ({"Pillow": 100.0}, "cpu"),
         ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 450.0}, "cpu"),
@@ -38,55 +38,55 @@ def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
         ({"Pillow": 100.0, "nvJPEG on the device": 500.0}, "cuda"),
     ],
 )
-def test_the_device_is_recommended_where_it_is_clearly_faster(rates, wanted):
-    assert doctor.recommended(rates) == f"--decode-device {wanted}"
+def test_device_is_recommended_where_it_is_clearly_faster(rates, expected):
+    assert doctor.recommended(rates) == f"--decode-device {expected}"
 
 
 @pytest.mark.gpu
-def test_on_cuda_the_device_s_decoder_is_measured_too(falconet):
+def test_nvjpeg_is_measured_on_cuda(falconet):
     answer = falconet("doctor")
     assert answer.code == 0, answer.err
     assert re.search(r"^  nvJPEG on the device +[\d,]+$", answer.out, re.M)
 
 
-def test_each_check_is_told_and_nothing_is_left_behind(falconet):
+def test_every_check_is_reported_and_no_file_is_left(falconet):
     answer = falconet("doctor --distributed --replicas 1 --device cpu --threads 1")
     assert answer.code == 0, answer.err
     assert answer.out.count("\nok ") == len(selftest.CHECKS)
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_check_that_fails_is_told_in_one_line_with_exit_code_2(falconet, monkeypatch):
-    monkeypatch.setitem(selftest.CHECKS, "vote", lambda world: (False, "nobody came"))
+def test_failed_check_is_one_line_and_exit_code_2(falconet, monkeypatch):
+    monkeypatch.setitem(selftest.CHECKS, "vote", lambda world: (False, "no votes"))
     answer = falconet("doctor --distributed --replicas 1 --device cpu --threads 1")
     assert answer.code == 2
-    assert "FAILED  vote: nobody came" in answer.out
+    assert "FAILED  vote: no votes" in answer.out
     assert answer.err == "falconet doctor: --distributed: 1 check failed: vote\n"
 
 
 @pytest.mark.gpu
-def test_on_cuda_every_check_holds(falconet):
+def test_every_check_holds_on_cuda(falconet):
     answer = falconet("doctor --distributed")
     assert answer.code == 0, answer.err
     assert "FAILED" not in answer.out
 
 
-def test_processes_without_the_self_test_are_refused(falconet):
+def test_replicas_without_distributed_are_refused(falconet):
     answer = falconet("doctor --replicas 2")
     assert answer.code == 2
-    assert answer.err == "falconet doctor: --replicas 2: is for --distributed, which starts processes; wanted both\n"
+    assert answer.err == "falconet doctor: --replicas 2: needs --distributed, which starts processes\n"
 
 
-IDLE = {
-    "--precision 16.16": "--precision: has no effect on doctor, whose checks have their own",
-    "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor, whose checks have their own",
-    "--replicas 2": "--replicas 2: is for --distributed, which starts processes; wanted both",
-    "--threads 1": "--threads: has no effect on doctor without --distributed; wanted both",
+WITHOUT_EFFECT = {
+    "--precision 16.16": "--precision: has no effect on doctor, whose checks fix it",
+    "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor, whose checks fix it",
+    "--replicas 2": "--replicas 2: needs --distributed, which starts processes",
+    "--threads 1": "--threads: has no effect on doctor without --distributed",
 }
 
 
-@pytest.mark.parametrize(("line", "message"), IDLE.items())
-def test_an_option_without_effect_is_refused(falconet, line, message):
+@pytest.mark.parametrize(("line", "message"), WITHOUT_EFFECT.items())
+def test_option_without_effect_is_refused(falconet, line, message):
     answer = falconet(f"doctor {line}")
     assert answer.code == 2
     assert answer.err.startswith(f"falconet doctor: {message}")

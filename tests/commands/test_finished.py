@@ -19,7 +19,7 @@ PYTORCH = """loss_avg,loss_batch,epoch,iteration,train_accuracy_avg,learning_rat
 """
 
 
-def test_our_own_metrics_come_update_by_update(tmp_path):
+def test_metrics_are_read_update_by_update(tmp_path):
     lines = [
         {"update": 4, "train/loss": 1.0, "train/lr": 0.1},
         {"update": 2, "train/loss": 2.0},
@@ -34,7 +34,7 @@ def test_our_own_metrics_come_update_by_update(tmp_path):
     ]
 
 
-def test_the_tensorflow_programs_columns_get_the_names_of_its_upload(tmp_path):
+def test_columns_of_the_tensorflow_program_are_renamed_as_by_its_upload(tmp_path):
     (tmp_path / "training.csv").write_text(TENSORFLOW)
     (tmp_path / "validation.csv").write_text(VALIDATION)
     (tmp_path / "arguments.json").write_text('{"batch_size": 32}')
@@ -47,7 +47,7 @@ def test_the_tensorflow_programs_columns_get_the_names_of_its_upload(tmp_path):
     assert read_options(tmp_path) == {"batch_size": 32}
 
 
-def test_the_pytorch_programs_columns_keep_their_names_and_empty_ones_are_left_out(tmp_path):
+def test_columns_of_the_pytorch_program_keep_their_names_without_empty_ones(tmp_path):
     (tmp_path / "training.csv").write_text(PYTORCH)
     (tmp_path / "validation.csv").write_text("validation_epoch,validation_iteration,validation_accuracy\n1.0,8,44.0\n")
     ((update, metrics), validated) = read_moments(tmp_path)
@@ -60,7 +60,7 @@ def test_the_pytorch_programs_columns_keep_their_names_and_empty_ones_are_left_o
 BROKEN = {
     "no run in it": {},
     "without its update": {"metrics.jsonl": '{"train/loss": 1.0}\n'},
-    "is no JSON object": {"metrics.jsonl": "[1]\n"},
+    "not a JSON object": {"metrics.jsonl": "[1]\n"},
     "without an iteration": {"training.csv": "a,b\n1,2\n"},
     "without a number": {"training.csv": "a,b\nx,y\n"},
     "cannot be read": {"training.csv": "a\n\udc80\n"},
@@ -68,7 +68,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("said", BROKEN)
-def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, said):
+def test_folder_without_a_run_is_refused_in_one_line(tmp_path, said):
     for name, text in BROKEN[said].items():
         (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=said) as refused:

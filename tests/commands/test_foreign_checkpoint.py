@@ -55,35 +55,33 @@ def downloaded(trained, **forged):
     return "restore --checkpoint-input-path dl --epoch 2"
 
 
-def test_a_recorded_run_folder_is_not_written_to(falconet, trained, victim):
+def test_recorded_run_folder_is_not_written_to(falconet, trained, victim):
     downloaded(trained, runtime={"run_dir": str(victim)})
     shutil.move(f"dl/checkpoints/{NAME}", "alone/inner")
     line = "restore --checkpoint-input-path alone/inner --epoch 2"
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert "--run-dir: is needed, the folder to continue in: alone/inner does not lie in a run folder" in answer.err
+    assert "--run-dir: is needed, because alone/inner does not lie in a run folder" in answer.err
     assert falconet(f"{line} --plan").code == 0
     assert falconet(f"{line} --run-dir r").code == 0
     assert format.checkpoints_in(Path("r/checkpoints"))[-1].name == "resnet8-cifar_generated_2"
     assert sorted(path.name for path in Path("alone").iterdir()) == ["inner"]
 
 
-def test_a_run_folder_among_the_options_is_not_written_to(falconet, trained, victim):
+def test_run_folder_among_the_options_is_not_written_to(falconet, trained, victim):
     line = downloaded(trained, runtime={"run_dir": str(victim)}, run_dir=str(victim))
     answer = falconet(line)
     assert answer.code == 0, answer.err
     assert "run folder           dl\n" in answer.out
 
 
-def test_a_folder_of_checkpoints_is_not_taken_and_nothing_is_removed_there(falconet, trained, victim):
+def test_checkpoint_folder_is_not_taken_over_and_nothing_is_removed(falconet, trained, victim):
     line = downloaded(trained, checkpoint_output_path=str(victim / "checkpoints"), checkpoints_kept="1")
     before = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert (
-        "note: --checkpoints-kept is not taken from a checkpoint; add it to the line to remove older checkpoints"
-        in answer.out
-    )
+    note = "note: --checkpoints-kept is not taken from a checkpoint; add it to the command line to remove"
+    assert f"{note} older checkpoints" in answer.out
     after = {folder.name for folder in format.checkpoints_in(Path("dl"))}
     assert before | {"resnet8-cifar_generated_2"} <= after, "none is removed where the line does not ask for it"
     assert falconet(f"{line[:-1]}3 --checkpoints-kept 1").code == 0
@@ -98,7 +96,7 @@ SINKS = {
 
 
 @pytest.mark.parametrize("sink", SINKS)
-def test_a_sink_is_not_started_and_a_note_says_so(falconet, trained, victim, monkeypatch, sink):
+def test_sink_is_not_started_and_a_note_reports_it(falconet, trained, victim, monkeypatch, sink):
     def started(**_):
         raise AssertionError("an upload was started")
 
@@ -110,7 +108,7 @@ def test_a_sink_is_not_started_and_a_note_says_so(falconet, trained, victim, mon
     assert not Path("dl/profile.json").exists()
 
 
-def test_other_checkpoints_are_neither_read_nor_begun_with(falconet, trained, victim):
+def test_other_checkpoints_are_not_read(falconet, trained, victim):
     answer = falconet(downloaded(trained, validate_checkpoints=str(victim), init_path=str(victim)))
     assert answer.code == 0, answer.err
     assert "note: --validate-checkpoints is not taken from a checkpoint" in answer.out
@@ -118,7 +116,7 @@ def test_other_checkpoints_are_neither_read_nor_begun_with(falconet, trained, vi
     assert not Path("dl/validation.csv").exists()
 
 
-def test_a_config_of_another_program_makes_no_run_folder(falconet, trained, tmp_path):
+def test_config_of_another_program_makes_no_run_folder(falconet, trained, tmp_path):
     shutil.copytree(trained / "checkpoints", tmp_path / "project/checkpoints")
     (tmp_path / "project/config.yaml").write_text("model: mine\n")
     (tmp_path / "project/plan.txt").write_text("mine")
@@ -130,7 +128,7 @@ def test_a_config_of_another_program_makes_no_run_folder(falconet, trained, tmp_
 
 @pytest.mark.parametrize("command", ["restore", "validate", "average --batchnorm-images 8"])
 @pytest.mark.parametrize("place", [{}, {"data_dir": "victim/data"}], ids=["nowhere", "a folder"])
-def test_nothing_is_downloaded_for_a_checkpoint_alone(falconet, trained, victim, monkeypatch, command, place):
+def test_checkpoint_alone_starts_no_download(falconet, trained, victim, monkeypatch, command, place):
     def fetched(*_, **__):
         raise AssertionError("a download was started")
 
@@ -142,7 +140,7 @@ def test_nothing_is_downloaded_for_a_checkpoint_alone(falconet, trained, victim,
     assert "a checkpoint alone starts no download" in answer.err
 
 
-def test_a_server_listens_and_a_client_asks_where_the_line_says():
+def test_only_the_line_chooses_host_port_and_url():
     stored = {"host": "0.0.0.0", "port": "1", "url": "http://elsewhere", "output": "/x", "max-batch": "7"}
     table = {name: {"value": value} for name, value in stored.items()}
     served = load_options(ServeOptions, read_line(ServeOptions, []), table).options.serving
@@ -158,7 +156,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_link_in_a_run_folder_is_refused_before_training(falconet, victim, tmp_path, name):
+def test_link_in_a_run_folder_is_refused_before_training(falconet, victim, tmp_path, name):
     (tmp_path / "r").mkdir()
     target = victim if "." not in name else victim / name if (victim / name).exists() else victim / "config.yaml"
     (tmp_path / "r" / name).symlink_to(target)
@@ -168,14 +166,14 @@ def test_a_link_in_a_run_folder_is_refused_before_training(falconet, victim, tmp
     assert [path.name for path in (tmp_path / "r").iterdir()] == [name]
 
 
-def test_a_link_where_the_probe_was_written_is_not_followed(falconet, victim, tmp_path):
+def test_link_in_place_of_the_probe_is_not_followed(falconet, victim, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.writable").symlink_to(victim / "config.yaml")
     assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
     assert (tmp_path / "r/.writable").is_symlink()
 
 
-def test_a_link_to_the_checkpoints_of_another_run_is_refused(falconet, trained, victim, tmp_path):
+def test_link_to_the_checkpoints_of_another_run_is_refused(falconet, trained, victim, tmp_path):
     shutil.copytree(trained, "dl", ignore=shutil.ignore_patterns("checkpoints"))
     with Path("dl/config.yaml").open("a") as config:
         config.write("checkpoint-output-path: dl/saved\n")
@@ -185,7 +183,7 @@ def test_a_link_to_the_checkpoints_of_another_run_is_refused(falconet, trained, 
     assert "dl/saved: is a symbolic link; refusing to write through it" in answer.err
 
 
-def test_a_run_folder_that_is_a_link_itself_is_the_users(falconet, trained, tmp_path):
+def test_run_folder_itself_may_be_a_link(falconet, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "big/disk")
     Path("r").symlink_to("big/disk")
     answer = falconet("restore --checkpoint-input-path r --epoch 2")
@@ -193,7 +191,7 @@ def test_a_run_folder_that_is_a_link_itself_is_the_users(falconet, trained, tmp_
     assert (tmp_path / "big/disk/checkpoints/resnet8-cifar_generated_2").is_dir()
 
 
-def test_a_table_of_accuracies_is_not_written_through_a_link_but_to_a_file_that_was_named(falconet, trained, victim):
+def test_accuracy_table_is_written_through_no_link_unless_it_was_named(falconet, trained, victim):
     shutil.copytree(trained, "dl")
     Path("dl/validation.csv").symlink_to(victim / "config.yaml")
     answer = falconet("validate --checkpoint-input-path dl")

@@ -10,7 +10,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
-from runs import assert_bitwise
+from runs import assert_bitwise, stop_at
 
 pytestmark = pytest.mark.gpu
 
@@ -62,10 +62,11 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up, then run updates with every hidden synchronisation an error."""
-    from falconet.train.phase import Run
+    from falconet.train.build import BuiltPhase, open_site
     from falconet.train.processes import prepare
 
-    run = Run(prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions)))))
+    launch = prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
+    run = BuiltPhase(launch, open_site(launch))
     state = run.new_state()
     step = run.step(state)
     loader = run.placement.loader()
@@ -84,20 +85,17 @@ def test_no_update_waits_for_the_device(extra):
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, extra):
-    from falconet.train.log import Record
-
     line = f"train {LINE} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 5)
+        stop_at(patched, 5)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
     assert_bitwise(Path("straight"), Path("other"))
 
 
 @pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
-def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_folder, monkeypatch, options):
-    from falconet.train.log import Record
+def test_restore_on_the_gpu_with_photos_continues_bit_for_bit(falconet, image_folder, monkeypatch, options):
 
     line = (
         "train --data folder --data-dir photos --model resnet20-cifar --image-size 32 --micro-batch-size 4 --epoch 2"
@@ -108,7 +106,7 @@ def test_a_run_on_photos_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, image_
         path.unlink()
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 7)
+        stop_at(patched, 7)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
     assert_bitwise(Path("straight"), Path("other"))

@@ -22,7 +22,7 @@ THROUGH = "import fcntl, os, signal, sys, termios; {}; os.execv(sys.executable, 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_whose_terminal_is_lost_saves(tmp_path, replicas):
+def test_run_whose_terminal_is_lost_saves(tmp_path, replicas):
     there, terminal = os.openpty()
     words = f"train {TINY} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r --replicas {replicas}".split()
     line = [sys.executable, "-c", THROUGH.format(LOGIN), "-m", "falconet", *words]
@@ -35,7 +35,7 @@ def test_a_run_whose_terminal_is_lost_saves(tmp_path, replicas):
     assert format.verify(saved).progress.update >= updates(tmp_path / "r")[-1]
 
 
-def test_behind_nohup_a_run_of_two_processes_goes_on(tmp_path):
+def test_run_of_two_processes_continues_under_nohup(tmp_path):
     """torchrun takes the signal over, whoever has turned it off: pytorch issue 76894."""
     line = f"train {TINY} --epoch 40 --run-dir r --replicas 2"
     process = begin(line, tmp_path, launcher=(sys.executable, "-c", THROUGH.format(NOHUP), "-m", "falconet"))

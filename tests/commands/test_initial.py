@@ -26,19 +26,19 @@ def assert_same_parameters(left, right):
             assert torch.equal(tensor, right[name]), name
 
 
-def test_a_run_begins_with_the_newest_weights_of_another_or_of_a_file(falconet, tmp_path):
+def test_run_starts_with_the_newest_weights_of_another_or_of_a_file(falconet, tmp_path):
     first = falconet(f"train {TINY} --run-dir a --epoch 2")
     assert first.code == 0, first.err
     answer = falconet(f"train {TINY} {STILL} --run-dir b --init-path a")
     assert answer.code == 0, answer.err
-    assert "begins with the weights of a\n" in answer.out
+    assert "starts with the weights of a\n" in answer.out
     assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
     file = format.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
     assert falconet(f"train {TINY} {STILL} --run-dir c --init-path {file}").code == 0
     assert_same_parameters(load_file(file), weights(tmp_path / "c"))
 
 
-def test_a_restored_run_does_not_ask_for_them_again(falconet, tmp_path):
+def test_restored_run_does_not_read_the_initial_weights_again(falconet, tmp_path):
     assert falconet(f"train {TINY} --run-dir a --epoch 1").code == 0
     assert falconet(f"train {TINY} --run-dir b --epoch 1 --init-path a").code == 0
     refused = falconet("restore --checkpoint-input-path b --init-path a")
@@ -50,7 +50,7 @@ def test_a_restored_run_does_not_ask_for_them_again(falconet, tmp_path):
     assert "begins with" not in answer.out
 
 
-def test_weights_that_do_not_fit_or_are_not_there_are_refused_in_one_line(falconet):
+def test_unfit_or_missing_weights_are_refused_in_one_line(falconet):
     assert falconet(f"train {TINY} --run-dir a --epoch 1").code == 0
     for line, message in {
         "--init-path a --model resnet14-cifar": "does not fit resnet14-cifar: ",
@@ -65,7 +65,7 @@ DRAWN = "--weight-init channels --zero-init none"
 
 
 @pytest.mark.dist
-def test_first_weights_are_the_seeds_in_stages_too(falconet, tmp_path):
+def test_initial_weights_depend_on_the_seed_in_stages_too(falconet, tmp_path):
     for run, line in {"a": "", "b": "--pipeline-splits layer2"}.items():
         answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir {run} --validation-mode none {line}")
         assert answer.code == 0, answer.err
@@ -79,16 +79,16 @@ def test_first_weights_are_the_seeds_in_stages_too(falconet, tmp_path):
     assert all(found[name].eq(1).all() for name in found if name.endswith("bn2.weight"))
 
 
-def test_a_restored_run_has_its_weights_and_says_so_of_new_ones(falconet):
+def test_weight_init_has_no_effect_on_a_restored_run(falconet):
     assert falconet(f"train {TINY} {DRAWN} --run-dir a --epoch 1").code == 0
     plain = falconet("restore --checkpoint-input-path a --epoch 2 --plan")
     assert "weight-init has no effect" not in plain.out
     assert "weight-init: channels  # checkpoint" in plain.out
     asked = falconet("restore --checkpoint-input-path a --epoch 2 --plan --weight-init he")
-    assert "note: --weight-init has no effect without new weights: these are read" in asked.out
+    assert "note: --weight-init has no effect without new weights: they are read from a file" in asked.out
 
 
-def test_a_share_of_the_training_images_is_trained_on(falconet):
+def test_percentage_of_the_training_images_is_used(falconet):
     found = []
     for percentage in (100, 10):
         plan = falconet(f"train --plan --dataset-percentage {percentage}").out

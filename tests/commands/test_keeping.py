@@ -30,7 +30,7 @@ def weights(folder):
     return format.read_tensors(folder, "model", verified=format.verify(folder))
 
 
-def test_the_weights_before_the_first_update_are_saved_and_kept(falconet, tmp_path):
+def test_initial_checkpoint_is_saved_and_kept(falconet, tmp_path):
     answer = falconet(f"train {TINY} --epoch 5 --initial-checkpoint --checkpoints-kept 1 --run-dir a --seed 3")
     assert answer.code == 0, answer.err
     ours = [f"resnet8-cifar_generated_{epoch}" for epoch in (0, 5)]
@@ -41,7 +41,7 @@ def test_the_weights_before_the_first_update_are_saved_and_kept(falconet, tmp_pa
     assert all(torch.equal(found[name], tensor) for name, tensor in built.items())
 
 
-def test_a_run_goes_on_from_it_as_a_straight_one(falconet, tmp_path):
+def test_run_restored_from_the_initial_checkpoint_equals_a_straight_one(falconet, tmp_path):
     assert falconet(f"train {TINY} --initial-checkpoint --checkpoints-kept all --run-dir a").code == 0
     first = tmp_path / "a/checkpoints/resnet8-cifar_generated_0"
     answer = falconet(f"restore --checkpoint-input-path {first} --run-dir b")
@@ -52,8 +52,8 @@ def test_a_run_goes_on_from_it_as_a_straight_one(falconet, tmp_path):
 
 
 def test_the_tensorflow_style_says_it_and_averages_without_it_but_validates_it(falconet, tmp_path):
-    line = f"train {TINY} --log-style tensorflow --initial-checkpoint --checkpoints-kept all --run-dir a"
-    answer = falconet(f"{line} --weight-avg-strategy mean")
+    line = f"train {TINY} --initial-checkpoint --checkpoints-kept all --run-dir a"
+    answer = falconet(f"{line} --weight-avg-strategy mean", "tensorflow")
     assert answer.code == 0, answer.err
     assert [text for text in answer.out.splitlines() if text.startswith("Saved ")] == [
         "Saved initial checkpoint to a/checkpoints/ckpt-0",
@@ -61,7 +61,7 @@ def test_the_tensorflow_style_says_it_and_averages_without_it_but_validates_it(f
         "Saved checkpoint to a/checkpoints/ckpt-8",
     ]
     assert "averaged 2 checkpoints (mean)" in answer.out
-    validated = falconet("validate --checkpoint-input-path a --log-style tensorflow").out
+    validated = falconet("validate --checkpoint-input-path a", "tensorflow").out
     assert re.findall(r"accuracy \[(.*?)\]", validated)[:3] == ["ckpt-0", "ckpt-4", "ckpt-8"]
     # The original's weight_avg.py took every ckpt-N of a folder.
     assert "averaged 3 checkpoints (mean): ckpt-0, ckpt-4, ckpt-8" in falconet("average --checkpoint-input-path a").out
@@ -75,16 +75,16 @@ FIRST = {  # epochs of 6: what is saved
 
 
 @pytest.mark.parametrize(("line", "epochs"), FIRST.items())
-def test_checkpoints_begin_with_an_epoch_and_the_last_is_always_saved(falconet, tmp_path, line, epochs):
+def test_checkpoints_start_with_an_epoch_and_the_last_is_always_saved(falconet, tmp_path, line, epochs):
     answer = falconet(f"train {TINY} --epoch 6 --checkpoints-kept all --run-dir a {line}")
     assert answer.code == 0, answer.err
     assert saved(tmp_path / "a") == [f"resnet8-cifar_generated_{epoch}" for epoch in epochs]
 
 
-def test_a_temporary_run_leaves_nothing(falconet, tmp_path, temporary):
+def test_temporary_run_leaves_nothing(falconet, tmp_path, temporary):
     answer = falconet(f"train {TINY} --temporary")
     assert answer.code == 0, answer.err
-    said = re.search(r"the run folder is temporary, removed at a clean end: (\S+)", answer.out)
+    said = re.search(r"the run folder is temporary and removed after a clean end: (\S+)", answer.out)
     assert said
     assert Path(said[1]).parent == temporary
     assert f"removed the temporary run folder {said[1]}" in answer.out
@@ -92,7 +92,7 @@ def test_a_temporary_run_leaves_nothing(falconet, tmp_path, temporary):
     assert sorted(tmp_path.iterdir()) == [temporary]
 
 
-def test_after_a_failure_it_stays_and_can_be_restored_to_stay(falconet, temporary):
+def test_failed_temporary_run_stays_and_can_be_restored(falconet, temporary):
     failed = falconet(f"train {TINY} --temporary --initial-checkpoint --lr 1e38")
     assert failed.code != 0
     assert "removed the temporary" not in failed.out
@@ -103,7 +103,7 @@ def test_after_a_failure_it_stays_and_can_be_restored_to_stay(falconet, temporar
     assert (kept / "summary.json").exists()
 
 
-def test_workers_that_are_stopped_before_they_begin_leave_nothing(falconet, temporary, monkeypatch):
+def test_workers_stopped_before_the_start_leave_nothing(falconet, temporary, monkeypatch):
     from falconet.parallel import launch
 
     monkeypatch.setattr(launch, "launch", lambda *_, **__: 130)
@@ -111,26 +111,26 @@ def test_workers_that_are_stopped_before_they_begin_leave_nothing(falconet, temp
     assert list(temporary.iterdir()) == []
 
 
-def test_its_plan_makes_no_folder(falconet, temporary):
+def test_plan_of_a_temporary_run_makes_no_folder(falconet, temporary):
     assert falconet(f"train {TINY} --temporary --plan").code == 0
     assert list(temporary.iterdir()) == []
 
 
 CONTRADICTIONS = {
-    "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is to stay; wanted one of the two",
-    "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is to",
+    "train --temporary --run-dir a": "--temporary: contradicts --run-dir a, which is kept; expected only one",
+    "train --temporary --checkpoint-output-path b": "--temporary: contradicts --checkpoint-output-path b, which is",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), CONTRADICTIONS.items())
-def test_what_is_to_stay_is_not_temporary(falconet, line, message):
+def test_temporary_contradicts_named_folders(falconet, line, message):
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert message in answer.err
 
 
 @pytest.mark.dist
-def test_a_temporary_run_of_two_processes_leaves_nothing_either(falconet, temporary, monkeypatch):
+def test_temporary_run_of_two_processes_leaves_nothing(falconet, temporary, monkeypatch):
     monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
     answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")
     assert answer.code == 0, answer.err

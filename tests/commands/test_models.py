@@ -32,12 +32,12 @@ def table(falconet):
     }
 
 
-def test_every_model_has_its_line_and_the_published_ones_their_numbers(table):
+def test_every_model_is_listed_with_published_parameter_counts(table):
     assert list(table) == list(MODELS)
     assert {name: table[name] for name in PUBLISHED} == PUBLISHED
 
 
-def test_it_takes_no_options(falconet):
+def test_models_takes_no_options(falconet):
     answer = falconet("models --data digits")
     assert answer.code == 2
     assert answer.err.startswith("falconet models: unknown option --data")

@@ -13,7 +13,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.numerics.precision import REGIMES
-from falconet.train.phase import Run
+from falconet.train.build import BuiltPhase, open_site
 from falconet.train.processes import prepare
 from runs import state
 from tiny import TINY
@@ -22,14 +22,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def run_of(line):
-    return Run(prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))))
+    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    return BuiltPhase(launch, open_site(launch))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
     run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
-    wanted = run.regime.formats(run.world.device)
+    wanted = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
     seen = {}
@@ -86,10 +87,12 @@ def test_recomputation_changes_no_bit(falconet, extra, model):
     assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
 
 
-def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
+def test_memory_budget_recomputes_no_more_than_necessary(falconet):
     line = f"train {TINY} --micro-batch-size 64 --plan --recompute-mode auto"
     everything = falconet(line).out
-    predicted, without = map(float, re.search(r"of (\S+) GiB predicted instead of (\S+) GiB", everything).groups())
+    predicted, without = map(
+        float, re.search(r"predicted activations of (\S+) GiB instead of (\S+) GiB", everything).groups()
+    )
     assert predicted < without
     assert "recomputes nothing" in falconet(f"{line} --memory-budget 100").out
     refused = falconet(f"{line} --memory-budget 0.001")
@@ -97,12 +100,13 @@ def test_a_memory_budget_recomputes_no_more_than_it_needs(falconet):
     assert "--memory-budget: got 0.001 GiB, expected at least 0.00" in refused.err
 
 
-def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falconet):
+def test_overflow_skips_updates_names_the_layer_and_keeps_the_weights(falconet):
     # A scale that no half-precision gradient survives: every update is skipped.
     answer = falconet(f"train {TINY} --precision 16.16 --loss-scaling 1e38 --epoch 1 --run-dir r --logs-per-epoch 4")
     assert answer.code == 0, answer.err
     assert re.search(
-        r"note: 1 of 1 update skipped, gradients not finite, first in \S+; the loss scale is now 1e\+38", answer.out
+        r"note: skipped 1 of 1 update because gradients were not finite, first in \S+; the loss scale is now 1e\+38",
+        answer.out,
     )
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("train/skipped", 0) for line in lines) == 4
@@ -113,7 +117,7 @@ def test_an_overflow_skips_updates_names_the_layer_and_leaves_the_weights(falcon
             assert torch.equal(trained[f"model:{name}"], tensor), name
 
 
-def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):
+def test_automatic_scale_grows_and_is_logged(falconet):
     falconet(
         f"train {TINY} --precision 16.16 --auto-loss-scaling --loss-scaling 2 --epoch 2 --logs-per-epoch 4 --run-dir r"
     )
@@ -130,12 +134,12 @@ def test_an_automatic_scale_climbs_from_its_start_and_is_logged(falconet):
     ]
 
 
-def test_a_stepped_scale_doubles_where_the_formula_says(falconet):
+def test_stepped_scale_doubles_where_the_formula_says(falconet):
     out = falconet(f"train {TINY} --epoch 100 --initial-loss-scaling 16 --loss-scaling 128 --plan").out
     assert "loss scale 16 from epoch 1, 32 from epoch 26, 64 from epoch 51, 128 from epoch 76" in out
 
 
-def test_a_loss_scale_does_not_change_an_fp32_run(falconet):
+def test_loss_scale_does_not_change_an_fp32_run(falconet):
     falconet(f"train {TINY} --run-dir one --loss-scaling 1.0000001")
     falconet(f"train {TINY} --run-dir two --loss-scaling 1024")
     one, two = state(Path("one")), state(Path("two"))
@@ -158,25 +162,25 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_one_line(falconet, extra, message):
+def test_mistake_is_one_line(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra} --plan")
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_another_update_format_is_refused_when_restoring(falconet):
+def test_restore_refuses_another_update_format(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet("restore --checkpoint-input-path r --epoch 2 --precision 16.16")
     assert answer.code == 2
-    assert "--precision: got '16.16', wanted one that updates as '32.32' does" in answer.err
+    assert "--precision: got '16.16', expected one that updates in the same format as '32.32'" in answer.err
 
 
-def test_half_partials_have_no_effect_on_a_cpu_and_say_so(falconet):
+def test_half_partials_have_no_effect_on_a_cpu_and_are_noted(falconet):
     assert "half partials: no effect on cpu" in falconet(f"train {TINY} --half-partial --plan").out
 
 
-def test_a_half_precision_checkpoint_validates_as_it_did_in_training(falconet):
+def test_half_precision_checkpoint_validates_as_in_training(falconet):
     falconet(f"train {TINY} --precision 16.16 --run-dir r --loss-scaling 64")
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     logged = [f"{line['validation/accuracy']:.2f}" for line in lines if "validation/accuracy" in line]

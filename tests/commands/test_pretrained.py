@@ -37,7 +37,7 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["pretrained", "auto"])
-def test_published_weights_are_those_of_the_file(falconet, cache, measured, asked):
+def test_published_weights_equal_those_of_the_file(falconet, cache, measured, asked):
     answer = falconet(f"{LINE} --weights {asked}")
     assert answer.code == 0, answer.err
     assert answer.out == "weights resnet18.tv_in1k\n"
@@ -45,23 +45,23 @@ def test_published_weights_are_those_of_the_file(falconet, cache, measured, aske
     assert all(torch.equal(found[name].contiguous(), tensor) for name, tensor in cache.items())
 
 
-def test_for_other_classes_the_classifier_stays_random(falconet, cache, measured):
+def test_classifier_stays_random_for_other_classes(falconet, cache, measured):
     answer = falconet(f"{LINE} --weights pretrained --classes 7")
-    assert answer.out == "weights resnet18.tv_in1k, but for the classifier, of 7 classes here\n"
+    assert answer.out == "weights resnet18.tv_in1k, except the classifier's: 7 classes here\n"
     found = measured[0].state_dict()
     assert found["fc.weight"].shape == (7, 512)
     assert torch.equal(found["conv1.weight"].contiguous(), cache["conv1.weight"])
 
 
 @pytest.mark.usefixtures("cache")
-def test_what_does_not_fit_is_random_and_says_why(falconet, measured):
+def test_unfit_weights_stay_random_with_a_reason(falconet, measured):
     answer = falconet(f"{LINE} --weights auto --norm-type group")
     assert answer.code == 0, answer.err
     assert answer.out.startswith("note: random weights, because resnet18.tv_in1k does not fit this resnet18: ")
     assert len(measured) == 1
 
 
-def test_where_they_cannot_be_had_auto_is_random_with_one_line(falconet, measured):
+def test_auto_is_random_where_weights_are_unavailable(falconet, measured):
     answer = falconet(f"{LINE} --weights auto")
     assert (answer.code, answer.err) == (0, "")
     assert answer.out == f"note: random weights, because {ABSENT}\n"
@@ -69,13 +69,13 @@ def test_where_they_cannot_be_had_auto_is_random_with_one_line(falconet, measure
     assert torch.equal(options["fc.weight"], zoo.build("resnet18", classes=1000, seed=0).state_dict()["fc.weight"])
 
 
-def test_where_they_cannot_be_had_pretrained_is_refused_in_one_line(falconet):
+def test_pretrained_is_refused_where_weights_are_unavailable(falconet):
     answer = falconet(f"{LINE} --weights pretrained")
-    wanted = f"{ABSENT}; wanted --weights random, or a file by --checkpoint-input-path"
+    wanted = f"{ABSENT}; expected --weights random, or a file with --checkpoint-input-path"
     assert (answer.code, answer.err) == (2, f"falconet bench infer: --weights pretrained: {wanted}\n")
 
 
-def test_random_weights_and_plans_ask_nobody(falconet, measured, monkeypatch):
+def test_random_weights_and_plans_download_nothing(falconet, measured, monkeypatch):
     monkeypatch.setattr("falconet.models.pretrained.fetch", lambda _: pytest.fail("fetched"))
     assert falconet(LINE).out == ""
     assert len(measured) == 1
@@ -83,7 +83,7 @@ def test_random_weights_and_plans_ask_nobody(falconet, measured, monkeypatch):
 
 
 @pytest.mark.usefixtures("measured")
-def test_beside_a_file_of_weights_it_has_no_effect_and_says_so(falconet):
+def test_weights_option_has_no_effect_with_a_checkpoint(falconet):
     weights = zoo.build("resnet18", classes=1000, seed=3).state_dict()
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in weights.items()}, "w.safetensors")
     answer = falconet(f"{LINE} --checkpoint-input-path w.safetensors --weights pretrained")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import runs
-from falconet.train.log import Record
-from runs import assert_bitwise, state
+from runs import assert_bitwise, state, stop_at
 from tiny import TINY
 
 # EfficientNet's seven stages with one block each, 8 to 80 channels wide.
@@ -19,7 +18,7 @@ SLIM = (
 )
 
 
-def test_a_small_network_learns_the_digits(falconet):
+def test_small_network_learns_the_digits(falconet):
     answer = falconet(
         f"train {SLIM} --image-size 16 --epoch 2 --micro-batch-size 32 --optimizer adamw --lr 0.005"
         " --efficientnet-drop-path 0 --warmup-epoch 0.5 --threads 1 --device cpu --run-dir r"
@@ -34,11 +33,11 @@ def test_a_small_network_learns_the_digits(falconet):
 
 
 @pytest.mark.parametrize("extra", ["--precision 16.16 --loss-scaling 128", "--precision bf16.32 --ema-half-life 1"])
-def test_a_run_goes_on_bit_for_bit_and_is_averaged_and_validated(falconet, monkeypatch, extra):
+def test_restore_continues_bit_for_bit_and_is_averaged_and_validated(falconet, monkeypatch, extra):
     line = f"train {TINY} {SLIM} {extra} --classes 10 --checkpoints-kept all"
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == 3)
+        stop_at(patched, 3)
         assert falconet(f"{line} --run-dir other").code == 130
     assert falconet("restore --checkpoint-input-path other").code == 0
     assert_bitwise(Path("straight"), Path("other"))
@@ -54,7 +53,7 @@ RECOMPUTED = {
 }
 
 
-def test_how_much_is_recomputed_changes_no_weight(falconet):
+def test_recomputation_changes_no_weight(falconet):
     states = {}
     for name, extra in RECOMPUTED.items():
         run = name.replace(" ", "-")
@@ -69,7 +68,7 @@ def test_how_much_is_recomputed_changes_no_weight(falconet):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_stages_train_as_one_process_does(tmp_path):
+def test_two_stages_train_like_one_process(tmp_path):
     # Without drop path, of which every stage draws its own.
     line = (
         f"train {TINY} {SLIM} --classes 10 --epoch 1 --iterations 2 --gradient-accumulation 2 --precision 16.32"
@@ -85,7 +84,7 @@ def test_two_stages_train_as_one_process_does(tmp_path):
         torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_recomputation_takes_no_more_memory_than_no_proxy_norm(falconet):
+def test_recomputation_needs_no_more_memory_than_no_proxy_norm(falconet):
     line = f"train {TINY} {SLIM} --plan --recompute-mode auto --micro-batch-size 64"
     predicted = {}
     for name, given in {

@@ -18,7 +18,7 @@ from tiny import TINY
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]
 
 
-def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
+def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
     answer = falconet(f"train {TINY} --replicas 8 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 64 = micro-batch 8 x accumulation 2 x replicas 4" in answer.out
@@ -28,15 +28,15 @@ def test_replicas_without_a_device_become_accumulation_and_it_is_said(falconet):
 
 
 MISTAKES = {
-    "--replicas 8 --strict-devices": "--strict-devices: --replicas 8 needs as many devices; 2 cores are here",
-    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1 or auto",
-    "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, wanted a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "wanted a divisor of the number of replicas that run, 4, of 8 asked for",
+    "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
+    "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
+    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 asked for)",
+    "--replicas 8 --strict-devices": "--strict-devices: 8 replicas asked for, which takes 8 devices; 2 cores are here",
 }
 
 
 @pytest.mark.parametrize(("extra", "message"), MISTAKES.items())
-def test_a_mistake_is_refused_before_a_worker_is_started(falconet, extra, message):
+def test_mistake_is_refused_before_a_worker_starts(falconet, extra, message):
     answer = falconet(f"train {TINY} {extra}")
     assert answer.code == 2
     assert message in answer.err
@@ -54,7 +54,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize(("variables", "extra", "message"), WORLDS.values(), ids=WORLDS.keys())
-def test_a_world_that_contradicts_the_plan_is_refused(falconet, monkeypatch, variables, extra, message):
+def test_world_that_contradicts_the_plan_is_refused(falconet, monkeypatch, variables, extra, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     answer = falconet(f"train {TINY} {extra}")
@@ -62,7 +62,7 @@ def test_a_world_that_contradicts_the_plan_is_refused(falconet, monkeypatch, var
     assert message in answer.err
 
 
-def test_only_the_first_process_says_it(falconet, monkeypatch):
+def test_only_the_first_process_reports_a_mistake(falconet, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("MASTER_PORT", str(gloo.free_port()))
@@ -71,7 +71,7 @@ def test_only_the_first_process_says_it(falconet, monkeypatch):
     assert (answer.code, answer.err) == (2, "")
 
 
-def test_another_one_says_what_the_first_has_not_seen(falconet, monkeypatch):
+def test_another_process_reports_its_own_mistake(falconet, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as first:
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(first.getsockname()[1])}
         for name, value in place.items():
@@ -94,7 +94,7 @@ def test_under_our_launcher_a_file_says_whether_the_first_waits(falconet, monkey
     assert (answer.code, answer.err) == (2, said)
 
 
-def test_a_run_started_again_in_fewer_processes_keeps_its_global_batch(falconet, monkeypatch):
+def test_run_restarted_in_fewer_processes_keeps_its_global_batch(falconet, monkeypatch):
     line = f"train {TINY} --run-dir r --epoch 3"
     falconet(f"train {TINY} --run-dir r --epoch 1")
     manifest = format.read_manifest(format.checkpoints_in(Path("r"))[-1])
@@ -105,19 +105,19 @@ def test_a_run_started_again_in_fewer_processes_keeps_its_global_batch(falconet,
     assert "global batch 32 = micro-batch 8 x" in falconet(f"{line} --plan").out
 
 
-def test_restoring_onto_another_number_of_replicas_keeps_the_global_batch(falconet):
+def test_restore_on_another_number_of_replicas_keeps_the_global_batch(falconet):
     falconet(f"train {TINY} --gradient-accumulation 4 --epoch 1 --run-dir r")
     line = "restore --checkpoint-input-path r --epoch 2 --plan"
     assert "global batch 32 = micro-batch 8 x accumulation 4 x replicas 1" in falconet(line).out
     assert "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2" in falconet(f"{line} --replicas 2").out
     refused = falconet(f"{line} --replicas 3")
     assert refused.code == 2
-    assert "--replicas: got 3, which does not divide the 4 micro-batches of an update" in refused.err
+    assert "--replicas: got 3, which does not divide the 4 micro-batches per update" in refused.err
     other = falconet(f"{line} --replicas 3 --gradient-accumulation 1")
     assert "global batch 24 = micro-batch 8 x accumulation 1 x replicas 3" in other.out
 
 
-def test_a_run_goes_on_in_two_processes_with_the_images_it_would_have_had_in_one(falconet):
+def test_restore_in_two_processes_reads_the_images_of_one(falconet):
     # Group norm does not see how the images are divided, so the losses are the same.
     group = "--norm-type group --norm-num-groups 4 --logs-per-epoch 4 --lr-schedule step --lr 0.02"
     assert falconet(f"train {TINY} {group} --gradient-accumulation 4 --epoch 2 --run-dir straight").code == 0
@@ -136,7 +136,7 @@ def test_a_run_goes_on_in_two_processes_with_the_images_it_would_have_had_in_one
     assert moved == pytest.approx(straight, rel=1e-5)
 
 
-def test_a_port_in_use_is_said_in_one_line(tmp_path):
+def test_port_in_use_is_one_line(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -149,13 +149,13 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path):
     assert found.returncode == 2
     assert (
         found.stderr
-        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; wanted a free one, such as {port + 1}\n"
+        == f"falconet train: MASTER_PORT: {port} is in use on 127.0.0.1; choose a free port, such as {port + 1}\n"
     )
 
 
-def test_the_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
+def test_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
     monkeypatch.setattr(resources, "cores", lambda processes=1: 8 // processes)
     line = TINY.replace("--threads 1", "").replace("--dataloader-workers 1", "")
-    assert "device cpu, 8 CPU threads, 8 loader threads\n" in falconet(f"train {line} --plan").out
+    assert "device cpu, 8 CPU threads and 8 loader threads\n" in falconet(f"train {line} --plan").out
     found = falconet(f"train {line} --replicas 4 --plan")
-    assert "device cpu, 2 CPU threads, 2 loader threads in each process\n" in found.out
+    assert "device cpu, 2 CPU threads and 2 loader threads per process\n" in found.out

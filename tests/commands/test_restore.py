@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import assert_bitwise, wait_for
+from runs import assert_bitwise, stop_at, wait_for
 from tiny import TINY
 
 RUNS = {
@@ -35,15 +35,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, extra):
+def test_restore_continues_bit_for_bit_from_any_update(falconet, monkeypatch, extra):
     line = f"train {TINY} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
 
-    from falconet.train.log import Record
-
     target = random.randrange(1, 8)
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "stop_requested", lambda record: record.state.progress.update == target)
+        stop_at(patched, target)
         assert falconet(f"{line} --run-dir other").code == 130
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
@@ -51,7 +49,7 @@ def test_a_run_stopped_at_any_update_goes_on_bit_for_bit(falconet, monkeypatch, 
 
 
 @pytest.mark.parametrize(("epochs", "stopped_in"), [(2, 1), (2, 2), (3, 2)], ids=["first", "last", "not saved in turn"])
-def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, monkeypatch, epochs, stopped_in):
+def test_run_stopped_during_a_validation_repeats_it_when_restored(falconet, monkeypatch, epochs, stopped_in):
     """Ctrl-C comes when the model was measured and its moving average is about to be."""
     from falconet.data.loader import EvaluationLoader
 
@@ -85,17 +83,17 @@ def test_a_run_stopped_within_a_validation_makes_it_when_it_goes_on(falconet, mo
 STANDING = """
 import sys, time
 from falconet.cli import main
-from falconet.train.log import Record
-plain = Record.log
-def log(record, meter):
-    plain(record, meter)
-    time.sleep(600 if record.state.progress.update == 45 else 0)
-Record.log = log
+from falconet.train.log import Log
+plain = Log.log
+def log(own, meter):
+    plain(own, meter)
+    time.sleep(600 if own.state.progress.update == 45 else 0)
+Log.log = log
 main(sys.argv[1:])
 """
 
 
-def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet):
+def test_killed_run_continues_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet):
     line = ["train", *TINY.split(), "--epoch", "6", "--iterations", "8", "--logs-per-epoch", "8"]
     line += ["--checkpoint-save-freq", "0.25", "--checkpoints-kept", "all", "--ema-half-life", "1"]
     assert falconet(" ".join([*line, "--run-dir", "straight"])).code == 0
@@ -112,18 +110,18 @@ def test_a_run_killed_with_9_goes_on_bit_for_bit_from_its_newest_checkpoint(tmp_
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_is_named(falconet):
+def test_newest_whole_checkpoint_is_taken_and_the_torn_one_named(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 3")
     newest = Path("r/checkpoints/resnet8-cifar_generated_3")
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-5])
     answer = falconet("restore --checkpoint-input-path r")
     assert answer.code == 0, answer.err
-    assert "passed over r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
+    assert "skipped r/checkpoints/resnet8-cifar_generated_3/model.safetensors: 5 bytes short" in answer.out
     assert "restored r/checkpoints/resnet8-cifar_generated_2, update 8 of 12" in answer.out
     assert format.verify(newest).progress.update == 12
 
 
-def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_whole_one_offered(falconet):
+def test_torn_checkpoint_asked_for_by_name_is_refused_and_a_whole_one_offered(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 2")
     newest = Path("r/checkpoints/resnet8-cifar_generated_2")
     flipped = bytearray((newest / "optimizer.safetensors").read_bytes())
@@ -132,11 +130,11 @@ def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_whole_one_offere
     answer = falconet(f"restore --checkpoint-input-path {newest}")
     assert answer.code == 2
     assert "optimizer.safetensors: contents changed since it was written (digest mismatch)" in answer.err
-    assert "the newest whole one is r/checkpoints/resnet8-cifar_generated_1" in answer.err
+    assert "the newest complete one is r/checkpoints/resnet8-cifar_generated_1" in answer.err
     assert newest.exists()
 
 
-def test_a_complete_run_says_so_and_more_epochs_go_on(falconet):
+def test_complete_run_is_reported_and_more_epochs_continue(falconet):
     falconet(f"train {TINY} --run-dir r")
     assert "nothing left to train: all 2 epochs are done" in falconet("restore --checkpoint-input-path r").out
     answer = falconet("restore --checkpoint-input-path r --epoch 3")
@@ -144,21 +142,21 @@ def test_a_complete_run_says_so_and_more_epochs_go_on(falconet):
     assert "Epoch 3/3" in answer.out
 
 
-def test_an_older_checkpoint_goes_on_in_a_folder_of_its_own(falconet):
+def test_older_checkpoint_continues_in_another_folder(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 3")
     before = {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")}
     line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1 --lr 0.01"
     answer = falconet(line)
     assert answer.code == 2
-    assert "--run-dir: r/checkpoints holds newer checkpoints than resnet8-cifar_generated_1, such as" in answer.err
-    assert "such as resnet8-cifar_generated_3; wanted another folder" in answer.err
+    assert "--run-dir: r/checkpoints holds checkpoints newer than resnet8-cifar_generated_1, such as" in answer.err
+    assert "such as resnet8-cifar_generated_3; expected another folder" in answer.err
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
     again = falconet(f"{line} --run-dir other")
     assert again.code == 0, again.err
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("other"))] == ["2", "3"]
 
 
-def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(falconet):
+def test_another_global_batch_works_between_epochs_and_is_refused_within_one(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1 --checkpoint-save-freq 0.25 --checkpoints-kept all")
     within = "r/checkpoints/resnet8-cifar_generated_0+00001"
     answer = falconet(f"restore --checkpoint-input-path {within} --micro-batch-size 16")
@@ -168,10 +166,10 @@ def test_another_global_batch_is_taken_between_epochs_and_refused_within_one(fal
 
 
 MISTAKES = {
-    "restore": "falconet restore: --checkpoint-input-path: is needed",
+    "restore": "falconet restore: --checkpoint-input-path: is required",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
-    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', wanted 'sgd', whose state",
+    "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', expected 'sgd', whose state",
     "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",
 }
 
@@ -187,7 +185,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line(falconet, line, message
     assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
 
 
-def test_a_full_disk_is_said_the_run_goes_on_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
+def test_full_disk_is_reported_and_the_run_continues(falconet, monkeypatch):
     import errno
     import os
 
@@ -201,11 +199,13 @@ def test_a_full_disk_is_said_the_run_goes_on_and_the_older_checkpoint_stays_whol
     monkeypatch.setattr(os, "fsync", fsync)
     answer = falconet(f"train {TINY} --run-dir r --epoch 3")
     assert answer.code == 0, answer.err
-    assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run goes on" in answer.out
+    assert (
+        "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; the run continues" in answer.out
+    )
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("r")) if format.verify(folder)] == ["1", "3"]
 
 
-def test_a_disk_that_is_full_at_the_end_is_an_error_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
+def test_full_disk_at_the_end_is_an_error_and_the_older_checkpoint_stays_whole(falconet, monkeypatch):
     import errno
     import os
 

@@ -55,7 +55,7 @@ def ask(port, images, *, model="resnet8-cifar"):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_ends_it_after_what_is_in_flight(number, code):
+def test_signal_stops_the_server_after_requests_in_flight(number, code):
     with served(f"{SMALL} --max-delay 400") as (process, port, lines):
         assert lines[-1] == (
             f"serving resnet8-cifar at http://127.0.0.1:{port}: input_0 uint8 [1 to 4, 3, 8, 8], 32.32 on cpu;"
@@ -77,10 +77,10 @@ def test_a_signal_ends_it_after_what_is_in_flight(number, code):
         assert process.stdout.read() == "stopped: 1 request, 1 image in 1 batch\n"
 
 
-def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_scores(falconet):
+def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
     with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
-        assert lines[0].startswith("weights of r/checkpoints/")
+        assert lines[0].startswith("loaded r/checkpoints/")
         name = re.search(r"serving (\S+) at", lines[-1])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
             connection.request("GET", f"/v2/models/{name}")
@@ -102,12 +102,12 @@ def test_mistakes_are_one_line(falconet):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         mistakes = {
-            f"--model resnet8-cifar --port {port}": f"--port: {port} is in use on 127.0.0.1; wanted another one",
-            "--port 0": "--checkpoint-input-path: is needed, or --model NAME to measure with random weights",
+            f"--model resnet8-cifar --port {port}": f"cannot listen on '127.0.0.1': port {port} is in use",
+            "--port 0": "--checkpoint-input-path: required, or --model NAME to measure with random weights",
             "--port 0 --checkpoint-input-path none": "none: no such file or folder",
             "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
-            "--port 70000 --model resnet50": "--port: got '70000', wanted a whole number, from 0 to 65535 or auto",
-            "--max-batch 0": "--max-batch: got '0', wanted a whole number, at least 1 or auto",
+            "--port 70000 --model resnet50": "--port: got '70000', expected a whole number, from 0 to 65535, or auto",
+            "--max-batch 0": "--max-batch: got '0', expected a whole number, at least 1, or auto",
         }
         for line, message in mistakes.items():
             answer = falconet(f"serve {line}")
@@ -116,7 +116,7 @@ def test_mistakes_are_one_line(falconet):
             assert answer.err.count("\n") == 1
 
 
-def test_images_that_are_too_small_for_the_model_are_refused(falconet):
+def test_images_too_small_for_the_model_are_refused(falconet):
     answer = falconet("serve --model squeezenet --image-size 8 --port 0 --threads 1 --device cpu")
     assert answer.code == 2
     assert answer.err.startswith("falconet serve: --image-size: got 8, expected at least 21 for squeezenet")

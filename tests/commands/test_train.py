@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import updates, wait_for
+from runs import stop_at, updates, wait_for
 from tiny import TINY
 
 
-def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
+def test_run_writes_a_complete_run_folder(falconet):
     answer = falconet(f"train {TINY} --run-dir r --logs-per-epoch 2")
     assert answer.code == 0, answer.err
     assert {p.name for p in Path("r").iterdir()} == {
@@ -41,7 +41,7 @@ def test_a_run_leaves_a_folder_with_everything_in_it(falconet):
     assert summary["images_per_second"] > 0
 
 
-def test_the_lines_that_tools_of_the_originals_read_are_printed(falconet):
+def test_lines_that_tools_of_the_originals_read_are_printed(falconet):
     out = falconet(f"train {TINY}").out
     assert len(re.findall(r"^Epoch \d+/2$", out, re.M)) == 2
     assert len(re.findall(r"throughput: *(.*?) samples/sec", out)) == 2
@@ -50,31 +50,31 @@ def test_the_lines_that_tools_of_the_originals_read_are_printed(falconet):
     assert len(re.findall(r"Accuracy on test set: \d+\.\d\d%", out)) == 2
 
 
-def test_the_plan_comes_first_and_plan_alone_trains_nothing(falconet):
+def test_plan_is_printed_first_and_plan_alone_trains_nothing(falconet):
     answer = falconet(f"train {TINY} --gradient-accumulation 2 --plan")
     assert answer.code == 0
     assert "global batch 16 = micro-batch 8 x accumulation 2 x replicas 1" in answer.out
-    assert "8 updates = 2 epochs x 4 updates of 64 images" in answer.out
+    assert "8 updates = 2 epochs x 4 updates; 64 training images" in answer.out
     assert re.search(r"^gradient-accumulation: 2  # command line$", answer.out, re.M)
     assert re.search(r"^optimizer: sgd  # default$", answer.out, re.M)
     assert not Path("runs").exists()
 
 
-def test_a_length_in_updates_ends_within_an_epoch_and_restores_to_a_longer_one(falconet):
+def test_length_in_updates_ends_within_an_epoch_and_can_be_extended(falconet):
     """TINY has 4 updates an epoch."""
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
-    assert "6 updates = 1.5 epochs of 4 updates of 32 images" in answer.out
+    assert "6 updates = 1.5 epochs x 4 updates; 32 training images" in answer.out
     assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
-    assert "nothing left to train: all 6 updates are done; a larger --updates goes on" in again.out
+    assert "nothing left to train: all 6 updates are done; a larger --updates continues the run" in again.out
     longer = falconet("restore --checkpoint-input-path r --updates 7")
     assert longer.code == 0, longer.err
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 7
 
 
-def test_options_without_effect_are_said(falconet):
+def test_options_without_effect_are_noted(falconet):
     assert (
         "note: --lr-decay has no effect without --lr-schedule step or exponential"
         in falconet(f"train {TINY} --lr-decay 0.1 --plan").out
@@ -84,11 +84,11 @@ def test_options_without_effect_are_said(falconet):
 def test_synthetic_data_trains_without_validation(falconet):
     answer = falconet(f"train {TINY} --data synthetic --classes 3")
     assert answer.code == 0, answer.err
-    assert "nothing to validate on" in answer.out
+    assert "so nothing is validated" in answer.out
     assert "throughput:" in answer.out
 
 
-def test_folders_of_photos_train(falconet, image_folder):
+def test_folder_of_photos_trains(falconet, image_folder):
     answer = falconet(
         f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 3 --threads 1"
     )
@@ -98,7 +98,7 @@ def test_folders_of_photos_train(falconet, image_folder):
     assert manifest.preprocessing["resize"] == 36
 
 
-def test_the_best_checkpoint_outlives_the_newest_three(falconet):
+def test_best_checkpoint_outlives_the_newest_three(falconet):
     falconet(f"train {TINY} --epoch 6 --run-dir r --checkpoints-kept 2 --lr 0.05")
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     accuracies = {line["update"]: line["validation/accuracy"] for line in lines if "validation/accuracy" in line}
@@ -125,12 +125,12 @@ MISTAKES = {
         2,
         "--norm-num-groups: got 32, which does not divide the 16 channels of layer 'bn1'; 16 divides every layer",
     ),
-    "train --device cuda": (2, "falconet train: --device cuda: PyTorch sees no CUDA device here"),
+    "train --device cuda": (2, "falconet train: device cuda: PyTorch finds no CUDA device here"),
 }
 
 
 @pytest.mark.parametrize(("line", "expected"), MISTAKES.items())
-def test_a_mistake_is_one_line_and_exit_code_2(falconet, line, expected):
+def test_mistake_is_one_line_and_exit_code_2(falconet, line, expected):
     import torch
 
     if "cuda" in line and torch.cuda.is_available():
@@ -142,7 +142,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(falconet, line, expected):
     assert answer.code == 0 or answer.err.count("\n") == 1
 
 
-def test_a_second_run_in_the_same_folder_is_refused(falconet):
+def test_second_run_in_the_same_folder_is_refused(falconet):
     falconet(f"train {TINY} --run-dir r")
     before = sorted(Path("r").rglob("*"))
     answer = falconet(f"train {TINY} --run-dir r")
@@ -151,7 +151,7 @@ def test_a_second_run_in_the_same_folder_is_refused(falconet):
     assert sorted(Path("r").rglob("*")) == before
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(falconet):
+def test_nan_loss_stops_the_run_and_names_the_last_good_checkpoint(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet("restore --checkpoint-input-path r --epoch 3 --lr 1e30 --lr-schedule step")
     assert answer.code == 2
@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     format.verify(format.checkpoints_in(Path("r"))[-1])
 
 
-def test_a_corrupt_photo_is_named_and_stops_the_run_only_beyond_what_is_allowed(falconet, image_folder):
+def test_corrupt_photo_is_named_and_stops_the_run_beyond_the_allowed_number(falconet, image_folder):
     (image_folder / "train/dark/3.png").write_bytes(b"not a photo")
     line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
     refused = falconet(line)
@@ -171,7 +171,7 @@ def test_a_corrupt_photo_is_named_and_stops_the_run_only_beyond_what_is_allowed(
     assert allowed.out.count("train/dark/3.png") == 1
 
 
-def test_a_corrupt_photo_in_validation_stops_the_run(falconet, image_folder):
+def test_corrupt_photo_in_validation_stops_the_run(falconet, image_folder):
     (image_folder / "val/light/0.png").write_bytes(b"")
     answer = falconet(
         f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
@@ -200,7 +200,7 @@ def test_wandb_works_offline(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, number, falconet):
+def test_interrupted_run_saves_reports_how_to_continue_and_exits_130(tmp_path, number, falconet):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "5000", "--run-dir", "r"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: updates(tmp_path / "r"), "the first update")
@@ -215,14 +215,14 @@ def test_an_interrupted_run_saves_says_how_to_go_on_and_exits_130(tmp_path, numb
     assert f"update {update:,} of" in answer.out
 
 
-def test_a_folder_with_another_runs_checkpoints_is_refused(falconet):
+def test_folder_with_checkpoints_of_another_run_is_refused(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     answer = falconet(f"train {TINY} --checkpoint-output-path r/checkpoints")
     assert answer.code == 2
     assert "--checkpoint-output-path: r/checkpoints holds checkpoints of another run" in answer.err
 
 
-def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
+def test_disk_too_full_for_metrics_is_one_line(falconet, monkeypatch):
     import errno
 
     from falconet.report.sinks import JsonLines
@@ -234,12 +234,12 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_line(falconet, monkeypatch):
     answer = falconet(f"train {TINY}")
     assert answer.code == 2
     assert answer.err == (
-        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from: the"
-        " same command begins again\n"
+        "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from; the"
+        " same command starts again\n"
     )
 
 
-def test_a_disk_that_becomes_full_says_how_to_go_on(falconet, monkeypatch):
+def test_disk_that_fills_up_reports_how_to_continue(falconet, monkeypatch):
     import errno
 
     from falconet.report.sinks import JsonLines
@@ -260,50 +260,38 @@ def test_a_disk_that_becomes_full_says_how_to_go_on(falconet, monkeypatch):
     )
 
 
-def test_without_a_terminal_a_run_says_that_it_begins(falconet):
-    assert "training begins: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
+def test_run_without_a_terminal_reports_its_start(falconet):
+    assert "training starts: update 1 of 8\n" in falconet(f"train {TINY} --run-dir r").out
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
-    from falconet.train.log import Record
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
-    plain = Record.stop_requested
-
-    def twice(record):
-        if record.state.progress.update == 7:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
-
-    monkeypatch.setattr(Record, "stop_requested", twice)
+    stop_at(monkeypatch, 7, twice)
     answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
     assert (answer.code, answer.err) == (130, "")
     lost = (
         "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates lost; there is no checkpoint to continue from: the same command begins again"
+        else "7 updates lost; there is no checkpoint to continue from; the same command starts again"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 
 
-def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatch):
-    from falconet.train.log import Record
+def test_second_signal_while_saving_reports_what_is_lost(falconet, monkeypatch):
     from falconet.train.save import Saving
 
-    plain, finish = Record.stop_requested, Saving.finish
-
-    def once(record):
-        if record.state.progress.update == 3:
-            signal.raise_signal(signal.SIGINT)
-        return plain(record)
+    finish = Saving.finish
 
     def again(saving):
         signal.raise_signal(signal.SIGINT)
         return finish(saving)
 
-    monkeypatch.setattr(Record, "stop_requested", once)
+    stop_at(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(Saving, "finish", again)
     answer = falconet(f"train {TINY} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
@@ -313,7 +301,7 @@ def test_a_second_signal_while_saving_says_what_is_lost_too(falconet, monkeypatc
     )
 
 
-def test_a_stored_config_runs_again_without_notes_and_leaves_auto_open(falconet):
+def test_stored_config_runs_again_without_notes_and_keeps_auto(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 1")
     assert "replicas: auto  # default" in Path("r/config.yaml").read_text()
     answer = falconet("train --config r/config.yaml --plan")
@@ -321,17 +309,17 @@ def test_a_stored_config_runs_again_without_notes_and_leaves_auto_open(falconet)
     assert "note:" not in answer.out
 
 
-def test_a_run_folder_without_a_checkpoint_may_be_used_again(falconet):
+def test_run_folder_without_a_checkpoint_may_be_reused(falconet):
     Path("r").mkdir()
     Path("r/config.yaml").write_text("epoch: 1\n")
     assert falconet(f"train {TINY} --run-dir r --epoch 1").code == 0
 
 
-def test_the_plan_says_what_decodes_photographs(falconet, image_folder):
+def test_plan_names_the_photo_decoder(falconet, image_folder):
     out = falconet(f"train --data folder --data-dir {image_folder} --micro-batch-size 8 --image-size 32 --plan").out
     assert re.search(r"decoded by (the native decoder \((avx2|portable)\)|Pillow: \S+)", out)
 
 
-def test_synthetic_data_says_which_options_it_leaves_aside(falconet):
+def test_synthetic_data_notes_the_options_it_ignores(falconet):
     out = falconet(f"train {TINY} --data synthetic --mixup-alpha 0.2 --plan").out
-    assert "note: --mixup-alpha has no effect without data from the host, not --data synthetic" in out
+    assert "note: --mixup-alpha has no effect without data from the host (not --data synthetic)" in out

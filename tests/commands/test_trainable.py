@@ -31,7 +31,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_what_is_frozen_keeps_its_bits(falconet, tmp_path, line):
+def test_frozen_weights_keep_their_bits(falconet, tmp_path, line):
     answer = falconet(f"train {TINY} --epoch 1 --run-dir a --trainable fc layer3/0/conv2 {line}")
     assert answer.code == 0, answer.err
     assert "trains 37,514 of 75,290 parameters: those that match fc layer3/0/conv2\n" in answer.out
@@ -53,7 +53,7 @@ def test_recomputing_changes_nothing(falconet, tmp_path):
         assert_bitwise(tmp_path / "a", tmp_path / name)
 
 
-def test_a_restored_run_trains_the_same_weights_bit_for_bit(falconet, tmp_path):
+def test_restored_run_trains_the_same_weights_bit_for_bit(falconet, tmp_path):
     line = f"train {TINY} {HARSH} --trainable .*bias --lr-schedule step"
     assert falconet(f"{line} --run-dir a --checkpoints-kept all").code == 0
     first = format.checkpoints_in(tmp_path / "a")[0]
@@ -63,7 +63,7 @@ def test_a_restored_run_trains_the_same_weights_bit_for_bit(falconet, tmp_path):
     refused = falconet(f"restore --checkpoint-input-path {first} --run-dir c --trainable fc")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert (
-        f"--trainable: got 'fc', wanted '.*bias', whose state {first} holds; `falconet train --init-path`"
+        f"--trainable: got 'fc', expected '.*bias', whose state {first} holds; `falconet train --init-path`"
         in refused.err
     )
 
@@ -77,7 +77,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG.items())
-def test_a_pattern_that_matches_nothing_is_refused_in_one_line(falconet, line, message):
+def test_pattern_that_matches_nothing_is_refused_in_one_line(falconet, line, message):
     answer = falconet(f"train {TINY} --run-dir a {line}")
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert message in answer.err
@@ -90,7 +90,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(("line", "skipped"), FROZEN.items())
-def test_a_skip_list_may_name_weights_that_are_not_trained(line, skipped):
+def test_skip_list_may_name_frozen_weights(line, skipped):
     run = pipeline_scenarios.run_of(World(device=torch.device("cpu")), f"{TINY} --optimizer lars --trainable fc {line}")
     state = run.begin()
     names = {weight: name for name, weight in state.model.named_parameters()}
@@ -100,7 +100,7 @@ def test_a_skip_list_may_name_weights_that_are_not_trained(line, skipped):
     assert found == skipped
 
 
-def test_a_skip_list_without_lars_says_that_it_has_no_effect(falconet):
+def test_skip_list_without_lars_is_noted(falconet):
     assert (
         "note: --lars-skip has no effect without --optimizer lars"
         in falconet(f"train {TINY} --plan --lars-skip fc").out
@@ -117,7 +117,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("line", SKIPPED)
 @pytest.mark.parametrize("precision", ["32.32", "16.16"])
-def test_what_lars_skips_is_neither_scaled_nor_decayed(line, precision):
+def test_weights_that_lars_skips_are_neither_scaled_nor_decayed(line, precision):
     run = pipeline_scenarios.run_of(
         World(device=torch.device("cpu")), f"{TINY} --optimizer lars --precision {precision} {line}"
     )

@@ -36,11 +36,11 @@ def wandb(monkeypatch):
     return fake
 
 
-def test_a_run_of_ours_is_uploaded_with_its_config(falconet, wandb):
+def test_run_is_uploaded_with_its_config(falconet, wandb):
     assert falconet(f"train {TINY} --logs-per-epoch 2 --run-dir runs/first").code == 0
     answer = falconet("upload runs/first --wandb-project classifiers")
     assert answer.code == 0, answer.err
-    assert answer.out == "uploaded 4 moments of runs/first as first to the project classifiers\n"
+    assert answer.out == "uploaded 4 log points of runs/first as first to the project classifiers\n"
     assert (wandb.opened["project"], wandb.opened["name"]) == ("classifiers", "first")
     assert wandb.opened["config"]["micro-batch-size"] == "8"
     assert list(wandb.logged) == [2, 4, 6, 8]
@@ -49,7 +49,7 @@ def test_a_run_of_ours_is_uploaded_with_its_config(falconet, wandb):
 
 
 def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd):
-    assert falconet(f"train {TINY} --log-style tensorflow --run-dir r").code == 0
+    assert falconet(f"train {TINY} --run-dir r", "tensorflow").code == 0
     assert main("tf1:upload_run.py", "upload_run.py", ["--base-folder", "r", "--name", "mine"]) == 0
     assert (wandb.opened["project"], wandb.opened["name"]) == ("large-scale-cnn", "mine")
     assert wandb.opened["config"]["micro_batch_size"] == "8"
@@ -59,7 +59,7 @@ def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd
     }
 
 
-def test_without_a_key_one_line_says_how_to_do_without(falconet, wandb, monkeypatch):
+def test_missing_key_is_one_line_with_a_way_out(falconet, wandb, monkeypatch):
     wandb.Error = type("Error", (Exception,), {})
 
     def refuse(**_):
@@ -72,19 +72,19 @@ def test_without_a_key_one_line_says_how_to_do_without(falconet, wandb, monkeypa
     assert (answer.code, answer.err) == (
         2,
         "falconet upload: Weights & Biases: No API key configured. Use `wandb login` to log in;"
-        " WANDB_MODE=offline needs neither key nor network\n",
+        " WANDB_MODE=offline needs neither a key nor a network\n",
     )
 
 
 REFUSED = {
-    "upload": "falconet upload: needs a run folder, as in `falconet upload runs/my-run`",
-    "upload nowhere": "falconet upload: nowhere: no such folder, wanted a run folder",
-    "upload empty": "falconet upload: empty: no run in it; wanted metrics.jsonl, or training.csv of an original",
+    "upload": "falconet upload: expected a run folder, as in `falconet upload runs/my-run`",
+    "upload nowhere": "falconet upload: nowhere: no such folder; expected a run folder",
+    "upload empty": "falconet upload: empty: no run in it; expected metrics.jsonl, or training.csv of an original",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_is_no_run_is_answered_in_one_line(falconet, wandb, line):
+def test_folder_without_a_run_is_one_line(falconet, wandb, line):
     Path("empty").mkdir()
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)

@@ -64,7 +64,7 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
-def test_a_folder_gives_a_row_a_model_with_what_training_logged_and_marks_the_best(falconet, checkpoints):
+def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falconet, checkpoints):
     answer = falconet("validate --checkpoint-input-path r")
     assert answer.code == 0, answer.err
     assert answer.out.rstrip().endswith("written to r/validation.csv")
@@ -84,7 +84,7 @@ def test_a_folder_gives_a_row_a_model_with_what_training_logged_and_marks_the_be
     assert len({row["top1"] for row in found}) > 1
 
 
-def test_the_table_and_the_lines_that_tools_of_the_originals_read_say_the_same(falconet, checkpoints):
+def test_table_and_lines_of_the_originals_agree(falconet, checkpoints):
     out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv").out
     found = rows("table.csv")
     assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
@@ -108,7 +108,7 @@ def batches(monkeypatch):
 
 @pytest.mark.parametrize("option", ["micro-batch-size", "validation-batch-size"])
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_any_batch_measures_the_same_images(falconet, checkpoints, batches, option, size):
+def test_accuracy_is_the_same_for_any_batch_size(falconet, checkpoints, batches, option, size):
     name = checkpoints / NAMES[1]
     falconet(f"validate --checkpoint-input-path {name} --output table.csv --{option} {size}")
     assert set(batches) == {size}
@@ -118,7 +118,7 @@ def test_any_batch_measures_the_same_images(falconet, checkpoints, batches, opti
 
 
 def test_a_training_validates_in_batches_of_their_own_size(falconet, batches):
-    answer = falconet(f"train {TINY} --validation-batch-size 3 --log-style tensorflow --run-dir b")
+    answer = falconet(f"train {TINY} --validation-batch-size 3 --run-dir b", "tensorflow")
     assert answer.code == 0, answer.err
     assert set(batches) == {3}
     row = rows("b/validation.csv")[-1]
@@ -126,7 +126,7 @@ def test_a_training_validates_in_batches_of_their_own_size(falconet, batches):
     assert float(row["latency"]) == pytest.approx(1000 * seconds * 3 / images)  # of one batch
 
 
-def test_one_checkpoint_is_measured_alone_and_nothing_is_put_into_it(falconet, checkpoints):
+def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints):
     folder = checkpoints / NAMES[2]
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     answer = falconet(f"validate --checkpoint-input-path {folder}")
@@ -138,7 +138,7 @@ def test_one_checkpoint_is_measured_alone_and_nothing_is_put_into_it(falconet, c
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_best_is_marked_by_exact_accuracy_not_by_what_two_places_show(falconet, checkpoints, monkeypatch):
+def test_best_is_marked_by_exact_accuracy(falconet, checkpoints, monkeypatch):
     right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
     monkeypatch.setattr(saved_model, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
     falconet("validate --checkpoint-input-path r")
@@ -146,7 +146,7 @@ def test_the_best_is_marked_by_exact_accuracy_not_by_what_two_places_show(falcon
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
-def test_foreign_weights_are_measured_in_the_model_and_on_the_data_that_the_line_names(falconet, foreign, suffix):
+def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falconet, foreign, suffix):
     weights, accuracy = foreign
     path = Path("w").with_suffix(suffix)
     if suffix == ".safetensors":
@@ -165,7 +165,7 @@ def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, forei
     for line in ("", "--model resnet8-cifar", "--data digits"):
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
-        assert answer.err == "falconet validate: w.pt: holds weights alone; wanted --model and --data beside it\n"
+        assert answer.err == "falconet validate: w.pt: holds only weights; expected --model and --data as well\n"
 
 
 class Hostile:
@@ -174,11 +174,13 @@ class Hostile:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
-def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_executed(falconet, suffix):
+def test_hostile_pickle_is_refused_and_not_executed(falconet, suffix):
     torch.save({"state_dict": Hostile()}, f"w{suffix}")
     answer = falconet(f"validate --checkpoint-input-path w{suffix} --model resnet8-cifar --data digits")
     assert answer.code == 2
-    assert re.fullmatch(rf"falconet validate: w{suffix}: refused, it asks for \S*mkdir; .*\n", answer.err), answer.err
+    assert re.fullmatch(rf"falconet validate: w{suffix}: refused: it would import \S*mkdir; .*\n", answer.err), (
+        answer.err
+    )
     assert not Path("executed").exists()
 
 
@@ -187,7 +189,7 @@ def tear(folder):
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def test_a_torn_checkpoint_in_a_folder_is_named_and_passed_over(falconet, checkpoints):
+def test_torn_checkpoint_in_a_folder_is_named_and_skipped(falconet, checkpoints):
     tear(checkpoints / NAMES[1])
     answer = falconet("validate --checkpoint-input-path r")
     assert answer.code == 0, answer.err
@@ -195,16 +197,16 @@ def test_a_torn_checkpoint_in_a_folder_is_named_and_passed_over(falconet, checkp
     assert {row["epoch"] for row in rows("r/validation.csv")} == {"1", "3"}
 
 
-def test_a_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_offered(falconet, checkpoints):
+def test_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_offered(falconet, checkpoints):
     tear(checkpoints / NAMES[0])
     answer = falconet(f"validate --checkpoint-input-path r/checkpoints/{NAMES[0]}")
     assert answer.code == 2
     assert f"{NAMES[0]}/model.safetensors: 7 bytes short" in answer.err
-    assert answer.err.endswith(f"; the newest whole one is r/checkpoints/{NAMES[2]}\n")
+    assert answer.err.endswith(f"; the newest complete one is r/checkpoints/{NAMES[2]}\n")
     assert answer.err.count("\n") == 1
 
 
-def test_a_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, checkpoints):
+def test_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, checkpoints):
     for name in NAMES:
         tear(checkpoints / name)
     answer = falconet("validate --checkpoint-input-path r")
@@ -217,17 +219,17 @@ def test_a_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is needed",
+    "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no checkpoint in it; wanted a checkpoint, a folder of them or a run",
-    "--checkpoint-input-path r/plan.txt": "r/plan.txt: a file; wanted a checkpoint or a folder of them",
+    "--checkpoint-input-path empty": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
+    "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
     "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",
     "--checkpoint-input-path r --model resnet9-cifar": "'resnet9-cifar' is not a model; did you mean 'resnet",
     "--checkpoint-input-path r --data generated --classes 3": "was trained on 10 classes, the data has 3",
-    "--checkpoint-input-path r --data synthetic": "--data synthetic: lives on the device only",
+    "--checkpoint-input-path r --data synthetic": "--data synthetic: has no validation images",
     "--checkpoint-input-path r --data folder --data-dir empty": "empty",
     "--checkpoint-input-path r --epoch 3": "--epoch",
 }
@@ -253,14 +255,14 @@ def test_images_of_other_classes_are_refused_and_the_first_difference_named(falc
     assert "was trained on 2 classes, the data has 2, 'night' where it has 'light'" in answer.err
 
 
-def test_photos_of_which_none_can_be_read_give_no_accuracy(falconet, image_folder):
+def test_unreadable_photos_give_no_accuracy(falconet, image_folder):
     line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
     assert falconet(f"{line} --run-dir r").code == 0
     for path in image_folder.glob("val/*/*.png"):
         path.write_bytes(b"")
     answer = falconet("validate --checkpoint-input-path r --bad-images-allowed 100")
     assert answer.code == 2
-    assert answer.err == "falconet validate: validation: not one image could be read, so there is no accuracy to tell\n"
+    assert answer.err == "falconet validate: validation: none of the images could be read, so there is no accuracy\n"
 
 
 def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
@@ -272,9 +274,9 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
     assert falconet("validate --checkpoint-input-path empty") == (0, "", "")
 
 
-def test_a_loss_that_is_no_number_is_said(monkeypatch):
+def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
-    monkeypatch.setattr(saved_model.evaluating, "evaluator", lambda *given, **named: lambda model, stopping: found)
+    monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
     monkeypatch.setattr(saved_model, "check_classes", lambda *given, **named: None)
     monkeypatch.setattr(saved_model.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()

@@ -37,7 +37,7 @@ def assert_of_last_checkpoint(run):
         assert histogram.sum == pytest.approx(float(exact.sum()), abs=1e-9)
 
 
-def test_every_weight_is_drawn_at_every_log_point(falconet):
+def test_every_weight_has_a_histogram_at_every_log_point(falconet):
     answer = falconet(f"train {TINY} {DRAWN}")
     assert answer.code == 0, answer.err
     assert_of_last_checkpoint(Path("r"))
@@ -51,13 +51,13 @@ PROCESSES = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("options", PROCESSES.values(), ids=PROCESSES)
-def test_several_processes_draw_the_weights_of_one_replica_once(tmp_path, options):
+def test_several_processes_log_the_weights_of_one_replica_once(tmp_path, options):
     code, _, err = finish(begin(f"train {TINY} {DRAWN} {options}", tmp_path))
     assert code == 0, err
     assert_of_last_checkpoint(tmp_path / "r")
 
 
-def test_weights_and_biases_gets_them_beside_the_metrics(falconet, monkeypatch):
+def test_wandb_gets_histograms_and_metrics(falconet, monkeypatch):
     class Wandb:
         def __init__(self):
             self.logged = {}
@@ -83,7 +83,7 @@ def test_weights_and_biases_gets_them_beside_the_metrics(falconet, monkeypatch):
     assert "train/loss" in fake.logged[4]
 
 
-def test_histograms_need_somewhere_to_go(falconet):
+def test_histograms_need_a_sink(falconet):
     answer = falconet("train --weight-histogram")
     assert answer.code == 2
     assert answer.err == "falconet train: --weight-histogram: needs --wandb or --tensorboard, where histograms go\n"

@@ -1,4 +1,4 @@
-"""Options without effect: said for every command that has them, once, and only where somebody asked."""
+"""Options without effect are noted once, in every command that has them, if the user asked for them."""
 
 import pytest
 
@@ -17,7 +17,7 @@ COMMANDS = {
 }
 
 
-def said(line):
+def noted(line):
     command = next(name for name in COMMANDS if line.startswith(name))
     kind = COMMANDS[command]
     loaded = load(kind, from_line(line.removeprefix(command).split(), options_of(kind)))
@@ -35,20 +35,22 @@ WITHOUT_EFFECT = {
         "--weight-avg-exp-decay has no effect without --weight-avg-strategy exponential"
     ),
     "bench infer --classes 7": "--classes has no effect without --data generated or synthetic",
-    "bench infer --dataset-cache": "--dataset-cache has no effect where batches are read once, before the clock starts",
-    "bench infer --data synthetic --dataloader-workers 2": (
-        "--dataloader-workers has no effect without data from the host, not --data synthetic"
+    "bench infer --dataset-cache": (
+        "--dataset-cache has no effect because batches are read once, before the clock starts"
     ),
-    "data bench --norm-type group": "--norm-type has no effect on the input alone, without a model",
-    "data bench --mixup-alpha 0.2": "--mixup-alpha has no effect on the input alone, without a model",
+    "bench infer --data synthetic --dataloader-workers 2": (
+        "--dataloader-workers has no effect without data from the host (not --data synthetic)"
+    ),
+    "data bench --norm-type group": "--norm-type has no effect on the input pipeline, which has no model",
+    "data bench --mixup-alpha 0.2": "--mixup-alpha has no effect on the input pipeline, which has no model",
     "data bench --split validation --augment none": "--augment has no effect without --split train",
-    "data bench --md5 --seconds 3": "--seconds has no effect beside --md5",
+    "data bench --md5 --seconds 3": "--seconds has no effect with --md5",
 }
 
 
 @pytest.mark.parametrize("line", WITHOUT_EFFECT)
-def test_an_option_without_effect_is_said(line):
-    assert said(line) == [WITHOUT_EFFECT[line]]
+def test_option_without_effect_is_noted(line):
+    assert noted(line) == [WITHOUT_EFFECT[line]]
 
 
 WITH_EFFECT = [
@@ -64,17 +66,17 @@ WITH_EFFECT = [
 
 
 @pytest.mark.parametrize("line", WITH_EFFECT)
-def test_an_option_with_effect_is_not(line):
-    assert said(line) == []
+def test_option_with_effect_is_not_noted(line):
+    assert noted(line) == []
 
 
-def test_what_a_checkpoint_brings_along_is_not_said():
+def test_checkpoint_options_without_effect_are_not_noted():
     options = options_of(commands.AverageOptions)
     loaded = load(commands.AverageOptions, from_checkpoint({"micro-batch-size": {"value": "8"}}, options))
     assert list(notes(loaded.options, loaded.sources)) == []
 
 
-def test_the_tables_name_real_options():
+def test_tables_name_real_options():
     for command, rows in ELSEWHERE.items():
         assert {name for name, _, _ in rows} <= options_of(command).keys()
     assert all(name in options_of(command) for command, name in OTHERWISE)

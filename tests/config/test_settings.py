@@ -1,4 +1,4 @@
-"""A typo or a wrong value, anywhere, is answered with one line that says where, what and what was meant."""
+"""Settings from every source: precedence, spelling, and one-line answers to typos and wrong values."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ import pytest
 
 from falconet.config.commands import DoctorOptions, TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import from_config, load
+from falconet.config.load import load, load_options, read_line
+from falconet.config.recipes import from_config
 from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line, from_mapping
 from falconet.errors import ConfigError
 
@@ -19,54 +20,54 @@ def loaded(line):
 
 
 MISTAKES = {
-    "--epoch 2.5": "--epoch: got '2.5', wanted a whole number, at least 1",
-    "--epoch=0": "--epoch: got '0', wanted a whole number, at least 1",
-    "--epoch": "--epoch: needs a value, a whole number, at least 1",
+    "--epoch 2.5": "--epoch: got '2.5', expected a whole number, at least 1",
+    "--epoch=0": "--epoch: got '0', expected a whole number, at least 1",
+    "--epoch": "--epoch: got no value, expected a whole number, at least 1",
     "--epochs 3": "unknown option --epochs; did you mean '--epoch'?",
     "--lr-end-rate 3": "unknown option --lr-end-rate; did you mean '--lr-end-ratio'?",
     "--zebras 4": "unknown option --zebras",
-    "--lr nan": "--lr: got 'nan', wanted a number, at least 0",
-    "--lr inf": "--lr: got 'inf', wanted a number, at least 0",
-    "--lr 0.1 0.2": "--lr: takes one value, got '0.1 0.2'",
-    "--momentum 1.5": "--momentum: got '1.5', wanted a number, from 0 to 1",
-    "--norm-type batc": "--norm-type: got 'batc', wanted batch, group, none; did you mean 'batch'?",
-    "--norm-eps small": "--norm-eps: got 'small', wanted a number, more than 0 or auto",
+    "--lr nan": "--lr: got 'nan', expected a number, at least 0",
+    "--lr inf": "--lr: got 'inf', expected a number, at least 0",
+    "--lr 0.1 0.2": "--lr: got '0.1 0.2', expected one value",
+    "--momentum 1.5": "--momentum: got '1.5', expected a number, from 0 to 1",
+    "--norm-type batc": "--norm-type: got 'batc', expected batch, group or none; did you mean 'batch'?",
+    "--norm-eps small": "--norm-eps: got 'small', expected a number, more than 0, or auto",
     "--model resnet5O": "--model: 'resnet5O' is not a model; did you mean 'resnet50'?",
-    "--plan yes": "--plan: is a switch and takes no value, got 'yes'",
-    "resnet50": "'resnet50': an option was wanted, such as --config",
-    "--lr-epoch-decay 10 x": "--lr-epoch-decay: got '10 x', wanted a list: a number, more than 0",
-    "--weight-avg-N 0": "--weight-avg-N: got '0', wanted a whole number, at least 1 or all, -1",
+    "--plan yes": "--plan: got 'yes', expected no value: it is a switch",
+    "resnet50": "got 'resnet50', expected an option, such as --config",
+    "--lr-epoch-decay 10 x": "--lr-epoch-decay: got '10 x', expected a list: a number, more than 0",
+    "--weight-avg-N 0": "--weight-avg-N: got '0', expected a whole number, at least 1, or all or -1",
     "--data folder": "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with",
-    "--data folder --data-dir=": "--data-dir: got '', wanted a path; '.' is this folder",
-    "--run-dir=": "--run-dir: got '', wanted a path or auto; '.' is this folder",
-    "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, wanted at least 2 for --mixup-alpha",
+    "--data folder --data-dir=": "--data-dir: got '', expected a path; '.' is this folder",
+    "--run-dir=": "--run-dir: got '', expected a path or auto; '.' is this folder",
+    "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, expected at least 2 for --mixup-alpha",
     "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
-        "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"
+        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
     ),
     "--micro-batch-size 2 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
-        "--micro-batch-size: got 2, wanted at least 3 for --cutmix-lambda-low and -high"
+        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
     ),
     "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
-        "--cutmix-lambda-low: got 0.9, wanted at most --cutmix-lambda-high, which is 0.8"
+        "--cutmix-lambda-low: got 0.9, expected at most --cutmix-lambda-high, which is 0.8"
     ),
-    "--warmup-epoch 5 --epoch 3": "--warmup-epoch: got 5, wanted at most --epoch, which is 3",
+    "--warmup-epoch 5 --epoch 3": "--warmup-epoch: got 5, expected at most --epoch, which is 3",
     "--efficientnet-group-dim 16": "--efficientnet-group-dim: 'resnet8-cifar' is not an EfficientNet",
     "--squeezenet-bypass": "--squeezenet-bypass: 'resnet8-cifar' is not a SqueezeNet",
     "--proxy-norm": "--proxy-norm: 'resnet8-cifar' is not an EfficientNet",
-    "--model efficientnet-b0 --proxy-norm --optimizer lars": "--proxy-norm: not with --optimizer lars; wanted sgd",
+    "--model efficientnet-b0 --proxy-norm --optimizer lars": "--proxy-norm: does not work with --optimizer lars",
     "--model efficientnet-b0 --proxy-norm --norm-type none": "--proxy-norm: contradicts --norm-type none",
-    "--model efficientnet-b0 --proxy-norm --proxy-epsilon 0": "--proxy-epsilon: got '0', wanted a number, more than 0",
+    "--model efficientnet-b0 --proxy-epsilon 0": "--proxy-epsilon: got '0', expected a number, more than 0",
     "--weight-avg-strategy mean --checkpoints-kept 2": (
-        "--checkpoints-kept: got 2, wanted all, because --weight-avg-N all averages every checkpoint"
+        "--checkpoints-kept: got 2, expected all, because --weight-avg-N all averages every checkpoint"
     ),
     "--weight-avg-strategy mean --checkpoints-kept 2 --weight-avg-N 5": (
-        "--weight-avg-N: got 5, wanted at most --checkpoints-kept, which is 2"
+        "--weight-avg-N: got 5, expected at most --checkpoints-kept, which is 2"
     ),
 }
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES.items())
-def test_a_mistake_on_the_line_is_named(line, message):
+def test_mistake_on_the_line_is_answered_in_one_line(line, message):
     with pytest.raises(ConfigError) as mistake:
         loaded(line)
     assert str(mistake.value).startswith(message)
@@ -74,22 +75,22 @@ def test_a_mistake_on_the_line_is_named(line, message):
 
 
 FILES = {
-    "epoch: 2.5": "c.yaml: epoch: got '2.5', wanted a whole number, at least 1",
-    "epoch: 0": "c.yaml: epoch: got '0', wanted a whole number, at least 1",
+    "epoch: 2.5": "c.yaml: epoch: got '2.5', expected a whole number, at least 1",
+    "epoch: 0": "c.yaml: epoch: got '0', expected a whole number, at least 1",
     "epochs: 3": "c.yaml: unknown option epochs; did you mean 'epoch'?",
-    "- epoch": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not a list",
-    "epoch": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not 'epoch'",
-    "": "c.yaml: a mapping of options was wanted, such as `epoch: 10`, not nothing",
-    "wandb: maybe": "c.yaml: wandb: got 'maybe', wanted true or false",
-    "lr: [0.1, 0.2]": "c.yaml: lr: takes one value, got '0.1 0.2'",
-    "lr: {peak: 1}": "c.yaml: lr: got a mapping, wanted a number, at least 0",
+    "- epoch": "c.yaml: got a list, expected options, such as `epoch: 10`",
+    "epoch": "c.yaml: got 'epoch', expected options, such as `epoch: 10`",
+    "": "c.yaml: got nothing, expected options, such as `epoch: 10`",
+    "wandb: maybe": "c.yaml: wandb: got 'maybe', expected true or false",
+    "lr: [0.1, 0.2]": "c.yaml: lr: got '0.1 0.2', expected one value",
+    "lr: {peak: 1}": "c.yaml: lr: got a mapping, expected a number, at least 0",
     "lr: 'x": "c.yaml, line 1: is not YAML",
-    "lr_epoch_decay: [[1]]": "c.yaml: lr-epoch-decay: got a list within a list",
+    "lr_epoch_decay: [[1]]": "c.yaml: lr-epoch-decay: got a nested list",
 }
 
 
 @pytest.mark.parametrize(("text", "message"), FILES.items())
-def test_the_same_mistake_in_a_file_is_named_with_the_file(text, message, tmp_path, monkeypatch):
+def test_mistake_in_a_file_names_the_file(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError) as mistake:
@@ -98,7 +99,7 @@ def test_the_same_mistake_in_a_file_is_named_with_the_file(text, message, tmp_pa
     assert "\n" not in str(mistake.value)
 
 
-def test_a_missing_or_binary_file_is_named(tmp_path):
+def test_missing_or_binary_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none.yaml: cannot be read: No such file"):
         from_file(tmp_path / "none.yaml", OPTIONS)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
@@ -106,12 +107,12 @@ def test_a_missing_or_binary_file_is_named(tmp_path):
         from_file(tmp_path / "b.yaml", OPTIONS)
 
 
-def test_an_unknown_config_is_answered_with_the_nearest_name():
+def test_unknown_config_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"--config: no config is named 'digit'; did you mean 'digits'\?"):
         from_config("digit", OPTIONS)
 
 
-def test_the_command_line_overrides_the_checkpoint_which_overrides_the_environment(tmp_path):
+def test_command_line_overrides_checkpoint_overrides_environment(tmp_path):
     settings = [
         *from_environment({"DATA_DIR": "/data"}, OPTIONS),
         *from_checkpoint({"lr": {"value": "0.5"}, "epoch": {"value": "7"}, "gone": {"value": "1"}}, OPTIONS),
@@ -127,18 +128,37 @@ def test_the_command_line_overrides_the_checkpoint_which_overrides_the_environme
     }
 
 
-def test_a_later_option_overrides_an_earlier_one_and_a_switch_can_be_switched_off():
+def test_later_option_overrides_earlier_and_switches_turn_off():
     assert loaded("--epoch 3 --epoch 4").options.training.epoch == 4
     assert not loaded("--wandb --no-wandb").options.logging.wandb
     assert loaded("--no-wandb --wandb").options.logging.wandb
 
 
-def test_spellings_with_underscores_equals_and_negative_numbers_are_read():
+def test_underscores_equals_signs_and_negative_numbers_are_read():
     result = loaded("--micro_batch_size=3 --weight-avg-N -1").options
     assert (result.data.micro_batch_size, result.averaging.weight_avg_N) == (3, -1)
 
 
-def test_a_number_in_yaml_keeps_its_spelling(tmp_path):
+def test_recipe_overrides_the_checkpoint_and_the_line_overrides_both():
+    line = read_line(TrainOptions, ["--config", "digits", "--lr", "0.7"])
+    stored = {"epoch": {"value": "77"}, "lr": {"value": "0.5"}, "seed": {"value": "8"}}
+    result = load_options(TrainOptions, line, stored)
+    assert (result.sources["epoch"], result.sources["lr"]) == ("config digits", "command line")
+    assert (result.options.learning_rate.lr, result.options.run.seed) == (0.7, 8)
+    assert result.over({}).options == load_options(TrainOptions, line).options
+
+
+def test_auto_is_a_choice_and_not_a_path():
+    assert loaded("--run-dir auto").options.run.run_dir == "auto"
+
+
+def test_none_removes_a_stored_value():
+    stored = from_checkpoint({"updates": {"value": "5"}}, OPTIONS)
+    assert load(TrainOptions, stored).options.training.updates == 5
+    assert load(TrainOptions, [*stored, *from_line(["--updates", "None"], OPTIONS)]).options.training.updates is None
+
+
+def test_yaml_numbers_keep_their_spelling(tmp_path):
     (tmp_path / "c.yaml").write_text("precision: 32.32\nweight_decay: 1e-05\nlr_epoch_decay: [30, 60]\nwandb: true\n")
     result = load(TrainOptions, from_file(tmp_path / "c.yaml", OPTIONS)).options
     assert result.machine.precision == "32.32"
@@ -147,7 +167,7 @@ def test_a_number_in_yaml_keeps_its_spelling(tmp_path):
     assert result.logging.wandb
 
 
-def test_what_is_written_is_read_back_the_same(tmp_path):
+def test_written_config_is_read_back_the_same(tmp_path):
     first = loaded("--lr 0.30000000000000004 --lr-epoch-decay 1 2.5 --lr-schedule step --wandb --data-dir /a:b/c#d")
     (tmp_path / "config.yaml").write_text(first.to_yaml())
     again = load(TrainOptions, from_file(tmp_path / "config.yaml", OPTIONS))
@@ -158,7 +178,7 @@ def test_what_is_written_is_read_back_the_same(tmp_path):
     assert not stored.logging.wandb, "a checkpoint starts no upload"
 
 
-def test_options_without_effect_are_said_once_and_only_when_asked_for():
+def test_options_without_effect_are_noted_only_when_asked_for():
     from falconet.config.effects import notes
 
     result = loaded("--rmsprop-decay 0.9 --lr-decay 0.1")
@@ -187,21 +207,21 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("line", "place"), PLACES.items())
-def test_the_place_of_the_data_has_two_spellings_and_the_last_one_holds(line, place):
+def test_last_of_two_spellings_of_the_data_folder_counts(line, place):
     settings = from_line(line.split(), OPTIONS)
     assert (settings[-1].option, settings[-1].values) == ("data-dir", (place,))
 
 
-def test_a_config_may_use_the_other_spelling():
+def test_config_may_use_the_alias():
     (setting,) = from_mapping({"imagenet_data_path": "x"}, OPTIONS, source="c")
     assert (setting.option, setting.values) == ("data-dir", ("x",))
 
 
-def test_a_typo_of_the_other_spelling_is_answered():
+def test_typo_of_an_alias_suggests_it():
     with pytest.raises(ConfigError, match="did you mean '--imagenet-data-path'"):
         from_line(["--imagenet-datapath", "x"], OPTIONS)
 
 
-def test_a_command_without_data_has_neither():
+def test_command_without_data_has_no_alias_for_it():
     with pytest.raises(ConfigError, match="unknown option --imagenet-data-path"):
         from_line(["--imagenet-data-path", "x"], options_of(DoctorOptions))

@@ -124,12 +124,12 @@ def test_prediction_standardises_images_as_training_did(falconet):
     [
         (
             "--normalization-location host",
-            "--normalization-location host: contradicts --eight-bit-io, which copies pixels; wanted device, or"
-            " --no-eight-bit-io beside it",
+            "--normalization-location host: contradicts --eight-bit-io, which copies pixels as bytes; expected device,"
+            " or --no-eight-bit-io as well",
         ),
         (
             "--decode-device cuda --no-eight-bit-io",
-            "--decode-device cuda: contradicts --no-eight-bit-io: its pixels are never copied; wanted cpu",
+            "--decode-device cuda: contradicts --no-eight-bit-io, because its pixels are never copied; expected cpu",
         ),
         (
             "--decode-device cuda",

@@ -1,4 +1,4 @@
-"""A model that predicts: few shapes, and the scores of plain PyTorch whatever they are filled up with."""
+"""Predictors use few shapes, and give the scores of plain PyTorch whatever the padding."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ def test_buckets_are_powers_of_two_and_the_largest(most, expected):
 
 
 def plain(classifier, images):
-    """Written out: pixel / 255, minus mean, over deviation, through the model."""
+    """The same in plain PyTorch: model((pixel / 255 - mean) / std)."""
     p = classifier.preprocessing
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (p.mean, p.std))
     with torch.no_grad():
         return classifier.model((torch.from_numpy(images).float() / 255 - mean) / std).numpy()
 
 
-def test_the_scores_of_portions_are_those_of_their_images_alone():
+def test_each_portion_gets_the_scores_of_its_images():
     classifier = small_classifier()
     (lane,) = Predictor(classifier, max_batch=12).lanes()
     portions = [pixels(count, seed=count) for count in (1, 3, 5)]
@@ -32,7 +32,7 @@ def test_the_scores_of_portions_are_those_of_their_images_alone():
         np.testing.assert_allclose(answer, plain(classifier, portion), rtol=1e-4, atol=1e-5)
 
 
-def test_an_answer_is_not_changed_by_the_next_batch():
+def test_scores_are_not_overwritten_by_the_next_batch():
     (lane,) = Predictor(small_classifier(), max_batch=4).lanes()
     (first,) = lane([pixels(3, seed=1)])
     kept = first.copy()
@@ -40,7 +40,7 @@ def test_an_answer_is_not_changed_by_the_next_batch():
     assert np.array_equal(first, kept)
 
 
-def test_the_device_sees_no_other_shapes_than_the_buckets():
+def test_the_model_sees_only_bucket_sizes():
     classifier = small_classifier()
     seen = set()
     classifier.model.register_forward_pre_hook(lambda _, args: seen.add(tuple(args[0].shape)))
@@ -51,8 +51,8 @@ def test_the_device_sees_no_other_shapes_than_the_buckets():
 
 
 @pytest.mark.parametrize("precision", ["16.16", "bf16.bf16"])
-def test_half_precision_is_near(precision):
-    """On a CPU fp16 is computed in fp32, so its scores are too; bf16 is widened, as numpy has none."""
+def test_half_precision_scores_are_close(precision):
+    """On a CPU fp16 is computed in fp32, and bf16 scores are widened because numpy has no bf16."""
     predictor = Predictor(small_classifier(precision), max_batch=4)
     assert predictor.dtype == torch.float32
     found = predictor.logits(torch.from_numpy(pixels(4))).numpy()
@@ -62,7 +62,7 @@ def test_half_precision_is_near(precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16.16", "32.32"])
-def test_captured_lanes_give_the_scores_of_plain_ones(precision):
+def test_captured_lanes_match_uncaptured_ones(precision):
     from dataclasses import replace
 
     device = torch.device("cuda", 0)

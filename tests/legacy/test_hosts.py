@@ -1,4 +1,4 @@
-"""The lines that start a job: what a shell and torch's own parser make of them."""
+"""The lines that start a job, as a shell and torch's parser read them."""
 
 import shlex
 import socket
@@ -43,13 +43,13 @@ def test_on_other_hosts_ssh_starts_the_same_in_the_same_folder_with_the_variable
         assert args.training_script_args[-1] == "$HOME", "not expanded on the way"
 
 
-def test_what_is_shown_can_be_pasted():
+def test_the_printed_lines_can_be_pasted():
     (start,) = starts(job())
     assert shlex.split(start.shown) == ["env", "A=x y", *start.argv]
 
 
 @pytest.mark.parametrize(("shown", "filters"), [([0], ["0", "2"]), ([2, 3], ["2", "0,1"]), ([1, 2], ["1", "0"])])
-def test_output_of_some_ranks_alone_is_filtered_on_each_host(shown, filters):
+def test_the_output_of_some_ranks_is_filtered_on_each_host(shown, filters):
     each = starts(job(hosts=["a", "b"], shown=shown))
     found = [read(shlex.split(start.argv[2])[6:]) for start in each]
     assert [args.local_ranks_filter for args in found] == filters
@@ -65,4 +65,4 @@ def test_two_names_of_this_host_are_refused():
     name = socket.gethostname()
     with pytest.raises(ConfigError) as caught:
         starts(job(hosts=[name, "localhost"], processes=1))
-    assert str(caught.value) == f"--host: {name} and localhost are both this host; wanted each host once"
+    assert str(caught.value) == f"--host: {name} and localhost are both this host; expected each host once"

@@ -11,7 +11,8 @@ import pytest
 
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import from_config, load, parse
+from falconet.config.load import load, parse
+from falconet.config.recipes import from_config
 from falconet.config.settings import Setting
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
@@ -161,36 +162,44 @@ def resolved(options):
     }
 
 
-def compare(found, expected):
-    polynomial = expected["schedule"] == "polynomial"
-    for name, value in expected.items():
-        if name == "end" and not polynomial:
-            continue
-        wanted = pytest.approx(value, rel=1e-6, abs=1e-12) if isinstance(value, float) else value
-        assert found[name] == wanted, name
+def differing(found, expected):
+    """(name, value, expected value) of everything that differs."""
+    if expected["schedule"] != "polynomial":
+        expected = {name: value for name, value in expected.items() if name != "end"}
+    near = {
+        name: pytest.approx(value, rel=1e-6, abs=1e-12) if isinstance(value, float) else value
+        for name, value in expected.items()
+    }
+    return [(name, found[name], value) for name, value in near.items() if found[name] != value]
 
 
-@pytest.mark.parametrize("name", TENSORFLOW)
-def test_a_config_of_the_tensorflow_program_is_what_its_formulas_give(name):
-    expected = tensorflow(TENSORFLOW[name]) | ({"stages": 1} if name == WITHOUT_SPLITS else {})
-    options = load(TrainOptions, [PLACE, *from_config(name, options_of(TrainOptions))]).options
-    compare(resolved(options), expected)
+def named(name):
+    return resolved(load(TrainOptions, [PLACE, *from_config(name, options_of(TrainOptions))]).options)
 
 
-@pytest.mark.parametrize("name", [name for name in TENSORFLOW if name != WITHOUT_SPLITS])
-def test_the_same_typed_in_the_tensorflow_programs_folder(name):
+def test_the_configs_of_the_tensorflow_program_are_what_its_formulas_give():
+    one_stage = {WITHOUT_SPLITS: {"stages": 1}}
+    expected = {name: tensorflow(entry) | one_stage.get(name, {}) for name, entry in TENSORFLOW.items()}
+    assert {name: found for name in expected if (found := differing(named(name), expected[name]))} == {}
+
+
+def test_the_same_typed_in_the_tensorflow_programs_folder():
     place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
-    options = parse(TrainOptions, translate("tf1:train.py", ["--config", name], place=place).settings).options
-    compare(resolved(options), tensorflow(TENSORFLOW[name]))
+
+    def typed(name):
+        return resolved(
+            parse(TrainOptions, translate("tf1:train.py", ["--config", name], place=place).settings).options
+        )
+
+    names = [name for name in TENSORFLOW if name != WITHOUT_SPLITS]
+    assert {name: found for name in names if (found := differing(typed(name), tensorflow(TENSORFLOW[name])))} == {}
 
 
-@pytest.mark.parametrize("name", PYTORCH)
-def test_a_config_of_the_pytorch_program_is_what_its_entry_says(name):
-    options = load(TrainOptions, [PLACE, *from_config(name, options_of(TrainOptions))]).options
-    compare(resolved(options), pytorch(PYTORCH[name]))
+def test_the_configs_of_the_pytorch_program_are_what_its_entries_say():
+    assert {name: found for name in PYTORCH if (found := differing(named(name), pytorch(PYTORCH[name])))} == {}
 
 
-def test_what_is_typed_scales_a_configs_learning_rate_as_it_did():
+def test_typed_options_scale_a_configs_learning_rate():
     """2**-11 times 4 x 8 x 16 instead of 8 x 8 x 16."""
     place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
     line = ["--config", "mk2_resnet50_gn_16ipus", "--batch-size", "4", "--epochs", "50"]

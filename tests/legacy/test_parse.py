@@ -1,9 +1,7 @@
 """An old line is split as the originals' argparse would, and a mistake is answered in one line."""
 
-import pytest
-
-from falconet.errors import ConfigError
 from falconet.legacy.translate import PROGRAMS, TRAINERS, from_line, from_mapping
+from translations import refusal, unlike, wrong
 
 PYTORCH, TENSORFLOW, POPART = TRAINERS
 
@@ -28,9 +26,8 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize(("line", "given"), SPELLINGS.items())
-def test_a_line_is_read_as_argparse_read_it(line, given):
-    assert parsed(line) == given
+def test_a_line_is_read_as_argparse_read_it():
+    assert wrong(SPELLINGS.items(), parsed) == []
 
 
 MISTAKES = [
@@ -59,24 +56,21 @@ MISTAKES = [
     (TENSORFLOW, "--size 50", "--size is the PopART program's; here it is --model or --model-size"),
     (POPART, "--micro-batch-size 4", "--micro-batch-size is the PyTorch program's; here it is --batch-size"),
     (TENSORFLOW, "--optimizr momentum", "unknown option --optimizr; did you mean '--optimiser'?"),
-    (TENSORFLOW, "--epochs five", "--epochs: got 'five', wanted a number"),
-    (TENSORFLOW, "--batch-size 2.5", "--batch-size: got '2.5', wanted a whole number"),
+    (TENSORFLOW, "--epochs five", "--epochs: got 'five', expected a number"),
+    (TENSORFLOW, "--batch-size 2.5", "--batch-size: got '2.5', expected a whole number"),
     (TENSORFLOW, "--batch-size", "--batch-size: needs a value, a whole number"),
     (TENSORFLOW, "--batch-size 2 4", "--batch-size: takes one value, got '2 4'"),
     (TENSORFLOW, "--pipeline=yes", "--pipeline: is a switch and takes no value, got 'yes'"),
-    (TENSORFLOW, "--optimiser Momentum", "--optimiser: got 'Momentum', wanted SGD or RMSprop"),
-    (TENSORFLOW, "train --pipeline", "'train': an option was wanted, such as --restore-path"),
+    (TENSORFLOW, "--optimiser Momentum", "--optimiser: got 'Momentum', expected SGD or RMSprop"),
+    (TENSORFLOW, "train --pipeline", "got 'train', expected an option, such as --restore-path"),
     (TENSORFLOW, "--pipeline yes", "--pipeline: is a switch and takes no value, got 'yes'"),
     (TENSORFLOW, "--lo x", "--lo: could be --log-all-instances or"),
 ]
 
 
-@pytest.mark.parametrize(("program", "line", "message"), MISTAKES, ids=[line for _, line, _ in MISTAKES])
-def test_a_mistake_is_answered_in_one_line(program, line, message):
-    with pytest.raises(ConfigError) as caught:
-        parsed(line, program)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+def test_a_mistake_is_answered_in_one_line():
+    cases = [((line, program), message) for program, line, message in MISTAKES]
+    assert unlike(cases, lambda case: refusal(lambda: parsed(*case))) == []
 
 
 def test_a_yaml_entry_has_the_same_options_as_the_line():
@@ -94,17 +88,15 @@ def test_a_yaml_entry_has_the_same_options_as_the_line():
 
 YAML_MISTAKES = {
     "config c: unknown option gradient-accumulation; did you mean": {"gradient_accumulation": "64"},
-    "config c: micro-batch-sise": {"micro_batch_sise": "4"},
-    "config c: pipeline: got 'maybe', wanted true or false": {"pipeline": "maybe"},
-    "config c: epochs: got 'x', wanted a number": {"epochs": "x"},
+    "config c: unknown option micro-batch-sise": {"micro_batch_sise": "4"},
+    "config c: pipeline: got 'maybe', expected true or false": {"pipeline": "maybe"},
+    "config c: epochs: got 'x', expected a number": {"epochs": "x"},
 }
 
 
-@pytest.mark.parametrize(("message", "entry"), YAML_MISTAKES.items())
-def test_a_mistake_in_a_yaml_entry_names_the_entry(message, entry):
-    with pytest.raises(ConfigError) as caught:
-        from_mapping(TENSORFLOW, entry, source="config c")
-    assert str(caught.value).startswith(message.replace("micro-batch-sise", "unknown option micro-batch-sise"))
+def test_a_mistake_in_a_yaml_entry_names_the_entry():
+    cases = [(entry, message) for message, entry in YAML_MISTAKES.items()]
+    assert unlike(cases, lambda entry: refusal(lambda: from_mapping(TENSORFLOW, entry, source="config c"))) == []
 
 
 def test_the_names_of_a_program_do_not_clash_with_its_prefixes():

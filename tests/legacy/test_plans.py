@@ -21,17 +21,18 @@ from falconet.legacy.poprun import read_poprun, with_script
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.optim.schedules import Schedule
+from translations import lacking, wrong
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 COMMANDS = (DATA / "seed_commands.txt").read_text().splitlines()
 ROWS = list(csv.DictReader((DATA / "expected_plans.tsv").read_text().splitlines(), delimiter="\t"))
 STARTS_NOTHING = {
-    2: "the benchmark runner, tests/test_originals.py",
-    3: "the benchmark runner, tests/test_originals.py",
+    2: "the benchmark runner, tests/legacy/test_programs.py",
+    3: "the benchmark runner, tests/legacy/test_programs.py",
     **dict.fromkeys((12, 13, 19, 38, 40, 42), "sets a variable"),
     **dict.fromkeys((15, 18, 48, 49, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75), "sets up or tests"),
-    44: "prints the help, tests/test_originals.py",
+    44: "prints the help, tests/legacy/test_programs.py",
     46: "lists IPUs",
 }
 TWO_WORKERS = '{"cluster":{"worker":["worker0:3636","worker1:3636"]},"task":{"type":"worker","index":0}}'
@@ -105,17 +106,23 @@ def translated(row, tmp_path):
     return translate(row["program"], arguments, place=place)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row['line']}{row['config'] and '-' + row['config']}" for row in ROWS])
-def test_a_command_means_what_was_worked_out_by_hand(row, tmp_path):
-    translation = translated(row, tmp_path)
+@pytest.fixture(scope="module")
+def translations(tmp_path_factory):
+    """Every row's, by its line and config."""
+    folder = tmp_path_factory.mktemp("plans")
+    return {(row["line"], row["config"]): translated(row, folder) for row in ROWS}
+
+
+def plan_of(translation):
+    """What a row of the table says of a command."""
     value = {setting.option: setting.values for setting in translation.settings}
 
     def one(name, default):
         return value.get(name, (default,))[0]
 
-    assert translation.command == row["command"]
     batch = int(one("micro-batch-size", "64")) * int(one("gradient-accumulation", "1")) * int(one("replicas", "1"))
-    found = {
+    return {
+        "command": translation.command,
         "global_batch": batch,
         "lr": float(one("lr", "0.1")),
         "stages": len(value.get("pipeline-splits", ())) + 1,
@@ -124,13 +131,25 @@ def test_a_command_means_what_was_worked_out_by_hand(row, tmp_path):
         "schedule": one("lr-schedule", "cosine"),
         "epochs": int(one("epoch", "30")),
     }
-    expected = {name: type(found[name])(row[name]) for name in found if row[name]}
-    assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row["command"] in ("train", "restore") and row["lr"]])
-def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path):
-    translation = translated(row, tmp_path)
+def test_every_command_means_what_was_worked_out_by_hand(translations):
+    def expected(row):
+        types = {"global_batch": int, "lr": float, "stages": int, "replicas": int, "epochs": int}
+        names = ("command", "optimizer", "schedule", *types)
+        return {name: types.get(name, str)(row[name]) for name in names if row[name]}
+
+    cases = [((row["line"], row["config"]), expected(row)) for row in ROWS]
+    assert lacking(cases, lambda case: plan_of(translations[case])) == []
+
+
+def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(translations):
+    for row in ROWS:
+        if row["command"] in ("train", "restore") and row["lr"]:
+            check_rules(row, translations[row["line"], row["config"]])
+
+
+def check_rules(row, translation):
     command = RestoreOptions if row["command"] == "restore" else TrainOptions
     place = from_environment({"DATA_DIR": "imagenet"}, options_of(command))
     options = load(command, [*place, *translation.settings]).options
@@ -150,21 +169,20 @@ def test_a_translated_line_is_a_canonical_one_that_breaks_no_rule(row, tmp_path)
     assert 0 < max(rates) <= rate.lr
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "poprun" in COMMANDS[int(row["line"]) - 1] and row["stages"]])
-def test_the_processes_of_a_launched_replica_are_the_stages_of_its_pipeline(row):
+def test_the_processes_of_a_launched_replica_are_the_stages_of_its_pipeline():
     """Of line 33 too, whose --ipus-per-replica has no value in print."""
-    words = shlex.split(filled(int(row["line"]), row["config"]))
-    assert launched(words)[2] == int(row["stages"])
+    rows = [row for row in ROWS if "poprun" in COMMANDS[int(row["line"]) - 1] and row["stages"]]
+    cases = [((int(row["line"]), row["config"]), int(row["stages"])) for row in rows]
+    assert wrong(cases, lambda case: launched(shlex.split(filled(*case)))[2]) == []
 
 
-def test_the_line_under_the_heading_validation_goes_on_training_and_says_what_validates(tmp_path):
+def test_the_line_under_the_heading_validation_continues_training_and_names_what_validates(translations):
     """Line 36 is train.py with --restore-path: what it did, it does; the README meant validation.py."""
-    (row,) = (row for row in ROWS if row["line"] == "36")
-    translation = translated(row, tmp_path)
+    (translation,) = (found for (line, _), found in translations.items() if line == "36")
     assert translation.command == "restore"
     assert (
-        "--restore-path: goes on training generated_checkpoints_dir_path;"
-        " `validation.py --restore-path generated_checkpoints_dir_path` measures it"
+        "--restore-path: continues training generated_checkpoints_dir_path;"
+        " `validation.py --restore-path generated_checkpoints_dir_path` validates it"
     ) in translation.notes
     meant = translate("tf1:validation.py", ["--restore-path", "generated_checkpoints_dir_path"])
     assert meant.command == "validate"
@@ -176,7 +194,7 @@ def test_every_command_that_starts_a_program_has_a_plan():
     assert not {int(row["line"]) for row in ROWS} & STARTS_NOTHING.keys()
 
 
-def test_the_exponential_schedule_of_tensorflow_drops_as_often_as_it_did(tmp_path):
+def test_the_exponential_schedule_of_tensorflow_drops_as_often_as_it_did():
     """146 drops in 350 epochs, of 0.97 each: floor(epoch x 146 / 350) of them by an epoch."""
     argv = shlex.split(
         "--model efficientnet --dataset imagenet --data-dir d --lr-schedule exponential --optimiser RMSprop"

@@ -46,7 +46,7 @@ def mentions(text):
     return found
 
 
-def test_each_process_learns_its_rank_and_what_was_asked_for(tmp_path):
+def test_each_process_knows_its_rank_and_what_was_asked_for(tmp_path):
     program = [sys.executable, "-c", TELL, "RANK", "WORLD_SIZE", "FALCONET_REPLICAS", "FALCONET_STAGES", "X", "PWD"]
     flags = "--num-replicas 2 --num-instances 2 --mpi-global-args --tag-output"
     code, out, err = run(flags, program, tmp_path, X="y", PWD=str(tmp_path))
@@ -54,7 +54,7 @@ def test_each_process_learns_its_rank_and_what_was_asked_for(tmp_path):
     assert sorted(out.splitlines()) == [f"[1,0]:0 2 2 1 y {tmp_path}", f"[1,1]:1 2 2 1 y {tmp_path}"]
 
 
-def test_falconet_trains_under_it_and_tells_what_it_cannot_do(tmp_path):
+def test_falconet_trains_under_poprun_and_notes_what_has_no_effect(tmp_path):
     flags = "--numa-aware 1 --num-replicas 2 --ipus-per-replica 1 --vipu-partition=p"
     line = [*FALCONET, "train", *TINY.replace("--micro-batch-size 8", "--micro-batch-size 4").split(), "--run-dir", "r"]
     code, out, err = run(flags, line, tmp_path)
@@ -69,13 +69,13 @@ MISTAKES = {
     "of stages": (
         "--num-replicas 1 --ipus-per-replica 2",
         [*FALCONET, "train", *TINY.split()],
-        "falconet train: --ipus-per-replica: poprun was given 2, but the model is in 1 stage; wanted 1, or 1"
-        " --pipeline-splits\n",
+        "falconet train: the launcher was asked for 2 processes per replica, but the model is in 1 stage; expected 1,"
+        " or 1 --pipeline-splits\n",
     ),
     "of the program": (
         "--num-replicas 2",
         ["no-such-program"],
-        "poprun: no-such-program: not found; wanted a program that can be run here\n",
+        "poprun: no-such-program: not found; expected a program on the PATH\n",
     ),
     "of a flag": ("--num-replica 2", ["x"], "poprun: --num-replica: poprun has no such flag; did you mean '--num-re"),
 }
@@ -89,12 +89,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, flags, program, message
     assert err.count("\n") == 1
 
 
-def test_stages_that_the_program_does_not_have_are_refused_also_where_they_would_share_a_process(tmp_path):
+def test_stages_that_the_program_does_not_have_are_refused(tmp_path):
     code, _, err = run("--ipus-per-replica 4096", [*FALCONET, "train", *TINY.split()], tmp_path)
     assert code == 2
     note, mistake = err.splitlines()
     assert note.endswith(": 1 is started")
-    assert mistake.startswith("falconet train: --ipus-per-replica: poprun was given 4096, but the model is in 1 stage;")
+    assert mistake.startswith("falconet train: the launcher was asked for 4096 processes per replica, but the model is")
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path):
@@ -114,16 +114,16 @@ def test_a_missing_remote_shell_is_named(capfd):
     assert capfd.readouterr().err == "poprun: --host: cannot reach there: no-such-shell is not installed here\n"
 
 
-def test_another_exit_code_is_told_with_its_rank(tmp_path):
+def test_another_exit_code_is_reported_with_its_rank(tmp_path):
     program = [sys.executable, "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))"]
     code, _, err = run("--num-replicas 2", program, tmp_path)
     assert code == 1
-    assert err.endswith(": rank 1 ended with exit code 3\n")
+    assert err.endswith(": rank 1 exited with code 3\n")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_when_it_goes_its_processes_go(tmp_path, how):
+def test_the_processes_end_with_poprun(tmp_path, how):
     program = [sys.executable, "-c", f"import time; time.sleep(600) # {tmp_path}"]
     process = begin("--num-replicas 2", program, tmp_path)
     deadline = time.monotonic() + LIMIT
@@ -146,7 +146,7 @@ CPU = {
 
 
 @pytest.mark.parametrize("line", CPU.values(), ids=CPU.keys())
-def test_a_program_for_the_cpu_is_not_held_to_the_number_of_cuda_devices(capfd, monkeypatch, line):
+def test_a_program_for_the_cpu_is_not_limited_by_cuda_devices(capfd, monkeypatch, line):
     monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--dry-run", *line]) == 0
     out, err = capfd.readouterr()
@@ -154,7 +154,7 @@ def test_a_program_for_the_cpu_is_not_held_to_the_number_of_cuda_devices(capfd, 
     assert "--nproc-per-node=2" in out
 
 
-def test_a_program_for_devices_is_held_to_their_number(capfd, monkeypatch):
+def test_a_program_for_devices_is_limited_by_their_number(capfd, monkeypatch):
     monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--dry-run", "--num-replicas", "2", "falconet", "train", "--device", "cuda"]) == 0
     out, err = capfd.readouterr()
@@ -165,10 +165,10 @@ def test_a_program_for_devices_is_held_to_their_number(capfd, monkeypatch):
 def test_two_names_of_this_host_are_a_mistake(capfd, monkeypatch):
     monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is here"))
     assert poprun.main(["--num-replicas", "2", "--host", f"{socket.gethostname()},localhost", "true"]) == 2
-    assert capfd.readouterr().err.endswith(" and localhost are both this host; wanted each host once\n")
+    assert capfd.readouterr().err.endswith(" and localhost are both this host; expected each host once\n")
 
 
-def test_the_lines_are_shown_and_nothing_is_run(capfd, monkeypatch):
+def test_a_dry_run_prints_the_lines(capfd, monkeypatch):
     monkeypatch.setenv("KEPT", "a b")
     flags = ["--dry-run", "--host", "a,b", "--num-replicas", "8", "--mpi-local-args=-x KEPT -x GONE -x SET=1"]
     assert poprun.main([*flags, "python3", "train.py"]) == 0
@@ -198,13 +198,13 @@ def test_the_flags_are_explained(capfd):
     assert "--ipus-per-replica" in capfd.readouterr().out
 
 
-def test_a_port_that_is_none_is_refused(capfd, monkeypatch):
+def test_an_invalid_port_is_refused(capfd, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "99999")
     assert poprun.main(["--dry-run", "true"]) == 2
-    assert capfd.readouterr().err == "poprun: MASTER_PORT: got '99999', wanted 1 to 65535\n"
+    assert capfd.readouterr().err == "poprun: MASTER_PORT: got '99999', expected 1 to 65535\n"
 
 
-def test_the_line_that_forgets_its_script_is_run_from_the_folder_of_train_py():
+def test_a_line_without_its_script_runs_in_the_folder_of_train_py():
     """As printed in the TensorFlow program's README, for two replicas on this host."""
     folder = Path(__file__).parents[2] / "compat/tensorflow"
     line = [
@@ -222,13 +222,13 @@ def test_the_line_that_forgets_its_script_is_run_from_the_folder_of_train_py():
     assert "falconet train " in out
 
 
-def test_a_port_that_is_empty_is_the_usual_one(capfd, monkeypatch):
+def test_an_empty_port_is_the_default(capfd, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "")
     assert poprun.main(["--dry-run", "--num-replicas", "2", "--host", "a,b", "true"]) == 0
     assert "--master-port=29500" in capfd.readouterr().out
 
 
-def test_ctrl_c_while_it_begins_ends_it_without_a_word(tmp_path):
+def test_ctrl_c_during_startup_prints_nothing(tmp_path):
     (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     assert run("--num-replicas 2", ["true"], tmp_path, PYTHONPATH=path) == (130, "", "")

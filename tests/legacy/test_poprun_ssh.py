@@ -61,7 +61,7 @@ def begin(shell, program, cwd):
     return subprocess.Popen(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_folder_variables_and_arguments_arrive_as_they_were(shell, tmp_path):
+def test_folder_variables_and_arguments_arrive_unchanged(shell, tmp_path):
     told = "*(os.environ[name] for name in ('RANK', 'MASTER_ADDR', 'SAID')), os.getcwd(), sys.argv"
     tell = f"import os, sys; print({told})"
     process = begin(shell, ["-c", tell, "$HOME", "it's"], tmp_path)

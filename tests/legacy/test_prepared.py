@@ -1,4 +1,4 @@
-"""A process before it becomes its program: on its NUMA node, on its network."""
+"""A process binds itself to its NUMA node and its network before it becomes its program."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ def test_binding_changes_the_affinity(monkeypatch):
 def test_a_subnet_or_a_name_becomes_an_interface():
     assert hosts.interface_of("127.0.0.0/8") == "lo"
     assert hosts.interface_of("lo") == "lo"
-    with pytest.raises(DeviceError, match=r"'203.0.113.0/24': no interface of .* lies in it; it has .*lo"):
+    with pytest.raises(DeviceError, match=r"'203.0.113.0/24': no interface of .* is in it; it has .*lo"):
         hosts.interface_of("203.0.113.0/24")
     with pytest.raises(DeviceError, match=r"'nosuch': is neither a subnet nor one of .*lo"):
         hosts.interface_of("nosuch")
@@ -62,7 +62,7 @@ def run(*words):
     return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env)
 
 
-def test_the_program_takes_the_place_of_the_process():
+def test_the_program_replaces_the_process():
     program = "import os; print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
     assert run("--network", "127.0.0.0/8", sys.executable, "-c", program).stdout == "lo lo\n"
 
@@ -74,7 +74,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_what_cannot_be_is_said_in_one_line(words, message):
+def test_a_mistake_is_one_line(words, message):
     found = run(*words)
     assert found.returncode == 2
     assert found.stderr.startswith(message)

@@ -1,4 +1,4 @@
-"""What single options of the PyTorch program become: edges of values, and options that change each other."""
+"""What single options of the PyTorch program become: edge values, and options that depend on each other."""
 
 import pytest
 
@@ -6,10 +6,11 @@ from falconet.config import rules
 from falconet.config.commands import TrainOptions
 from falconet.config.load import parse
 from falconet.errors import ConfigError
-from falconet.legacy import pytorch
+from falconet.legacy import pytorch_training
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.report import trace
+from translations import refused, wrong
 
 TRAIN = "pytorch:train.py"
 HOST = "pytorch:datasets/host_benchmark.py"
@@ -23,21 +24,18 @@ def translated(program, line, **place):
 
 
 REFUSED = {
-    "--replicas 0": "--replicas: got '0', wanted a whole number, at least 1",
-    "--replicas -2": "--replicas: got '-2', wanted a whole number, at least 1",
-    "--device-iterations 0": "--device-iterations: got '0', wanted a whole number, at least 1",
-    "--plan": "unknown option --plan; Falconet's own goes behind a lone --: -- --plan",
+    "--replicas 0": "--replicas: got '0', expected a whole number, at least 1",
+    "--replicas -2": "--replicas: got '-2', expected a whole number, at least 1",
+    "--device-iterations 0": "--device-iterations: got '0', expected a whole number, at least 1",
+    "--plan": "unknown option --plan; Falconet's option goes after a lone --: -- --plan",
 }
 
 
-@pytest.mark.parametrize(("line", "says"), REFUSED.items())
-def test_a_mistake_names_the_option_that_was_typed(line, says):
-    with pytest.raises(ConfigError) as caught:
-        translated(TRAIN, f"--data generated {line}")
-    assert str(caught.value) == says
+def test_a_mistake_names_the_option_that_was_typed():
+    assert wrong(REFUSED.items(), lambda line: refused(TRAIN, f"--data generated {line}")) == []
 
 
-def test_an_option_of_the_trainer_is_not_called_another_programs():
+def test_an_option_of_the_same_originals_trainer_is_named_so():
     with pytest.raises(ConfigError, match=r"^--epoch is train.py's; restore.py has no such option; .*: -- --epoch$"):
         translated("pytorch:restore.py", "--checkpoint-input-path run --epoch 3")
 
@@ -46,20 +44,20 @@ def test_an_option_of_the_trainer_is_not_called_another_programs():
     ("typed", "option", "value"),
     [("--fine-tune-lr 0", "fine-tune-lr", "0"), ("--fine-tune-lr 0.5", "fine-tune-lr", "0.5")],
 )
-def test_a_rate_of_fine_tuning_is_taken_even_if_it_is_zero(typed, option, value):
+def test_a_fine_tuning_rate_of_zero_is_kept(typed, option, value):
     assert translated(TRAIN, f"--data generated {PHASES} {typed}")[0][option] == value
 
 
-def test_nothing_is_fine_tuned_with_batches_of_nothing():
+def test_a_fine_tuning_batch_of_zero_is_refused():
     with pytest.raises(ConfigError, match="--fine-tune-micro-batch-size: got '0'"):
         translated(TRAIN, f"--data generated {PHASES} --fine-tune-micro-batch-size 0")
 
 
-def test_what_is_only_compiled_needs_no_images():
+def test_compiling_alone_needs_no_images():
     settings, notes = translated(TRAIN, "--data imagenet --use-bbox-info --compile-only")
     assert settings["data"] == "generated"
     assert not {"data-dir", "use-bbox-info"} & settings.keys()
-    assert "--compile-only: --data generated instead of imagenet, as it was" in notes
+    assert "--compile-only: --data generated instead of imagenet, as in the original" in notes
 
 
 PLACES = {
@@ -71,10 +69,13 @@ PLACES = {
 
 
 @pytest.mark.parametrize("program", [TRAIN, HOST])
-@pytest.mark.parametrize(("typed", "environment", "found"), PLACES.values(), ids=PLACES)
-def test_imagenet_is_where_the_line_the_variable_or_the_original_says(program, typed, environment, found):
-    settings, _ = translated(program, f"--data imagenet {typed}", environment=environment)
-    assert settings.get("data-dir") == found
+def test_imagenet_is_where_the_line_the_variable_or_the_original_says(program):
+    def place(typed, environment):
+        return translated(program, f"--data imagenet {typed}", environment=environment)[0].get("data-dir")
+
+    assert {name: place(typed, variables) for name, (typed, variables, _) in PLACES.items()} == {
+        name: found for name, (*_, found) in PLACES.items()
+    }
 
 
 OF_OTHER_RELEASES = {
@@ -85,13 +86,13 @@ OF_OTHER_RELEASES = {
 }
 
 
-@pytest.mark.parametrize(("typed", "found"), OF_OTHER_RELEASES.items())
-def test_models_and_names_of_other_releases_are_taken(typed, found):
-    settings, _ = translated(TRAIN, f"--data generated --weight-avg-strategy mean {typed}")
-    assert settings[found[0]] == found[1]
+def test_models_and_names_of_other_releases_are_accepted():
+    for typed, (option, value) in OF_OTHER_RELEASES.items():
+        settings, _ = translated(TRAIN, f"--data generated --weight-avg-strategy mean {typed}")
+        assert settings[option] == value
 
 
-def test_the_shape_of_an_efficientnet_is_passed_over_by_other_models():
+def test_other_models_ignore_the_shape_of_an_efficientnet():
     settings, notes = translated(TRAIN, "--data generated --model resnet50 --efficientnet-group-dim 16")
     assert "efficientnet-group-dim" not in settings
     assert "--efficientnet-group-dim: has no effect on --model resnet50" in notes
@@ -99,7 +100,7 @@ def test_the_shape_of_an_efficientnet_is_passed_over_by_other_models():
     assert settings["efficientnet-group-dim"] == "16"
 
 
-def test_an_empty_folder_for_checkpoints_is_none():
+def test_an_empty_checkpoint_folder_is_ignored():
     translation = translate(TRAIN, ["--data", "generated", "--checkpoint-output-path", ""])
     assert "checkpoint-output-path" not in {setting.option for setting in translation.settings}
 
@@ -108,11 +109,11 @@ WORKERS = {"": "32", "--dataloader-worker 4": "4", "--disable-async-loading": "0
 
 
 @pytest.mark.parametrize(("typed", "workers"), WORKERS.items())
-def test_the_host_benchmark_reads_in_the_loop_itself_when_told_to(typed, workers):
+def test_the_host_benchmark_may_read_in_the_loop_itself(typed, workers):
     assert translated(HOST, f"--data cifar10 {typed}")[0]["dataloader-workers"] == workers
 
 
-def test_the_host_benchmark_crops_by_boxes_where_there_is_a_file_of_them(tmp_path):
+def test_the_host_benchmark_uses_boxes_if_there_is_a_file_of_them(tmp_path):
     line = f"--imagenet-data-path {tmp_path}"
     assert "use-bbox-info" not in translated(HOST, line)[0]
     (tmp_path / "imagenet_2012_bounding_boxes.csv").touch()
@@ -139,13 +140,15 @@ SHARES = {
 
 
 @pytest.mark.parametrize(("typed", "shares"), SHARES.items())
-def test_the_share_of_memory_is_that_of_the_device(typed, shares):
+def test_a_share_of_memory_is_kept(typed, shares):
     assert translated(TRAIN, f"--data generated {typed}")[0]["available-memory-proportion"] == shares
 
 
 def test_shares_of_memory_are_one_or_as_many_as_the_stages():
     translation = translate(TRAIN, ["--data", "generated", "--available-memory-proportion", "0.1", "0.2"])
-    with pytest.raises(ConfigError, match="--available-memory-proportion: got 2 values, wanted one, as there is one"):
+    with pytest.raises(
+        ConfigError, match="--available-memory-proportion: got 2 values, expected one, because there is one"
+    ):
         rules.check(parse(TrainOptions, translation.settings).options)
 
 
@@ -158,11 +161,11 @@ TF_SHARES = {
 
 
 @pytest.mark.parametrize(("line", "shares"), TF_SHARES.items())
-def test_of_tensorflows_shares_those_of_convolutions_are_taken(line, shares):
+def test_of_tensorflows_shares_those_of_convolutions_are_used(line, shares):
     assert translated("tf1:train.py", line)[0]["available-memory-proportion"] == shares
 
 
-def test_rmsprop_is_taken_in_the_programs_own_precision():
+def test_rmsprop_keeps_the_programs_precision():
     translation = translate(TRAIN, ["--data", "generated", "--optimizer", "rmsprop", "--loss-scaling", "128"])
     options = parse(TrainOptions, translation.settings).options
     rules.check(options)
@@ -178,7 +181,7 @@ ENDS = {
     ),
     "--checkpoint-output-path c --checkpoint-input-path d --weight-avg-strategy mean": (
         {"validate-checkpoints": "d"},
-        "the run's own checkpoints are averaged; others by `falconet average`",
+        "this run's checkpoints are averaged; `falconet average` averages others",
     ),
     "--checkpoint-input-path d --validation-mode during": (
         {"validate-checkpoints": None},
@@ -192,35 +195,34 @@ ENDS = {
     "--profile --checkpoint-input-path d": ({"validate-checkpoints": None, "updates": "6"}, "ends after 6 updates"),
     "--profile --initial-loss-scaling 2 --loss-scaling 8": (
         {"profile": "", "updates": None, "validation-mode": "after"},
-        "the training goes on after them, because --half-res-training and --initial-loss-scaling need whole epochs",
+        "training continues after them, because --half-res-training and --initial-loss-scaling need whole epochs",
     ),
 }
 
 
-@pytest.mark.parametrize("typed", ENDS)
-def test_a_training_ends_as_it_did(typed):
-    wanted, said = ENDS[typed]
-    settings, notes = translated(TRAIN, f"--data generated {typed}")
-    assert {name: settings.get(name) for name in wanted} == wanted
-    assert [note for note in notes if "--checkpoint-input-path" in note or "--profile" in note] == (
-        [note for note in notes if said in note] if said else []
-    )
-    assert said is None or any(said in note for note in notes)
-    rules.check(parse(TrainOptions, translate(TRAIN, ["--data", "generated", *typed.split()]).settings).options)
+def test_a_training_ends_as_it_did():
+    for typed, (expected, noted) in ENDS.items():
+        translation = translate(TRAIN, ["--data", "generated", *typed.split()])
+        settings = {setting.option: " ".join(setting.values) for setting in translation.settings}
+        assert {name: settings.get(name) for name in expected} == expected, typed
+        notes = [note for note in translation.notes if "--checkpoint-input-path" in note or "--profile" in note]
+        assert len(notes) == (1 if noted else 0), typed
+        assert all(noted in note for note in notes), typed
+        rules.check(parse(TrainOptions, translation.settings).options)
 
 
-def test_it_ends_with_the_last_update_that_is_traced():
-    assert pytorch.TRACED_UPDATES == trace.BEFORE + trace.TRACED
+def test_a_profiled_training_ends_with_the_last_traced_update():
+    assert pytorch_training.TRACED_UPDATES == trace.BEFORE + trace.TRACED
 
 
-def test_the_inference_benchmarks_weights_are_published_ones_if_they_can_be_had():
+def test_the_inference_benchmark_uses_published_weights_if_available():
     assert translated(INFER, "--data generated")[0]["weights"] == "auto"
     settings, notes = translated(INFER, "--data generated --random-weights")
     assert settings.get("weights", "random") == "random"
     assert not notes
 
 
-def test_stages_of_the_inference_benchmark_are_said_to_be_one():
+def test_splits_of_the_inference_benchmark_are_noted_to_have_no_effect():
     settings, notes = translated(INFER, "--data generated --pipeline-splits layer2/0 layer3/0")
     assert "pipeline-splits" not in settings
     assert list(notes) == [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from falconet.legacy.styles import style_of
+from falconet.legacy.conventions import CONVENTIONS
 from falconet.report.styles import Facts, Origin, Point, RunLog, Validated
 from falconet.report.throughput import Rate
 
@@ -62,7 +62,7 @@ class Told:
 
     def __init__(self, name, folder):
         self.lines, self.folder = [], folder
-        self.style = style_of(name, RunLog(self.lines.append, folder))
+        self.style = CONVENTIONS[name].style(RunLog(self.lines.append, folder))
 
     def csv(self, name):
         with (self.folder / name).open() as file:
@@ -75,7 +75,7 @@ def told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch"])
-def test_the_end_of_an_epoch_is_what_the_benchmark_patterns_read(told, name):
+def test_the_end_of_an_epoch_matches_the_benchmark_patterns(told, name):
     one = told(name)
     one.style.end_epoch(point(20))
     text = "\n".join(one.lines)
@@ -86,13 +86,13 @@ def test_the_end_of_an_epoch_is_what_the_benchmark_patterns_read(told, name):
 
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch"])
-def test_the_accuracy_on_the_test_set(told, name):
+def test_the_accuracy_on_the_test_set_is_printed(told, name):
     one = told(name)
     one.style.validated(VALIDATED)
     assert any(re.fullmatch(r"(\[INFO\] )?Accuracy on test set: 75\.90%", line) for line in one.lines)
 
 
-def test_pytorch_names_a_checkpoint_that_it_measures(told):
+def test_pytorch_names_a_checkpoint_that_it_validates(told):
     one = told("pytorch")
     origin = Origin(model="resnet18", data="imagenet", loss=1.5, accuracy=25.0)
     one.style.validated(replace(VALIDATED, origin=origin))
@@ -102,14 +102,14 @@ def test_pytorch_names_a_checkpoint_that_it_measures(told):
     assert one.lines[3] == f"[INFO] Restore the resnet18 model to epoch 2 on imagenet dataset: {VALIDATED.name}"
 
 
-def test_pytorch_says_how_long_training_took(told):
+def test_pytorch_prints_how_long_training_took(told):
     one = told("pytorch")
     one.style.end(trained=59.0, whole=61.5)
     assert one.lines[0].startswith("[INFO] Finished training. Time: 20")
     assert one.lines[0].endswith(". It took: 0:01:01.500000")
 
 
-def test_pytorch_begins_with_its_facts_and_its_file_of_options(told, tmp_path):
+def test_pytorch_starts_with_its_facts_and_its_options_file(told, tmp_path):
     one = told("pytorch")
     one.style.begin(facts(tmp_path))
     assert one.lines[-1].startswith("[INFO] Training the model. Start: 20")
@@ -156,7 +156,7 @@ def test_pytorch_has_the_loss_scale_unless_it_is_automatic(told, tmp_path, autom
     assert one.csv("training.csv")[0].get("loss_scaling") == (None if automatic else "128.0")
 
 
-def test_pytorch_does_not_know_the_parts_of_a_smoothed_loss(told, tmp_path):
+def test_pytorch_leaves_the_parts_of_a_smoothed_loss_empty(told, tmp_path):
     one = told("pytorch")
     one.style.begin(facts(tmp_path, options={"label-smoothing": "0.1"}))
     one.style.log(point(5))
@@ -164,7 +164,7 @@ def test_pytorch_does_not_know_the_parts_of_a_smoothed_loss(told, tmp_path):
     assert (row["classification_loss_avg"], row["smoothing_loss_batch:"]) == ("", "")
 
 
-def test_pytorch_counts_the_throughput_of_an_epoch_from_its_beginning(told):
+def test_pytorch_counts_throughput_from_the_start_of_an_epoch(told):
     one = told("pytorch")
     fast, slow = Rate(images=300, seconds=1.0, waiting=0.0), Rate(images=100, seconds=3.0, waiting=0.0)
     for update, rate in ((5, fast), (10, slow)):
@@ -176,7 +176,7 @@ def test_pytorch_counts_the_throughput_of_an_epoch_from_its_beginning(told):
 
 
 @pytest.mark.parametrize(("mode", "said"), [("during", True), ("after", False)])
-def test_pytorch_tells_the_validation_accuracy_while_it_trains(told, tmp_path, mode, said):
+def test_pytorch_prints_the_validation_accuracy_during_training(told, tmp_path, mode, said):
     one = told("pytorch")
     one.style.begin(facts(tmp_path, options={"validation-mode": mode}))
     one.style.validated(VALIDATED)
@@ -185,7 +185,7 @@ def test_pytorch_tells_the_validation_accuracy_while_it_trains(told, tmp_path, m
 
 
 @pytest.mark.parametrize(("schedule", "said"), [("step", ["[INFO] Learning rate is changed to 0.05"]), ("cosine", [])])
-def test_pytorch_says_a_new_learning_rate_for_the_step_schedule_alone(told, tmp_path, schedule, said):
+def test_pytorch_prints_a_new_learning_rate_for_the_step_schedule_only(told, tmp_path, schedule, said):
     one = told("pytorch")
     one.style.begin(facts(tmp_path, options={"lr-schedule": schedule}))
     del one.lines[:]
@@ -194,7 +194,7 @@ def test_pytorch_says_a_new_learning_rate_for_the_step_schedule_alone(told, tmp_
     assert one.lines == said
 
 
-def test_tensorflow_begins_with_the_lines_its_tests_look_for(told, tmp_path):
+def test_tensorflow_starts_with_the_lines_its_tests_look_for(told, tmp_path):
     one = told("tensorflow")
     one.style.begin(facts(tmp_path))
     text = "\n".join(one.lines)
@@ -204,7 +204,7 @@ def test_tensorflow_begins_with_the_lines_its_tests_look_for(told, tmp_path):
     assert "Restoring" not in text
 
 
-def test_tensorflow_says_what_it_restores_and_how_long_it_took(told, tmp_path):
+def test_tensorflow_prints_what_it_restores_and_how_long_it_took(told, tmp_path):
     one = told("tensorflow")
     one.style.begin(facts(tmp_path, restored=tmp_path / "ckpt-4"))
     one.style.end(trained=1.5, whole=2.25)
@@ -226,7 +226,7 @@ def test_sinks_get_the_numbers_of_a_style_under_its_names(tmp_path):
 
     for name, expected in SCALARS.items():
         sink = Sink()
-        style = style_of(name, RunLog(lambda _: None, None, sinks=[sink]))
+        style = CONVENTIONS[name].style(RunLog(lambda _: None, None, sinks=[sink]))
         style.log(point(20))
         style.validated(VALIDATED)
         assert sink[20].keys() >= expected, name
@@ -246,7 +246,7 @@ def test_tensorflow_has_a_line_and_a_row_for_every_log_point(told, tmp_path):
     assert (tmp_path / "training.csv").read_text().splitlines()[0] == TENSORFLOW_COLUMNS
 
 
-def test_tensorflow_tells_a_validation_with_its_latency(told):
+def test_tensorflow_prints_a_validation_with_its_latency(told):
     one = told("tensorflow")
     one.style.validated(VALIDATED)
     # 1000 images in 0.5 s are 10 batches of 50 ms
@@ -267,7 +267,7 @@ def test_tensorflow_names_checkpoints_by_their_update(told, tmp_path):
     assert told("pytorch").style.checkpoint_name(2500) is None
 
 
-def test_popart_keeps_what_it_was_started_with(told, tmp_path):
+def test_popart_stores_its_options(told, tmp_path):
     one = told("popart")
     one.style.begin(facts(tmp_path))
     one.style.begin_epoch(1, 3)
@@ -291,7 +291,7 @@ def test_popart_has_its_two_lines(told):
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch", "tensorflow", "popart"])
 def test_without_a_folder_nothing_is_written(name, tmp_path):
-    style = style_of(name, RunLog(lambda _: None, None))
+    style = CONVENTIONS[name].style(RunLog(lambda _: None, None))
     style.begin(facts(tmp_path))
     style.begin_epoch(1, 3)
     style.log(point(5))
@@ -302,7 +302,7 @@ def test_without_a_folder_nothing_is_written(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_restored_run_goes_on_in_the_same_file(told, tmp_path):
+def test_a_restored_run_continues_in_the_same_file(told, tmp_path):
     told("tensorflow").style.log(point(5))
     told("tensorflow").style.log(point(10))
     assert [row["iteration"] for row in told("tensorflow").csv("training.csv")] == ["5", "10"]

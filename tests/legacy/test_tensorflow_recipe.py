@@ -1,19 +1,20 @@
-"""The TensorFlow program's options of training that need more than a word: what is kept, filtered, left out."""
+"""The TensorFlow program's options of what is saved, filtered and skipped."""
 
 import pytest
 
+import translations
 from falconet.config.commands import RestoreOptions
 from falconet.config.load import parse
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 from falconet.legacy.translate import translate
+from translations import lacking
 
 IMAGENET = "--dataset imagenet --data-dir d"
 
 
-def settings(line, program="tf1:train.py"):
-    found = translate(program, line.split())
-    return {setting.option: " ".join(setting.values) for setting in found.settings}
+def settings(line):
+    return translations.settings("tf1:train.py", line)
 
 
 KEEPING = [  # the original's rule: at the offset, then at every interval from there
@@ -30,13 +31,11 @@ KEEPING = [  # the original's rule: at the offset, then at every interval from t
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), KEEPING)
-def test_what_is_kept_and_how_names_are_spelled(line, expected):
-    found = settings(line)
-    assert {name: found.get(name) for name in expected} == expected
+def test_what_is_kept_and_how_names_are_spelled():
+    assert lacking(KEEPING, settings) == []
 
 
-def test_without_checkpoints_there_is_none_before_the_first_update_either():
+def test_without_checkpoints_the_initial_weights_are_not_saved():
     assert {"initial-checkpoint", "checkpoint-first-epoch"}.isdisjoint(
         settings(f"{IMAGENET} --ckpts-per-epoch 0 --ckpt-epochs-offset 3")
     )
@@ -46,8 +45,10 @@ def test_a_run_without_logs_names_no_folder():
     assert "run-dir" not in settings(f"{IMAGENET} --no-logs --logs-path x")
 
 
-def test_a_wrong_data_set_is_answered_in_small_letters():
-    with pytest.raises(ConfigError, match="--dataset: got 'imagenett', wanted imagenet or cifar-10 or cifar-100; did"):
+def test_an_unknown_dataset_is_refused_in_lower_case():
+    with pytest.raises(
+        ConfigError, match="--dataset: got 'imagenett', expected imagenet or cifar-10 or cifar-100; did"
+    ):
         settings("--dataset ImageNett --data-dir d")
 
 
@@ -71,13 +72,11 @@ SKIPPED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), [*FILTERED, *SKIPPED])
-def test_parts_of_names_become_patterns(line, expected):
-    found = settings(line)
-    assert {name: found.get(name) for name in expected} == expected
+def test_parts_of_names_become_patterns():
+    assert lacking([*FILTERED, *SKIPPED], settings) == []
 
 
-def test_a_filter_that_names_nothing_is_refused_and_a_skip_list_is_answered():
+def test_an_unknown_filter_is_refused_and_an_unknown_skip_is_noted():
     with pytest.raises(ConfigError, match="--variable-filter: 'fc2' is in no variable's name; did you mean 'fc1'"):
         settings(f"{IMAGENET} --model-size 50 --variable-filter b4 fc2")
     notes = translate("tf1:train.py", f"{LARS} --lars-skip-list batch_normm bias".split()).notes
@@ -92,14 +91,14 @@ VALIDATED = [
 
 
 @pytest.mark.parametrize(("program", "line", "sizes"), VALIDATED)
-def test_the_batch_of_a_validation(program, line, sizes):
+def test_a_validation_has_its_batch(program, line, sizes):
     translation = translate(program, f"--dataset imagenet {line} --valid-batch-size 16".split())
     found = {setting.option: setting.values[0] for setting in translation.settings if "batch-size" in setting.option}
     assert found == sizes
 
 
 @pytest.mark.parametrize(("program", "split"), [("tf1:train.py", None), ("tf1:validation.py", "validation")])
-def test_the_benchmark_of_the_input_alone(program, split):
+def test_a_dataset_benchmark_measures_the_input_alone(program, split):
     translation = translate(program, ["--dataset", "imagenet", "--data-dir", "d", "--dataset-benchmark"])
     found = {setting.option: setting.values for setting in translation.settings}
     assert translation.command == "data bench"

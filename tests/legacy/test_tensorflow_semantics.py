@@ -80,7 +80,7 @@ def test_a_scaled_loss_with_momentum_divides_the_rate_and_multiplies_the_decay()
     assert_same(moved(state, rates=RATES, scale=scale), mine)
 
 
-def test_rmsprop_begins_at_one_and_has_its_epsilon_inside_the_root():
+def test_rmsprop_starts_at_one_with_epsilon_inside_the_root():
     """3.5: v += (g^2 - v)(1 - rho); m = mu m + lr g / sqrt(v + eps); w -= m; rho is 1 - 2**-10 x 4 x 3 x 2."""
     line = f"{SMALL} --optimiser RMSprop --abs-learning-rate 0.1 --rmsprop-base-decay-exp -10 --weight-decay 0.01"
     run, state = run_of(f"{line} --batch-size 4 --gradient-accumulation-count 3 --replicas 2")
@@ -155,7 +155,7 @@ TWO_WORKERS = '{"cluster":{"worker":["a:1","b:1"]},"task":{"type":"worker","inde
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_rate_of_every_update_of_a_training(schedule):
+def test_the_rate_of_every_update_matches_the_closed_forms(schedule):
     """3.4: 2**x times micro-batch x accumulation x replicas x workers, warm-up, and the schedules' closed forms."""
     shape = "--batch-size 4 --gradient-accumulation-count 8000 --replicas 2 --distributed"  # 10 updates an epoch
     line = f"--generated-data --dataset imagenet --image-size 32 --epochs 40 --base-learning-rate -11 {shape}"
@@ -181,7 +181,7 @@ AVERAGED = [  # what is saved, the epochs asked for
 
 
 @pytest.mark.parametrize(("saves", "apart", "last"), AVERAGED)
-def test_an_average_of_the_last_epochs_has_the_checkpoint_at_its_beginning_too(saves, apart, last):
+def test_an_average_of_the_last_epochs_includes_the_checkpoint_at_their_start(saves, apart, last):
     """3.8: the mean of checkpoints whose epoch is at least final - N."""
     line = f"--dataset imagenet --data-dir d --epochs 20 --batch-size 1000 {saves} --weight-avg-N {last}"
     value = {setting.option: setting.values for setting in translate("tf1:train.py", line.split()).settings}
@@ -217,13 +217,13 @@ STABLE = {  # whether batch norm's variance takes one pass
 
 
 @pytest.mark.parametrize(("line", "one_pass"), STABLE.items())
-def test_batch_norms_variance_takes_one_pass_unless_it_is_to_be_stable(line, one_pass):
+def test_batch_norms_variance_takes_one_pass_unless_stable(line, one_pass):
     options = parse(TrainOptions, translate("tf1:train.py", line.split()).settings).options
     assert options.model.disable_stable_batchnorm is one_pass
     rules.check(options)
 
 
-def test_replicas_that_are_seeded_alike_drop_alike():
+def test_replicas_with_the_same_seed_drop_the_same():
     line = f"{BATCH_NORM} cifar-10 --model-size 8 --replicas 2 --identical-replica-seeding"
     translation = translate("tf1:train.py", line.split())
     assert parse(TrainOptions, translation.settings).options.parallel.identical_replica_seeding
@@ -238,11 +238,11 @@ THREADS = {  # command, requests or batches: 10,000 images, 4 at once
 
 
 @pytest.mark.parametrize("typed", THREADS)
-def test_threads_that_ask_side_by_side_are_clients_of_a_server(typed):
-    command, wanted = THREADS[typed]
+def test_several_inference_threads_become_clients_of_a_server(typed):
+    command, expected = THREADS[typed]
     line = f"{BATCH_NORM} cifar-10 --model-size 8 --batch-size 4 {typed}"
     translation = translate("tf1:inference_embedded.py", line.split())
     found = {setting.option: " ".join(setting.values) for setting in translation.settings}
     assert translation.command == command
-    assert {name: found.get(name) for name in wanted} == wanted
+    assert {name: found.get(name) for name in expected} == expected
     assert "batchnorm-momentum" not in found

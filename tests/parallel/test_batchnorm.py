@@ -1,4 +1,4 @@
-"""Batch norm over a span of replicas is batch norm of their batches put together."""
+"""Batch norm over a span of replicas matches batch norm of their combined batches."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ NAMES = ("output", "gradient of the input", "gradient of the weight", "of the bi
 
 
 @pytest.mark.parametrize("kind", ["plain", "cumulative", "with activation"])
-def test_a_layer_over_two_replicas_is_the_layer_on_the_whole_batch(kind):
+def test_a_layer_over_two_replicas_matches_the_whole_batch(kind):
     results = gloo.in_world(2, one_layer, 2, kind)
     whole = alone(one_layer, 1, kind)
     together = [np.concatenate([result[number] for result in results]) for number in range(2)]
@@ -29,7 +29,7 @@ def test_a_layer_over_two_replicas_is_the_layer_on_the_whole_batch(kind):
 
 
 @pytest.mark.parametrize("model", ["resnet8-cifar", "timm:efficientnet_b0"])
-def test_training_over_a_span_of_all_replicas_is_training_on_the_whole_batch(model):
+def test_training_over_a_span_of_all_replicas_matches_the_whole_batch(model):
     results = gloo.in_world(4, spanning, model, 4, 2 if model.startswith("resnet") else 1)
     expected = alone(spanning, model, 1, 2 if model.startswith("resnet") else 1)[0]
     assert len({digest for _, digest, _ in results}) == 1
@@ -47,15 +47,15 @@ def test_a_span_of_two_among_four_shares_statistics_in_pairs():
         np.testing.assert_allclose(np.concatenate([r[0] for r in pair]), half[0], rtol=1e-4, atol=2e-5)
 
 
-def test_every_process_makes_every_group_in_the_same_order_whatever_its_stage_holds():
+def test_every_process_creates_every_group_in_the_same_order():
     """NCCL's communicators are split by all processes at once: one that leaves a group out would hang the others."""
     results = gloo.in_world(4, groups_made, 2, 2)
     assert [made for made, _ in results] == [[[0, 2], [1, 3]]] * 4
     assert [own for _, own in results] == [[0, 2], None, [0, 2], None]
 
 
-def test_a_span_of_one_changes_nothing_and_one_that_does_not_divide_is_refused():
+def test_a_span_of_one_changes_nothing_and_an_uneven_span_is_refused():
     model = nn.Sequential(nn.BatchNorm2d(3))
     assert type(span_batchnorm(model, divide(ALONE, stages=1), span=1)[0]) is nn.BatchNorm2d
-    with pytest.raises(ConfigError, match="--batchnorm-span: got 2, wanted a divisor of 1, the replicas that run"):
+    with pytest.raises(ConfigError, match="batch norm over 2 replicas: expected a divisor of 1"):
         span_batchnorm(model, divide(ALONE, stages=1), span=2)

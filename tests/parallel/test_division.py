@@ -1,4 +1,4 @@
-"""Replicas and stages over devices: the global batch is the recipe's, or the run is refused."""
+"""However replicas and stages are divided, the global batch is the recipe's, or the run is refused."""
 
 import pytest
 from hypothesis import given
@@ -51,41 +51,41 @@ def test_replicas_are_folded_before_stages(asked, run):
     assert (found.replicas, found.stages) == run
 
 
-def test_what_is_folded_is_said_in_a_line_each():
+def test_folding_is_explained_in_a_line_each():
     found = over_devices(Asked(replicas=4, accumulation=1, stages=4), devices=3, what="3 devices are here")
     assert found == Division(
         2,
         2,
         1,
         (
-            "4 stages asked for, 3 devices are here: all of a replica's run in one process, with the same updates",
-            "4 replicas asked for, 3 devices are here: 2 run, with 2 times the accumulation; global batch and learning"
-            " rate stay",
+            "4 stages asked for, 3 devices are here: all stages of a replica run in one process, with the same updates",
+            "4 replicas asked for, 3 devices are here: 2 run, with 2 times the accumulation; same global batch"
+            " and learning rate",
         ),
     )
 
 
-def test_strict_devices_refuse():
+def test_strict_devices_refuse_too_few_devices():
     asked = Asked(replicas=4, accumulation=1, strict=True)
     assert over_devices(asked, devices=4, what="").processes == 4
-    with pytest.raises(DeviceError, match="--strict-devices: --replicas 4 needs as many devices; 2 are here"):
+    with pytest.raises(DeviceError, match="4 replicas asked for, which takes 4 devices; 2 are here"):
         over_devices(asked, devices=2, what="2 are here")
-    with pytest.raises(DeviceError, match="needs as many processes, torchrun started 2"):
+    with pytest.raises(DeviceError, match="which takes 4 processes; torchrun started 2"):
         over_processes(asked, size=2, launcher="torchrun")
 
 
-def test_strict_devices_refuse_stages_without_one():
+def test_strict_devices_refuse_too_few_devices_for_stages():
     asked = Asked(replicas=2, accumulation=1, stages=2, strict=True)
-    with pytest.raises(DeviceError, match="--replicas 2 with 2 stages each needs 4 devices; 2 are here"):
+    with pytest.raises(DeviceError, match="2 replicas of 2 stages asked for, which takes 4 devices; 2 are here"):
         over_devices(asked, devices=2, what="2 are here")
-    with pytest.raises(DeviceError, match="needs 4 processes, torchrun started 2"):
+    with pytest.raises(DeviceError, match="which takes 4 processes; torchrun started 2"):
         over_processes(asked, size=2, launcher="torchrun")
 
 
 def test_a_world_that_contradicts_the_recipe_is_refused():
-    with pytest.raises(ConfigError, match=r"--replicas: got 4 .* torchrun started 3 processes; wanted 4 processes"):
+    with pytest.raises(ConfigError, match=r"4 replicas .* torchrun started 3 processes; expected 4 processes"):
         over_processes(Asked(replicas=4, accumulation=1), size=3, launcher="torchrun")
-    with pytest.raises(ConfigError, match=r"and 2 stages, but torchrun started 5 processes; wanted 4 processes$"):
+    with pytest.raises(ConfigError, match=r"of 2 stages .* torchrun started 5 processes; expected 4 processes$"):
         over_processes(Asked(replicas=2, accumulation=1, stages=2), size=5, launcher="torchrun")
 
 
@@ -93,5 +93,5 @@ def test_a_world_that_contradicts_the_recipe_is_refused():
     ("replicas", "stages", "devices", "processes"),
     [(16, 1, 16, 16), (16, 1, 3, 2), (4, 4, 16, 16), (4, 4, 8, 8), (4, 4, 7, 4), (4, 4, 3, 1), (1, 1, 1, 1)],
 )
-def test_poprun_starts_whole_replicas_on_the_devices_there_are(replicas, stages, devices, processes):
+def test_processes_that_fit_are_whole_replicas(replicas, stages, devices, processes):
     assert processes_that_fit(replicas, stages=stages, devices=devices) == processes

@@ -1,11 +1,11 @@
-"""Whatever launcher started the processes, each finds its place."""
+"""Every process finds its place, whatever launcher started it."""
 
 import json
 
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.parallel.environment import Place, asked_of_poprun, attempt, cores_of, find_place, first_host
+from falconet.parallel.environment import Place, asked_of_launcher, attempt, cores_of, find_place, first_host
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 PLACES = {
@@ -109,7 +109,7 @@ PLACES = {
         | {"SLURM_STEP_NUM_TASKS": ""},
         None,
     ),
-    "nobody": ({"PATH": "/bin"}, None),
+    "no launcher": ({"PATH": "/bin"}, None),
     "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     "a batch script without srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
     "TF_CONFIG of an estimator alone": ({"TF_CONFIG": "{}"}, None),
@@ -122,18 +122,18 @@ def test_a_process_finds_its_place(variables, place):
 
 
 MISTAKES = {
-    "RANK: got 'x' from the launcher, wanted a whole number": {"RANK": "x", "WORLD_SIZE": "2"},
+    "RANK: got 'x' from the launcher, expected an integer": {"RANK": "x", "WORLD_SIZE": "2"},
     "WORLD_SIZE: got 'two' from the launcher": {"RANK": "0", "WORLD_SIZE": "two"},
     "PMI_SIZE: got '' from the launcher": {"PMI_RANK": "0", "PMI_SIZE": ""},
-    "torchrun: says process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
+    "torchrun: this is process 2 of 2": {"RANK": "2", "WORLD_SIZE": "2"},
     "MASTER_PORT: got 99999": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"},
-    "MASTER_ADDR: is needed under mpirun on several hosts": {
+    "MASTER_ADDR: required under mpirun on several hosts": {
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     },
-    "TF_CONFIG: cannot be read": {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed": {"TF_CONFIG": "{'cluster'"},
 }
 
 
@@ -152,8 +152,8 @@ def test_the_first_host_of_a_node_list(nodes, host):
 
 
 @pytest.mark.parametrize(("stages", "asked"), [("3", (2, 3)), ("", None)])
-def test_what_poprun_was_asked_for_is_known_where_it_says_so(stages, asked):
-    assert asked_of_poprun({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
+def test_what_the_launcher_was_asked_for_is_in_its_variables(stages, asked):
+    assert asked_of_launcher({"FALCONET_REPLICAS": "2", "FALCONET_STAGES": stages}) == asked
 
 
 def test_attempts_are_counted_by_either_launcher():
@@ -180,9 +180,9 @@ CORES = {
 
 
 @pytest.mark.parametrize(("variables", "host", "own", "cores"), CORES.values(), ids=CORES.keys())
-def test_cores_are_divided_unless_the_launcher_has(variables, host, own, cores):
+def test_cores_are_divided_unless_the_launcher_binds_them(variables, host, own, cores):
     assert cores_of(variables, host=host, own=own) == cores
 
 
-def test_processes_that_are_yet_to_be_started_share_the_cores():
+def test_future_processes_share_the_cores():
     assert cores_of({}, host=8, own=8, expected=4) == 2

@@ -1,4 +1,4 @@
-"""Exact evaluation: every image once, however many processes there are."""
+"""Exact evaluation counts every image once, whatever the number of processes."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_figure_is_the_same_to_the_last_image(size):
+def test_accuracy_over_processes_matches_one_process_exactly(size):
     for count, batch in ((37, 4), (3, 4)):  # a set that does not divide, and one with fewer images than processes
         expected, labels = alone(measure, count, batch)
         results = gloo.in_world(size, measure, count, batch)

@@ -32,7 +32,7 @@ def straight(tmp_path_factory):
     return home, *finish(begin(f"train {LINE} --epoch 12 --run-dir r", home))
 
 
-def test_two_workers_train_the_first_alone_prints_and_each_saves_its_share(straight):
+def test_two_workers_train_and_save_shares_and_only_the_first_prints(straight):
     home, code, out, err = straight
     assert (code, err) == (0, "")
     assert out.count("global batch 8 = micro-batch 4 x accumulation 1 x replicas 2") == 1
@@ -106,19 +106,19 @@ def kill_at_random(home, run, *, total, kills, extra=""):
     return targets, *finish(process)
 
 
-def test_workers_killed_with_9_start_again_and_end_with_the_same_bits(straight, tmp_path):
+def test_killed_workers_restart_and_finish_bit_for_bit(straight, tmp_path):
     targets, code, out, err = kill_at_random(tmp_path, "r", total=48, kills=2)
     assert (code, err) == (0, ""), (targets, out)
-    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 2
+    assert out.count("was killed by SIGKILL; restarting all workers from the newest complete checkpoint") == 2
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
 @pytest.mark.slow
-def test_a_stage_killed_with_9_starts_again_and_all_end_with_the_same_bits(tmp_path):
+def test_a_killed_stage_restarts_and_the_run_finishes_bit_for_bit(tmp_path):
     assert finish(begin(f"train {LINE} {STAGES} --epoch 6 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=24, kills=1, extra=STAGES)
     assert (code, err) == (0, ""), (targets, out)
-    assert out.count("was killed by SIGKILL; starting all workers again from the newest whole checkpoint") == 1
+    assert out.count("was killed by SIGKILL; restarting all workers from the newest complete checkpoint") == 1
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
 
 
@@ -132,7 +132,7 @@ SOAKED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", SOAKED.values(), ids=SOAKED.keys())
-def test_twenty_five_kills_and_the_same_bits(tmp_path, extra):
+def test_twenty_five_kills_do_not_change_a_bit(tmp_path, extra):
     assert finish(begin(f"train {LINE} {extra} --epoch 200 --run-dir straight", tmp_path))[0] == 0
     targets, code, out, err = kill_at_random(tmp_path, "killed", total=800, kills=25, extra=extra)
     assert (code, err) == (0, ""), (targets, out)
@@ -155,7 +155,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
     assert all(map(is_gone, workers))
 
 
-def test_an_interruption_twice_stops_all_at_once_and_says_what_is_lost(tmp_path):
+def test_a_second_interrupt_stops_all_at_once_and_reports_what_is_lost(tmp_path):
     process = begin(f"train {LINE} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r", tmp_path)
     wait_for(lambda: updates(tmp_path / "r"), "the first update")
     workers = children(process.pid)
@@ -180,25 +180,25 @@ def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
 ENDS = {
     "killed": (
         {0: -15, 1: -9},
-        " was killed by SIGKILL on {here} (by the system, if memory ran out there: `dmesg` tells)",
+        " was killed by SIGKILL on {here} (by the system, if it ran out of memory: see `dmesg`)",
     ),
-    "failed": ({0: -15, 1: 1}, " ended with exit code 1 on {here}"),
+    "failed": ({0: -15, 1: 1}, " exited with code 1 on {here}"),
 }
 
 
 @pytest.mark.parametrize(("failures", "words"), ENDS.values(), ids=ENDS.keys())
-def test_who_gives_up_names_the_process_its_host_and_where_to_look(monkeypatch, failures, words):
+def test_giving_up_names_the_process_its_host_and_where_to_look(monkeypatch, failures, words):
     monkeypatch.setattr(launch, "_run", lambda workers, attempt: failures)
     workers = launch.Workers(argv=[], processes=2, restarts=1)
     said = []
     with pytest.raises(WorldError) as caught:
         launch.launch(workers, progress=lambda: None, say=said.append)
     found = words.format(here=socket.gethostname())
-    assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (--max-restarts 1)"
+    assert str(caught.value) == f"rank 1{found}; gave up after 2 attempts (restarts allowed: 1)"
     assert len(said) == 1
 
 
-def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_again(tmp_path):
+def test_an_error_of_the_workers_is_reported_once_without_restarting(tmp_path):
     (tmp_path / "r/checkpoints/one").mkdir(parents=True)
     (tmp_path / "r/checkpoints/one/model.safetensors").touch()
     (tmp_path / "r/config.yaml").touch()
@@ -209,7 +209,7 @@ def test_a_mistake_that_the_workers_find_is_said_once_and_nothing_is_started_aga
     assert "starting" not in out
 
 
-def test_the_same_program_runs_under_torchrun_and_ends_with_the_same_bits(straight, tmp_path):
+def test_torchrun_gives_the_same_bits(straight, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "falconet")
     line = LINE.replace("--replicas 2 ", "")  # as many as torchrun started
     code, out, err = finish(begin(f"train {line} --epoch 12 --run-dir r", tmp_path, launcher=torchrun))
@@ -218,7 +218,7 @@ def test_the_same_program_runs_under_torchrun_and_ends_with_the_same_bits(straig
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
-def test_the_same_program_runs_under_tf_config_and_ends_with_the_same_bits(straight, tmp_path):
+def test_tf_config_gives_the_same_bits(straight, tmp_path):
     cluster = {"worker": [f"127.0.0.1:{gloo.free_port()}", "127.0.0.1:1"]}
     line = LINE.replace("--replicas 2 ", "")
     workers = []
@@ -232,7 +232,7 @@ def test_the_same_program_runs_under_tf_config_and_ends_with_the_same_bits(strai
 
 
 @pytest.mark.slow
-def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(straight, tmp_path):
+def test_torchrun_restarts_killed_workers_and_gives_the_same_bits(straight, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launcher = (*torchrun, "--max-restarts=2", "-m", "falconet")

@@ -1,4 +1,4 @@
-"""The same run under every launcher that is installed here ends with the same bits as under our own."""
+"""Every installed launcher gives the same bits as our own."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("launcher", [mpirun, mpiexec, srun, poprun, torchrun])
-def test_every_launcher_ends_with_the_same_bits(launcher, size, straight, tmp_path):
+def test_every_launcher_gives_the_same_bits(launcher, size, straight, tmp_path):
     begun = launcher(size)
     out = run([*begun, *FALCONET, *DIGITS.split(), "r"], tmp_path)
     assert out.count("Epoch 1/1") == 1, "the first process alone prints"

@@ -1,4 +1,4 @@
-"""What torch's agent forgets when a signal reaches it as it starts its workers."""
+"""Workers that torch's agent loses when a signal arrives as it starts them are ended."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ KINDS = {"with a child": (WITH_A_CHILD, 300), "deaf": (DEAF, 0.2), "with a deaf 
 
 
 @pytest.mark.parametrize(("line", "grace"), KINDS.values(), ids=KINDS)
-def test_a_worker_that_the_agent_forgot_ends_with_its_own_children(monkeypatch, line, grace):
+def test_a_worker_that_the_agent_lost_is_ended_with_its_children(monkeypatch, line, grace):
     monkeypatch.setattr(host, "GRACE", grace)
     forgotten = []
 
@@ -42,10 +42,10 @@ def test_a_worker_that_the_agent_forgot_ends_with_its_own_children(monkeypatch, 
     with pytest.raises(Interrupted):
         failures_of(agent)
     (process,) = forgotten
-    assert process.communicate(timeout=LIMIT)[0] == ""  # ends when nobody holds the pipe any more
+    assert process.communicate(timeout=LIMIT)[0] == ""  # ends once no process holds the pipe
 
 
-def test_who_was_there_before_stays():
+def test_earlier_processes_are_left_alone():
     process = started(WITH_A_CHILD)
     try:
         with pytest.raises(Interrupted):
@@ -57,5 +57,5 @@ def test_who_was_there_before_stays():
         process.communicate(timeout=LIMIT)
 
 
-def test_a_process_may_be_called_anything():
+def test_process_names_may_hold_anything():
     assert host._read("12 (a) 3 (b)) S 7 12 12 0 -1") == (12, 7, 12)

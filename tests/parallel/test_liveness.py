@@ -1,4 +1,4 @@
-"""What a process says that was cut off from another: who, where, and what to do."""
+"""A process that lost another reports which one, where, and what to do."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from runs import wait_for
 
 BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
 HERE = socket.gethostname()
-BEGIN = "rank 0: lost another process, summing over the processes (Connection closed by peer [127.0.0.1]:5): "
-RESUME = "; the same line with --resume goes on from the newest checkpoint"
+BEGIN = "rank 0: lost another process while summing over the processes (Connection closed by peer [127.0.0.1]:5): "
+RESUME = "; resume the run to continue from the newest checkpoint"
 
 
 @pytest.fixture(autouse=True)
@@ -48,32 +48,32 @@ def says(board, rank):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our launcher", "another launcher"])
-def test_a_process_that_is_gone_is_named_with_its_host_and_what_it_was_about(two, monkeypatch, own):
+def test_a_lost_process_is_named_with_its_host_and_what_it_was_doing(two, monkeypatch, own):
     if own:
         monkeypatch.setenv(environment.OWN, "1")
     two[1].close()
     said = str(two[0].lost("summing over the processes", BROKEN))
-    assert said.startswith(f"{BEGIN}rank 1 on {HERE} gives no sign of life, it was last seen ")
-    assert said.endswith(" s ago at update 7; see what it said last" + ("" if own else RESUME))
+    assert said.startswith(f"{BEGIN}rank 1 on {HERE} gives no sign of life, last seen ")
+    assert said.endswith(" s ago in update 7; see its last output" + ("" if own else RESUME))
 
 
-def test_where_all_are_there_the_reason_is_not_kept_under_our_own_launcher(two, monkeypatch):
+def test_the_reason_is_reported_when_no_process_is_lost(two, monkeypatch):
     """Such as a device that fails: the launcher sees no more than that this process ended."""
     monkeypatch.setattr(
         collectives, "SILENCE", 5.0
     )  # in which the other's thread gets a core, however busy the machine
     monkeypatch.setenv(environment.OWN, "1")
     said = str(two[0].lost("summing over the processes", BROKEN))
-    assert said == f"{BEGIN}every process gives signs of life, so a device or the network of {HERE} is to blame"
+    assert said == f"{BEGIN}all processes are alive, so suspect a device or the network of {HERE}"
 
 
-def test_the_launcher_may_end_a_process_that_waits_for_news(two):
+def test_the_launcher_can_end_a_process_that_lost_another(two):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     two[0].lost("summing over the processes", BROKEN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_who_is_asked_to_end_before_it_sees_that_another_is_gone_ends_without_a_word(two, monkeypatch):
+def test_a_process_already_asked_to_stop_ends_silently(two, monkeypatch):
     """Our launcher saw it first, and says who went."""
     sent = []
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))

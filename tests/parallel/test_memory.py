@@ -1,4 +1,4 @@
-"""The peak of a process's memory is its own, whoever started it."""
+"""The peak memory of a process does not include that of its parent."""
 
 import os
 import subprocess
@@ -13,22 +13,22 @@ MIB = 1 << 20
 pytestmark = pytest.mark.skipif(not host.peak_of(os.getpid()), reason="this system does not tell a peak")
 
 
-def test_a_small_program_of_a_large_one_has_its_own_peak():
+def test_a_small_child_of_a_large_process_has_its_own_peak():
     ballast = b"x" * (300 * MIB)
     program = "from falconet.parallel.host import own_peak; print(own_peak())"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 2 * MIB < int(found.stdout) < len(ballast)
 
 
-def test_a_process_that_is_not_there_has_none():
+def test_a_missing_process_has_no_peak():
     assert host.peak_of(os.getpid()) > MIB
     assert host.peak_of(2**22 + 1) == 0  # above the largest number of a process
 
 
 @pytest.mark.parametrize(
-    ("account", "seen", "told"),
+    ("account", "seen", "expected"),
     [(900, 30, 900), (900, 950, 950), (510, 30, 30), (500, 0, 0)],
 )
-def test_the_account_of_what_ended_is_believed_where_it_cannot_be_ours(account, seen, told):
+def test_rusage_of_an_exited_child_is_used_unless_it_may_be_inherited(account, seen, expected):
     usage = SimpleNamespace(ru_maxrss=account * 1024)
-    assert host.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == told * MIB
+    assert host.peak_of_ended(usage, seen=seen * MIB, ours=500 * MIB) == expected * MIB

@@ -1,4 +1,4 @@
-"""Stages in processes of their own against one process with the same accumulation."""
+"""Stages in separate processes match one process with the same accumulation."""
 
 from functools import partial
 
@@ -94,7 +94,7 @@ def two_stages(photos):
 
 
 @pytest.mark.parametrize("number", range(len(TWO_STAGES)), ids=TWO_STAGES.keys())
-def test_two_stages_make_the_very_updates_of_one_process(two_stages, photos, number):
+def test_two_stages_match_one_process_bit_for_bit(two_stages, photos, number):
     recipe, _ = list(TWO_STAGES.values())[number]
     found, last = two_stages[0][number], two_stages[1][number]
     same(found, pipeline_scenarios.alone(f"{LINE} {recipe}".format(photos=photos)))
@@ -102,29 +102,29 @@ def test_two_stages_make_the_very_updates_of_one_process(two_stages, photos, num
     assert last["read"] == "IdleLoader"  # photos are decoded where they are needed
 
 
-def test_an_image_that_cannot_be_read_counts_for_nothing_on_the_last_stage(two_stages):
+def test_an_unreadable_image_does_not_count_on_the_last_stage(two_stages):
     found = two_stages[0][list(TWO_STAGES).index("torn photo")]
     assert found["evaluation"].images == 9
     assert sum(images for _, images, _ in found["counts"]) == 3 * 8 - 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_stage_is_known_to_all_with_its_place():
+def test_a_gradient_that_is_not_finite_on_one_stage_is_reported_on_all():
     found = gloo.in_world(2, pipeline_scenarios.non_finite)
     assert found == [[(False, -1), (True, 4), (True, 1)]] * 2
 
 
-def test_loss_and_counts_are_known_to_every_process_at_a_log_point(two_stages):
+def test_every_process_has_the_loss_and_counts_at_a_log_point(two_stages):
     for first, last in zip(*two_stages, strict=True):
         assert first["losses"] == last["losses"]
         assert first["counts"] == last["counts"]
         assert first["evaluation"] == last["evaluation"]
 
 
-def test_a_plan_says_each_stages_layers_weights_and_memory(two_stages):
+def test_plan_lists_layers_weights_and_memory_per_stage(two_stages):
     number = list(TWO_STAGES).index("interleaved")
     lines = two_stages[0][number]["lines"]
     begin = lines.index(
-        "pipeline of 2 stages, interleaved: 4 micro-batches an update; each stage recomputes its blocks"
+        "pipeline of 2 stages, interleaved: 4 micro-batches per update; each stage recomputes its blocks"
     )
     assert lines[begin + 1].startswith(
         "stage 0: conv1 to layer1/0/relu2, 5,136 parameters, 2 micro-batches in flight, "
@@ -133,7 +133,7 @@ def test_a_plan_says_each_stages_layers_weights_and_memory(two_stages):
     assert lines[begin + 2].endswith(" GiB predicted")
 
 
-def test_micro_batches_in_flight_are_those_that_a_stage_has_begun_and_not_ended():
+def test_micro_batches_in_flight_are_started_and_unfinished_ones():
     stages, kinds = range(4), ("grouped", "interleaved", "sequential")
     found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=8) for s in stages] for kind in kinds}
     assert found == {"grouped": [8, 8, 8, 8], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
@@ -174,19 +174,19 @@ def four_processes():
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=MESHES.keys())
-def test_replicas_times_stages_make_the_updates_of_one_process(four_processes, number):
+def test_replicas_times_stages_match_one_process(four_processes, number):
     _, line, tolerance = list(MESHES.values())[number]
     same(four_processes[number], pipeline_scenarios.alone(line, updates=2), tolerance)
 
 
 @pytest.mark.parametrize("number", range(len(SPANNING)), ids=SPANNING.keys())
-def test_batch_norm_over_replicas_of_a_stage_sees_what_one_process_sees(four_processes, number):
+def test_batch_norm_over_replicas_of_a_stage_matches_one_process(four_processes, number):
     recipe = f"{LINE} --micro-batch-size 8 --gradient-accumulation 2" + (" --loss-scaling 1024" if number else "")
     expected = pipeline_scenarios.together(recipe, replicas=2, updates=2)
     same(four_processes[len(MESHES) + number], expected, 1e-6)
 
 
-def test_a_run_moves_from_two_stages_to_one_process_to_four_and_stays_the_same(tmp_path):
+def test_a_run_moved_from_two_stages_to_one_process_to_four_is_unchanged(tmp_path):
     recipe = f"{GROUP} --ema-half-life 0.1 --optimizer adamw"
     first, second = str(tmp_path / "first" / "c"), str(tmp_path / "second" / "c")
     line = f"{recipe} --pipeline-splits layer2/0 --pipeline-schedule interleaved"
@@ -202,7 +202,7 @@ LEAVING = {
     # Of 24 validation images in batches of 4: six on each stage. The answer comes one batch late.
     "the first stage wishes it": (2, "", 0, 2, [("left", 4, 24)] * 2),
     "the last stage wishes it": (2, "", 1, 2, [("left", 4, 24)] * 2),
-    "nobody does": (2, "", 9, 0, [(24, 6, 24)] * 2),
+    "neither does": (2, "", 9, 0, [(24, 6, 24)] * 2),
     "too late": (2, "", 0, 5, [(24, 6, 24)] * 2),
     # The other replica counts all of its own, and learns of it then.
     "of two replicas one": (4, "--replicas 2", 1, 0, [("left", 2, 48)] * 2 + [("left", 6, 48)] * 2),
@@ -210,6 +210,6 @@ LEAVING = {
 
 
 @pytest.mark.parametrize(("size", "more", "rank", "after", "expected"), LEAVING.values(), ids=LEAVING)
-def test_a_validation_over_stages_is_left_by_all_at_the_same_batch(size, more, rank, after, expected):
+def test_all_stages_leave_a_stopped_validation_at_the_same_batch(size, more, rank, after, expected):
     line = f"{LINE} --iterations 15 --pipeline-splits layer2/0 {more}"
     assert gloo.in_world(size, partial(pipeline_scenarios.left, rank=rank, after=after), line) == expected

@@ -26,7 +26,7 @@ BOUNDS = {2: {"32": 1e-6, "16": 0.0, "bf16": 0.0}, 4: {"32": 4e-6, "16": 2**-9, 
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_replicas_do_what_one_process_does_with_the_same_micro_batches(size, tmp_path):
+def test_replicas_match_one_process_with_the_same_micro_batches(size, tmp_path):
     results = gloo.in_world(size, run_cases, CASES, str(tmp_path / "many"))
     single = alone(run_cases, [case._replace(accumulation=size) for case in CASES], str(tmp_path / "one"))
     for number, case in enumerate(CASES):

@@ -1,4 +1,4 @@
-"""Replicas: the same update however a global batch is divided, and statistics that every replica shares."""
+"""Replicas give the same update however a global batch is divided, and share batch norm statistics."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_the_same_global_batch_gives_the_same_update(size):
                 assert relative(found[name], expected) < 1e-6, (call, name)
 
 
-def test_batch_norms_running_statistics_are_the_mean_over_the_replicas():
+def test_running_statistics_are_averaged_over_the_replicas():
     results = gloo.in_world(2, several, [("batch", "sgd", 1, 0.05, 1)])
     assert results[0][0][2] == results[1][0][2], "the replicas drifted apart"
     found = results[0][0][0]
@@ -56,7 +56,7 @@ def test_batch_norms_running_statistics_are_the_mean_over_the_replicas():
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_replicas_talk_once_an_update_and_while_the_last_backward_runs(accumulation):
+def test_replicas_communicate_once_per_update_during_the_last_backward_pass(accumulation):
     trained = sum(p.numel() for p in model_of("batch").parameters())
     statistics = sum(b.numel() for b in model_of("batch").buffers() if b.ndim)
     for sent, before in gloo.in_world(2, messages, accumulation):
@@ -64,7 +64,7 @@ def test_replicas_talk_once_an_update_and_while_the_last_backward_runs(accumulat
         assert before == [len(sent)]
 
 
-def test_buckets_hold_one_type_in_order_and_no_more_than_their_size():
+def test_buckets_hold_one_dtype_in_order_up_to_their_size():
     sizes = [10, 20, 300, 5, 7, 40]
     types = [torch.float32, torch.float16, torch.float32, torch.float32, torch.float16, torch.float32]
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=t)) for n, t in zip(sizes, types, strict=True)]

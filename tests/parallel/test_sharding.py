@@ -1,4 +1,4 @@
-"""Divided optimizer state: another place in memory, the same update, the same checkpoint."""
+"""Sharded optimizer state gives the same update and the same checkpoint."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_divided_state_gives_the_update_and_the_checkpoint_of_one_process(size, tmp_path):
+def test_sharded_state_matches_one_process(size, tmp_path):
     whole_cases = [*(Case(rule) for rule in RULES), Case("lars", decays_all=True)]
     cases = [case._replace(sharded=True, accumulation={2: 2, 3: 1}[size]) for case in whole_cases]
     results = gloo.in_world(size, run_cases, cases, str(tmp_path / "many"))
@@ -36,7 +36,7 @@ def test_divided_state_gives_the_update_and_the_checkpoint_of_one_process(size, 
         assert off < 5e-5, (case, name, off)
 
 
-def test_two_replicas_give_the_same_bits_with_divided_state_in_every_regime(tmp_path):
+def test_two_replicas_with_sharded_state_are_bitwise_equal_in_every_regime(tmp_path):
     divided = [case._replace(sharded=True) for case in SCALED]
     offloaded = [case._replace(offloaded=True, bucket=0.02) for case in (SCALED[0], divided[2], divided[4])]
     results = gloo.in_world(2, run_cases, [*SCALED, *divided, *offloaded], str(tmp_path))

@@ -1,4 +1,4 @@
-"""Slices of tensors: every value in one of them, and the whole back from them."""
+"""Slices cover every value once, and join into the whole tensor."""
 
 import torch
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ def states(draw):
 
 @settings(deadline=None)
 @given(state=states(), size=st.integers(1, 7))
-def test_the_shares_of_all_processes_make_up_every_tensor_once(state, size):
+def test_the_shares_of_all_processes_cover_every_tensor_once(state, size):
     shares = [fair_share(state, rank=rank, size=size) for rank in range(size)]
     for name, whole in state.items():
         slices = sorted((s for share in shares for s in share if s.name == name), key=lambda s: s.begin)

@@ -1,4 +1,4 @@
-"""A part of the weights trained in several processes: stages that train nothing, divided state, buckets of the rest."""
+"""Training some of the weights in several processes: frozen stages, sharded state, buckets of the rest."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def found():
 
 
 @pytest.mark.parametrize("number", range(len(STAGES)), ids=STAGES.keys())
-def test_stages_make_the_very_updates_of_one_process(found, number):
+def test_stages_match_one_process_bit_for_bit(found, number):
     trained, recipe, _ = list(STAGES.values())[number]
     mine, theirs = found[0][number], pipeline_scenarios.alone(f"{LINE} {recipe} --trainable {trained}")
     assert mine["tensors"].keys() == theirs["tensors"].keys()
@@ -77,7 +77,7 @@ def test_stages_make_the_very_updates_of_one_process(found, number):
 
 
 @pytest.mark.parametrize("number", range(len(REPLICAS)), ids=REPLICAS.keys())
-def test_replicas_train_only_what_was_asked_for(found, number):
+def test_replicas_train_only_the_chosen_weights(found, number):
     line = list(REPLICAS.values())[number]
     result = found[0][len(STAGES) + number]["tensors"]
     kind = torch.float16 if "16.16" in line else torch.float32
@@ -95,14 +95,14 @@ def test_replicas_train_only_what_was_asked_for(found, number):
     assert moved == {name for name in wanted if any(part in name for part in patterns)}
 
 
-def test_divided_state_is_the_state_of_the_trained_weights_alone(found):
+def test_sharded_state_covers_only_the_trained_weights(found):
     for number in range(len(STAGES), len(STAGES) + len(REPLICAS)):
         names = {name.partition("/")[2] for name in found[0][number]["tensors"] if name.startswith("optimizer:")}
         assert names <= {name for name, _ in zoo.build("resnet8-cifar", classes=10, seed=0).named_parameters()}
         assert not any(name.startswith(("conv1", "bn1", "layer1.0.conv")) for name in names)
 
 
-def test_two_replicas_make_the_updates_of_one_with_twice_the_accumulation(found):
+def test_two_replicas_match_one_with_twice_the_accumulation(found):
     whole = pipeline_scenarios.alone(f"{GROUP} --gradient-accumulation 8")["tensors"]
     for name, values in whole.items():
         np.testing.assert_allclose(found[0][-1]["tensors"][name], values, rtol=0, atol=2e-6, err_msg=name)

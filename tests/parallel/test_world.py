@@ -1,4 +1,4 @@
-"""A world of one is a real World, on the device asked for or found."""
+"""A world of one is a World, on the chosen or detected device."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def with_cuda(monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-def test_a_world_of_one_is_first_and_sums_to_what_it_has():
+def test_a_world_of_one_is_first_and_its_sum_is_itself():
     world = World(device=torch.device("cpu"))
     values = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert (world.rank, world.size, world.is_first) == (0, 1, True)
@@ -42,16 +42,16 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("asked", "device"), CHOICES.items())
-def test_the_device_chooses_itself_and_a_named_one_overrides(monkeypatch, asked, device):
+def test_auto_chooses_a_device_and_a_named_one_overrides(monkeypatch, asked, device):
     with_cuda(monkeypatch, asked[1])
     assert open_world(asked[0], threads=1, deterministic=True).device == device
 
 
-def test_a_device_that_is_not_there_is_refused_in_one_line(monkeypatch):
+def test_a_missing_device_is_refused_in_one_line(monkeypatch):
     with_cuda(monkeypatch, False)
     with pytest.raises(DeviceError) as refused:
         open_world("cuda", threads=1, deterministic=True)
-    assert str(refused.value) == ("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the processor")
+    assert str(refused.value) == "device cuda: PyTorch finds no CUDA device here; device cpu runs on the processor"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -61,7 +61,7 @@ def test_the_number_of_threads_is_set(threads):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_on_cuda_kernels_are_the_same_every_time_or_the_fastest(monkeypatch, deterministic):
+def test_cuda_kernels_are_deterministic_or_the_fastest(monkeypatch, deterministic):
     with_cuda(monkeypatch, True)
     open_world("cuda", threads=1, deterministic=deterministic)
     assert torch.backends.cudnn.deterministic is deterministic

@@ -1,4 +1,4 @@
-"""Histograms against numpy's, of every format and with what is no number in them."""
+"""Histograms match numpy's, for every dtype and with values that are not finite."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def numpys(values):
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_histogram_is_numpys(name, dtype):
+def test_a_histogram_matches_numpy(name, dtype):
     values = VALUES[name].to(dtype)
     (found,) = read_histograms(count_histograms(values)[None])
     counts, edges = numpys(values)
@@ -39,27 +39,27 @@ def test_a_histogram_is_numpys(name, dtype):
     assert (found.smallest, found.largest) == (float(values.min()), float(values.max()))
 
 
-def test_what_is_not_finite_is_left_out():
+def test_values_that_are_not_finite_are_left_out():
     values = torch.tensor([1.0, float("nan"), 3.0, float("inf"), -float("inf"), 3.0])
     (found,) = read_histograms(count_histograms(values)[None])
     assert (found.smallest, found.largest, found.count, found.sum) == (1.0, 3.0, 3, 7.0)
     assert (found.counts[0], found.counts[-1], sum(found.counts)) == (1, 2, 3)
 
 
-def test_nothing_but_what_is_not_finite_is_an_empty_histogram():
+def test_no_finite_values_give_an_empty_histogram():
     (found,) = read_histograms(count_histograms(torch.full((4,), float("nan")))[None])
     assert (found.smallest, found.largest, found.count, sum(found.counts)) == (0.0, 0.0, 0, 0)
     assert all(np.diff(found.edges) > 0)
 
 
-def test_a_row_of_another_process_is_added_to_nothing():
+def test_a_row_of_zeros_adds_nothing():
     row = count_histograms(VALUES["normal"])
     assert read_histograms((row + no_histograms(row.device))[None]) == read_histograms(row[None])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=50))
-def test_every_value_lies_in_one_bin_whatever_the_range(values):
+def test_every_value_is_in_one_bin(values):
     (found,) = read_histograms(count_histograms(torch.tensor(values))[None])
     assert sum(found.counts) == len(values)
     assert found.edges[0] <= min(values)
@@ -67,7 +67,7 @@ def test_every_value_lies_in_one_bin_whatever_the_range(values):
 
 
 @pytest.mark.gpu
-def test_counting_never_waits_for_the_device_and_is_reproducible():
+def test_counting_never_synchronises_and_is_deterministic():
     weights = VALUES["normal"].cuda()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Every file that a report is written to: a link in its place leads to no file of the user."""
+"""No report file is ever written through a symbolic link."""
 
 import contextlib
 
@@ -28,18 +28,18 @@ WRITERS = {
     "result_0.txt": lambda folder: MlperfLog(
         folder / "result_0.txt", Submission(values={}, tensors=(), epochs=1, began=0.0)
     ),
-    "log.txt": lambda folder: log(folder).kept_line("said"),
+    "log.txt": lambda folder: log(folder).kept_line("a line"),
     "training.csv": lambda folder: log(folder).row("training.csv", {"epoch": 1}, update=1),
     "validation.csv": lambda folder: log(folder).row("validation.csv", {"epoch": 1}, update=1),
     "app.json": lambda folder: log(folder).json("app.json", {}),
-    "log_str.txt": lambda folder: log(folder).text("log_str.txt", "said"),
+    "log_str.txt": lambda folder: log(folder).text("log_str.txt", "a line"),
     "profile.json": traced,
     "profile.txt": traced,
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_is_refused_and_what_it_names_is_left(tmp_path, name):
+def test_a_link_is_refused_and_its_target_unchanged(tmp_path, name):
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.mkdir()
     run.mkdir()
@@ -51,7 +51,7 @@ def test_a_link_is_refused_and_what_it_names_is_left(tmp_path, name):
     assert (victim / "file").read_text() == ""
 
 
-def test_without_links_all_of_them_are_written(tmp_path):
+def test_all_files_are_written_without_links(tmp_path):
     for write in WRITERS.values():
         opened = write(tmp_path)
         with contextlib.closing(opened) if opened is not None else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""MLPerf's log: the events of a run in the order and with the keys of the public logs of the TensorFlow original."""
+"""The MLPerf log has the events of the TensorFlow original's public logs, in their order."""
 
 import json
 
@@ -17,8 +17,8 @@ def events(path):
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
 
 
-def told(path):
-    """Each event as its key and number of the epoch."""
+def keys(path):
+    """Each event as its key and epoch."""
     return [(event["key"], event["metadata"].get("epoch_num")) for event in events(path)]
 
 
@@ -36,13 +36,13 @@ BEGINNING = [
 ]
 
 
-def test_a_run_is_told_from_its_beginning_to_its_end(tmp_path):
+def test_a_whole_run_is_logged(tmp_path):
     path = tmp_path / "result_0.txt"
     log = MlperfLog(path, SUBMISSION)
     trained(log, 1, accuracy=50.0)
     trained(log, 2, 3)
     log.close()
-    assert told(path) == [
+    assert keys(path) == [
         *BEGINNING,
         *(("epoch_start", 1), ("epoch_stop", 1), ("epoch_start", 2)),
         *(("eval_start", 1), ("eval_stop", 1), ("eval_accuracy", 1)),
@@ -63,7 +63,7 @@ def test_a_run_is_told_from_its_beginning_to_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(("accuracy", "status"), [(75.9, "success"), (75.85, "aborted")])
-def test_the_target_of_resnet50_makes_a_success(tmp_path, accuracy, status):
+def test_reaching_the_target_accuracy_is_a_success(tmp_path, accuracy, status):
     path = tmp_path / "result_0.txt"
     log = MlperfLog(path, SUBMISSION)
     trained(log, 1, accuracy=accuracy)
@@ -73,21 +73,21 @@ def test_the_target_of_resnet50_makes_a_success(tmp_path, accuracy, status):
     assert (end["metadata"]["status"], end["value"]) == (status, {"success": status == "success"})
 
 
-def test_a_restored_run_goes_on_where_its_checkpoint_stands(tmp_path):
+def test_a_restored_run_continues_from_its_checkpoint(tmp_path):
     straight, stopped = tmp_path / "straight.txt", tmp_path / "stopped.txt"
     log = MlperfLog(straight, SUBMISSION)
     trained(log, 1, 2, 3, accuracy=76.0)
     log.close()
     log = MlperfLog(stopped, SUBMISSION)
     trained(log, 1, 2, accuracy=76.0)
-    log.close()  # interrupted: told as the end
+    log.close()  # interrupted: logged as the end
     with stopped.open("a") as file:
         file.write(':::MLLOG {"names')  # and killed while it wrote
     log = MlperfLog(stopped, SUBMISSION, done=1)
     trained(log, 2, 3, accuracy=10.0)
     log.close()
-    assert sorted(told(stopped), key=str) == sorted(told(straight), key=str)
-    assert told(stopped)[: len(BEGINNING)] == BEGINNING
+    assert sorted(keys(stopped), key=str) == sorted(keys(straight), key=str)
+    assert keys(stopped)[: len(BEGINNING)] == BEGINNING
     assert events(stopped)[-1]["value"] == {"success": True}  # by what was measured before
 
 
@@ -106,5 +106,5 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("ours", "theirs"), NAMES.items())
-def test_weights_of_resnet50_have_mlperfs_names(ours, theirs):
+def test_resnet50_weights_get_mlperf_names(ours, theirs):
     assert tensor_name(ours) == theirs

@@ -1,4 +1,4 @@
-"""Sinks: metrics.jsonl is strict JSON line by line and only grows; the others say what they need."""
+"""metrics.jsonl is strict JSON lines and only grows; the other sinks report what they need."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from falconet.report.sinks import Histogram, JsonLines, Several, TensorBoard, Up
 
 
 def strictly(line):
-    """JSON as the standard has it, without Python's NaN and Infinity."""
+    """Standard JSON, without Python's NaN and Infinity."""
 
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
@@ -33,7 +33,7 @@ def test_a_restored_run_appends(tmp_path):
     assert written(path) == [{"update": 1, "train/loss": 0.5}, {"update": 2, "train/loss": 0.25}]
 
 
-def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path):
+def test_a_half_written_line_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"update": 1, "a": 1.0}\n{"update": 2, "a"')
     sink = JsonLines(path)
@@ -42,7 +42,7 @@ def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path):
     assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
+def test_lines_are_flushed_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path)
     for update in range(3):
@@ -55,7 +55,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lam
 
 
 @given(metrics=st.dictionaries(names, st.floats() | st.integers(), max_size=5), update=st.integers(0, 10**12))
-def test_every_line_is_json_and_a_number_that_is_none_is_null(tmp_path_factory, metrics, update):
+def test_every_line_is_json_with_null_for_nan(tmp_path_factory, metrics, update):
     path = tmp_path_factory.mktemp("sink") / "metrics.jsonl"
     sink = JsonLines(path)
     sink.write(update, metrics)
@@ -67,7 +67,7 @@ def test_every_line_is_json_and_a_number_that_is_none_is_null(tmp_path_factory, 
     assert strictly(content) == {"update": update, **wanted}
 
 
-def test_several_sinks_get_everything_and_are_all_closed(tmp_path):
+def test_several_sinks_get_every_metric_and_are_closed(tmp_path):
     paths = [tmp_path / name for name in ("a", "b")]
     sinks = [JsonLines(path) for path in paths]
     both = Several(sinks)
@@ -94,7 +94,7 @@ def test_tensorboard_gets_every_metric_at_its_update(tmp_path):
 
 def test_weights_and_biases_gets_every_metric_at_its_update(tmp_path, monkeypatch):
     class Wandb:
-        """What of the package is used, writing down its calls."""
+        """The parts of the package that are used, recording calls."""
 
         calls: list = []  # noqa: RUF012
 
@@ -121,7 +121,7 @@ def test_weights_and_biases_gets_every_metric_at_its_update(tmp_path, monkeypatc
     assert Wandb.calls == [opened, (5, {"train/loss": 0.5}), (5, drawn), "finished"]
 
 
-def test_tensorboard_draws_weights_too(tmp_path):
+def test_tensorboard_gets_weight_histograms(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoard(tmp_path)
@@ -135,7 +135,7 @@ def test_tensorboard_draws_weights_too(tmp_path):
     assert (found.bucket_limit, found.bucket) == ([1.0, 2.0], [1.0, 2.0])
 
 
-def test_the_times_of_updates_are_kept_in_milliseconds_and_a_torn_line_is_dropped(tmp_path):
+def test_update_times_are_in_milliseconds_and_half_lines_are_dropped(tmp_path):
     path = tmp_path / "updates.jsonl"
     path.write_text('{"update": 1, "milliseconds": [9.0]}\n{"update": 2, "mil')
     sink = UpdateTimes(path)
@@ -147,17 +147,17 @@ def test_the_times_of_updates_are_kept_in_milliseconds_and_a_torn_line_is_droppe
 MISSING = {
     "torch.utils.tensorboard": (
         lambda folder: TensorBoard(folder),
-        "--tensorboard: needs the package tensorboard: pip install falconet[tensorboard]",
+        "needs the package tensorboard: pip install 'falconet[tensorboard]'",
     ),
     "wandb": (
         lambda folder: WeightsAndBiases(folder, project="p", name="n", config={}),
-        "--wandb: needs the package wandb: pip install falconet[wandb]",
+        "needs the package wandb: pip install 'falconet[wandb]'",
     ),
 }
 
 
 @pytest.mark.parametrize("package", MISSING)
-def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path, monkeypatch, package):
+def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     opens, message = MISSING[package]
     with pytest.raises(ConfigError) as refused:
@@ -165,7 +165,7 @@ def test_a_sink_whose_package_is_missing_says_how_to_get_it(tmp_path, monkeypatc
     assert str(refused.value) == message
 
 
-def test_all_of_several_are_closed_whatever_one_of_them_raises(tmp_path):
+def test_all_sinks_are_closed_even_if_one_raises(tmp_path):
     class Broken:
         def close(self):
             raise OSError("full")

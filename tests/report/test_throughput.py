@@ -1,4 +1,4 @@
-"""Images per second and the share of waiting, by a clock that is moved by hand."""
+"""Images per second and the share of waiting, with a clock moved by hand."""
 
 import pytest
 
@@ -27,12 +27,12 @@ def test_a_rate_is_images_over_seconds():
     assert rate.waiting_percent == 25.0
 
 
-def test_a_rate_of_no_time_at_all_is_a_number():
+def test_a_rate_over_no_time_is_finite():
     assert Rate(images=0, seconds=0.0, waiting=0.0).images_per_second == 0.0
     assert Rate(images=0, seconds=0.0, waiting=0.0).waiting_percent == 0.0
 
 
-def test_each_lap_counts_from_the_last(clock):
+def test_each_lap_starts_at_the_last(clock):
     laps = Laps(Stopwatch(clock))
     clock.pass_by(2.0)
     assert laps.end(100) == Rate(100, 2.0, 0.0)
@@ -57,7 +57,7 @@ def test_laps_of_several_lengths_share_a_watch(clock):
     assert long.end(24) == Rate(24, 3.0, 0.0)
 
 
-def test_images_that_were_there_already_count_in_no_lap(clock):
+def test_images_from_before_a_restore_do_not_count(clock):
     laps = Laps(Stopwatch(clock), already=24)
     clock.pass_by(1.0)
     assert laps.end(32) == Rate(8, 1.0, 0.0)
@@ -65,7 +65,7 @@ def test_images_that_were_there_already_count_in_no_lap(clock):
     assert laps.end(32) == Rate(32, 4.0, 0.0)
 
 
-def test_standing_is_no_training_time_even_when_it_ends_in_an_error(clock):
+def test_pauses_are_not_training_time_even_after_an_error(clock):
     def fail_slowly():
         clock.pass_by(100.0)
         raise ValueError("broken")
@@ -82,7 +82,7 @@ def test_standing_is_no_training_time_even_when_it_ends_in_an_error(clock):
     assert laps.end(6) == Rate(6, 6.0, 0.0)
 
 
-def test_waiting_is_the_time_until_an_update_is_there(clock):
+def test_waiting_is_the_time_until_an_update_arrives(clock):
     def slow_updates():
         for update in range(3):
             clock.pass_by(0.25)
@@ -103,7 +103,7 @@ def test_waiting_is_the_time_until_an_update_is_there(clock):
     assert rate.seconds == 10.0
 
 
-def test_an_update_lasts_from_the_one_before_or_from_the_end_of_a_pause(clock):
+def test_an_update_starts_at_the_previous_one_or_after_a_pause(clock):
     watch = Stopwatch(clock)
     for seconds in (2.0, 1.0):
         clock.pass_by(seconds)
@@ -116,9 +116,9 @@ def test_an_update_lasts_from_the_one_before_or_from_the_end_of_a_pause(clock):
     assert watch.update_seconds() == []
 
 
-def test_moments_of_a_device_are_asked_for_late_and_once(clock):
+def test_device_times_are_read_late_and_once(clock):
     class Marks:
-        """A device whose marks are numbers, and whose times are known when they are asked for."""
+        """A device whose marks are numbers and whose times are only known later."""
 
         marked, asked = 0, 0
 

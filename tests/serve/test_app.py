@@ -1,4 +1,4 @@
-"""The server over real connections: every answer is the model's, strangers get 4xx, and nothing is lost at the end."""
+"""The server over real connections: right answers, 4xx for bad requests, and a clean shutdown."""
 
 import asyncio
 import concurrent.futures
@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from falconet.infer.predictor import Predictor
 from falconet.serve import app
 from falconet.serve.batching import Counts
 from falconet.serve.protocol import HEADER, MOST_JSON
-from served import LIMIT, NAME, PATH, SIDE, about, binary, pixels, running, small_classifier
+from served import LIMIT, NAME, PATH, SIDE, about, binary, pixels, running, small_classifier, until
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
@@ -30,7 +29,7 @@ def small(request):
 
 
 class Held:
-    """A lane that works when it is let go."""
+    """A lane that waits until it is released."""
 
     def __init__(self):
         self.lane = Predictor(small_classifier(), max_batch=8).lanes()[0]
@@ -43,7 +42,7 @@ class Held:
 
 
 @pytest.mark.parametrize("fronts", [1, 3])
-def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores(fronts):
+def test_concurrent_requests_share_batches_and_get_their_own_scores(fronts):
     with running(max_delay=2.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
         images = [pixels(1, seed=number) for number in range(64)]
         answers = list(threads.map(found.scores, images))
@@ -54,7 +53,7 @@ def test_many_clients_are_answered_in_fewer_batches_each_with_its_own_scores(fro
         assert found.batcher.counts.executions < 40
 
 
-def test_json_and_binary_have_the_same_answer(small):
+def test_json_and_binary_requests_get_the_same_answer(small):
     images = pixels(2)
     tensor = {"name": "input_0", "shape": [2, 3, SIDE, SIDE], "datatype": "UINT8", "data": images.ravel().tolist()}
     status, _, answer = small.request(json.dumps({"inputs": [tensor]}))
@@ -64,21 +63,20 @@ def test_json_and_binary_have_the_same_answer(small):
 
 
 @pytest.mark.parametrize("fronts", [1, 2])
-def test_a_server_that_ends_leaves_no_thread_that_parses(fronts):
+def test_a_stopped_server_leaves_no_parsing_thread(fronts):
     def parsing():
         return {thread for thread in threading.enumerate() if thread.name.startswith("json")}
 
-    before = parsing()  # those of servers of other tests
+    before = parsing()  # from the servers of other tests
     with running(fronts=fronts) as found:
         tensor = {"name": "input_0", "shape": [8, 3, SIDE, SIDE], "datatype": "UINT8"}
         tensor["data"] = pixels(8).ravel().tolist()
-        body = json.dumps({"inputs": [tensor], "padding": " " * app.AT_ONCE})  # too long for the server's own thread
+        body = json.dumps(
+            {"inputs": [tensor], "padding": " " * app.AT_ONCE}
+        )  # too long to be parsed in the server's thread
         assert found.request(body)[0] == 200
         assert parsing() > before
-    deadline = time.monotonic() + LIMIT
-    while parsing() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not parsing() - before
+    until(lambda: not parsing() - before)
 
 
 READ = {
@@ -94,7 +92,7 @@ READ = {
 
 
 @pytest.mark.parametrize(("path", "expected"), READ.items())
-def test_what_can_be_asked(small, path, expected):
+def test_get_routes_answer_json(small, path, expected):
     status, headers, answer = small.request(None, method="GET", path=path)
     assert (status, headers.get_content_type()) == (200, "application/json")
     assert expected.items() <= json.loads(answer).items()
@@ -114,20 +112,20 @@ def test_statistics_count_images_and_batches(small):
 BODY, HEADERS = binary(pixels(1))
 REFUSED = {
     "no such address": ("GET", "/x", None, {}, 404, "GET /x: not found"),
-    "no such model": ("POST", "/v2/models/x/infer", b"{}", {}, 404, "no model is named 'x'; this server has"),
-    "no such version": ("GET", f"/v2/models/{NAME}/versions/2", None, {}, 404, "has no version '2'; it has 1"),
+    "no such model": ("POST", "/v2/models/x/infer", b"{}", {}, 404, "there is no model 'x'; this server has"),
+    "no such version": ("GET", f"/v2/models/{NAME}/versions/2", None, {}, 404, "has no version '2'; its version is 1"),
     "another method": ("GET", PATH, None, {}, 405, "method not allowed"),
-    "compressed": ("POST", PATH, BODY, {**HEADERS, "Content-Encoding": "gzip"}, 400, "Content-Encoding: is not read"),
-    "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: is needed"),
-    "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "wanted at most"),
-    "no JSON": ("POST", PATH, b"[", {}, 400, "the request is not JSON"),
-    "much that is no JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "the request is not JSON: nested too deeply"),
-    "no length of JSON": ("POST", PATH, BODY, {HEADER: "x"}, 400, f"{HEADER}: got 'x'"),
+    "compressed": ("POST", PATH, BODY, {**HEADERS, "Content-Encoding": "gzip"}, 400, "Content-Encoding: not supported"),
+    "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: required"),
+    "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "expected at most"),
+    "not JSON": ("POST", PATH, b"[", {}, 400, "the request is not JSON"),
+    "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "the request is not JSON: nested too deeply"),
+    "not a length": ("POST", PATH, BODY, {HEADER: "x"}, 400, f"{HEADER}: got 'x'"),
 }
 
 
 @pytest.mark.parametrize(("method", "path", "body", "headers", "status", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_answered_with_one_line(small, method, path, body, headers, status, message):
+def test_a_bad_request_is_answered_in_one_line(small, method, path, body, headers, status, message):
     found, kind, answer = small.request(body, headers, method=method, path=path)
     assert found == status
     assert kind.get_content_type() == "application/json"
@@ -138,7 +136,7 @@ def test_a_mistake_is_answered_with_one_line(small, method, path, body, headers,
 @given(
     cut=st.integers(0, len(BODY) - 1), at=st.integers(0, len(BODY) - 1), byte=st.integers(0, 255), header=st.booleans()
 )
-def test_a_damaged_request_never_ends_the_server(small, cut, at, byte, header):
+def test_a_corrupted_request_never_stops_the_server(small, cut, at, byte, header):
     damaged = bytearray(BODY)
     damaged[at] ^= byte
     status, _, answer = small.request(bytes(damaged[: len(BODY) - cut]), HEADERS if header else {})
@@ -148,10 +146,10 @@ def test_a_damaged_request_never_ends_the_server(small, cut, at, byte, header):
 
 @settings(max_examples=40, deadline=None)
 @given(sent=st.binary(min_size=1, max_size=80), proper=st.booleans())
-def test_bytes_that_are_no_http_are_refused_and_not_told(small, sent, proper):
-    told = []
+def test_bytes_that_are_not_http_are_refused_and_not_logged(small, sent, proper):
+    logged = []
     handler = logging.Handler()
-    handler.emit = told.append
+    handler.emit = logged.append
     logging.getLogger("falconet.serve").addHandler(handler)
     connected = socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT)
     with connected as connection, contextlib.suppress(ConnectionError):
@@ -160,18 +158,17 @@ def test_bytes_that_are_no_http_are_refused_and_not_told(small, sent, proper):
         answer = connection.recv(1 << 16)
         assert answer == b"" or (answer.startswith(b"HTTP/1.") and answer.split()[1][:1] == b"4")
     logging.getLogger("falconet.serve").removeHandler(handler)
-    assert not told
+    assert not logged
     assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
 
 
-def test_too_many_are_refused_with_503_and_served_again_later():
+def test_a_full_queue_is_answered_503_and_recovers():
     held = Held()
     with running(held, max_queue=8, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
         working = threads.submit(found.scores, pixels(8))
         assert held.begun.acquire(timeout=LIMIT)
         waiting = threads.submit(found.scores, pixels(8))
-        while found.batcher._queued < 8:
-            time.sleep(0.01)
+        until(lambda: found.batcher.waiting == 8)
         status, headers, answer = found.request(*binary(pixels(1)))
         assert (status, headers["Retry-After"]) == (503, "1")
         assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
@@ -180,7 +177,7 @@ def test_too_many_are_refused_with_503_and_served_again_later():
         assert found.scores(pixels(1)).shape == (1, 5)
 
 
-def test_a_model_that_fails_says_so_and_is_not_ready_until_it_works_again(caplog):
+def test_a_failing_model_is_not_ready_until_it_works_again(caplog):
     (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
     broken = threading.Event()
 
@@ -208,15 +205,13 @@ def test_a_model_that_fails_says_so_and_is_not_ready_until_it_works_again(caplog
         assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
 
 
-def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
+def test_incoming_bodies_stay_within_the_memory_limit():
     body, headers = binary(pixels(8))
-    with running(room=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
+    with running(memory=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{HEADER}: {headers[HEADER]}\r\n\r\n"
         slow.sendall(head.encode() + body[:10])
-        while found.room._free > 10:  # before anybody else comes
-            time.sleep(0.01)
-        assert found.request(body, headers)[0] == 503
-        assert "no memory is left" in json.loads(found.request(body, headers)[2])["error"]
+        until(lambda: found.request(body, headers)[0] == 503)  # the server has seen the slow body
+        assert "out of memory for request bodies" in json.loads(found.request(body, headers)[2])["error"]
         slow.sendall(body[10:])
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
         assert found.request(body, headers)[0] == 200
@@ -225,16 +220,16 @@ def test_bodies_on_their_way_do_not_take_more_memory_than_there_is_room():
 ANNOUNCED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {16 << 20}\r\n\r\n".encode()
 
 
-def test_clients_that_announce_much_and_send_little_do_not_make_others_wait():
-    with running(room=256 << 20) as found, contextlib.ExitStack() as stack:
-        for _ in range(100):  # 1,600 MiB if it counted what they announce
+def test_clients_that_announce_much_and_send_little_do_not_block_others():
+    with running(memory=256 << 20) as found, contextlib.ExitStack() as stack:
+        for _ in range(100):  # 1,600 MiB if announced bytes counted
             slow = stack.enter_context(socket.create_connection(("127.0.0.1", found.port)))
             slow.sendall(ANNOUNCED + b"{")
         assert found.request(*binary(pixels(8)))[0] == 200
 
 
-def test_a_body_that_comes_and_has_no_room_is_refused_before_its_end():
-    with running(room=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as large:
+def test_a_body_over_the_memory_limit_is_refused_before_its_end():
+    with running(memory=6 << 20) as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as large:
         large.sendall(ANNOUNCED)
         with contextlib.suppress(OSError):  # it may be closed already
             large.sendall(b" " * (8 << 20))
@@ -243,7 +238,7 @@ def test_a_body_that_comes_and_has_no_room_is_refused_before_its_end():
 
 
 @pytest.mark.parametrize("fronts", [1, 2])
-def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
+def test_a_client_that_disconnects_is_dropped_and_others_are_served(fronts):
     held = Held()
     with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
         working = threads.submit(found.scores, pixels(8))
@@ -255,26 +250,23 @@ def test_a_client_that_goes_away_takes_nothing_with_it(fronts):
         half.endheaders(body[:100])
         whole = http.client.HTTPConnection("127.0.0.1", found.port)
         whole.request("POST", PATH, body, headers)
-        while found.batcher._queued < 4:
-            time.sleep(0.01)
+        until(lambda: found.batcher.waiting == 4)
         half.close()
         whole.close()
-        deadline = time.monotonic() + LIMIT
-        while found.batcher.counts.dropped < 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: found.batcher.counts.dropped == 1)
         held.go.set()
         assert working.result(LIMIT).shape == (8, 5)
         assert (found.batcher.counts.dropped, found.batcher.counts.executions) == (1, 1)
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch):
+def test_a_body_that_never_arrives_times_out(monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with running() as found, socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT) as slow:
         slow.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\nabc".encode())
         answer = b""
         while not answer.endswith(b"}") and (more := slow.recv(1000)):
             answer += more
-        assert b"3 of 999 bytes came within 0.2 seconds" in answer
+        assert b"received only 3 of 999 bytes in 0.2 s" in answer
 
 
 @pytest.mark.parametrize(
@@ -288,35 +280,33 @@ def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
 
 
 def test_long_json_is_parsed_one_at_a_time(monkeypatch):
-    read, at_work, most = app.protocol.read_request, [], []
+    read, parsing, overlapped = app.protocol.read_request, threading.Lock(), []
 
     def watched(*arguments):
-        at_work.append(1)
-        most.append(len(at_work))
-        time.sleep(0.05)
-        at_work.pop()
-        return read(*arguments)
+        alone = parsing.acquire(blocking=False)
+        overlapped.append(not alone)
+        try:
+            return read(*arguments)
+        finally:
+            if alone:
+                parsing.release()
 
     monkeypatch.setattr(app.protocol, "read_request", watched)
-    body = json.dumps({"inputs": [], "padding": "x" * app.AT_ONCE})
+    body = json.dumps({"inputs": [], "padding": "x" * (8 << 20)})  # long enough for parsers to overlap
     with running() as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
         assert {answer[0] for answer in threads.map(found.request, [body] * 4)} == {400}
-    assert most == [1] * 4
+    assert overlapped == [False] * 4
 
 
 @pytest.mark.parametrize("fronts", [1, 2])
-def test_what_is_in_flight_is_finished_and_nothing_new_begins(fronts):
+def test_shutdown_finishes_requests_in_progress_and_accepts_no_more(fronts):
     held = Held()
     with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
         assert held.begun.acquire(timeout=LIMIT)
-        while found.batcher._queued < 8:
-            time.sleep(0.01)
+        until(lambda: found.batcher.waiting == 8)
         found.ask_to_stop()
-        while found.socket.fileno() >= 0:
-            time.sleep(0.01)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", found.port), timeout=LIMIT)
+        until(lambda: found.refuses_connections())
         held.go.set()
         for answer in answers:
             assert answer.result(LIMIT).shape == (8, 5)
@@ -328,30 +318,32 @@ async def let_go(turns):
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_connection_that_comes_as_the_server_stops_is_closed_and_not_told(turns):
-    """`turns` of the loop before the end: it is seen, accepted, on its way to be answered."""
-    told = []
+def test_a_connection_that_arrives_during_shutdown_is_closed_quietly(turns):
+    """`turns` of the loop before the end: it is seen, accepted, or about to be served."""
+    reported = []
 
     async def stopped():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
         listening = app.Address(host="127.0.0.1", port=0).open()
         address = listening.getsockname()
-        front = app.Front(about(), pytest.fail, counts=Counts(), room=app.Room(1), max_delay=0.0)
+        front = app.FrontEnd(about(), pytest.fail, counts=Counts(), memory=app.Memory(1), max_delay=0.0)
         async with app.answering([front], listening):
-            await let_go(10)  # until it waits for connections
+            await let_go(10)  # until the server waits for connections
             connection = socket.create_connection(address, timeout=LIMIT)
             await let_go(turns)
         return connection
 
     with asyncio.run(stopped()) as connection, contextlib.suppress(ConnectionResetError):
-        assert not told
+        assert not reported
         assert connection.recv(1) == b""
 
 
-def test_mistakes_of_the_address_are_one_line():
+def test_an_unusable_address_is_refused_in_one_line():
     with app.Address(host="127.0.0.1", port=0).open() as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^--port: {port} is in use on 127.0.0.1; wanted another one, or 0"):
+        with pytest.raises(
+            ConfigError, match=rf"^cannot listen on '127.0.0.1': port {port} is in use; choose another port"
+        ):
             app.Address(host="127.0.0.1", port=port).open()
-    with pytest.raises(ConfigError, match=r"^--host: cannot listen on 'no.such.host.invalid': "):
+    with pytest.raises(ConfigError, match=r"^cannot listen on 'no.such.host.invalid': "):
         app.Address(host="no.such.host.invalid", port=0).open()

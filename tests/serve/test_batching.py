@@ -1,4 +1,4 @@
-"""Requests put together: how many executions, who waits how long, who is refused and who is dropped."""
+"""Batching: how many executions, and which requests wait, are refused or are dropped."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ LIMIT = 100  # seconds
 
 
 class Lane:
-    """The sum of each image's pixels, at once or when it is let go."""
+    """Sums each image's pixels, at once or when released."""
 
     def __init__(self, *, held=False):
         self.batches = []
@@ -28,7 +28,7 @@ class Lane:
 
 
 def in_loop(scenario, lanes, **policy):
-    """Runs a scenario with a batcher of its own."""
+    """Run a scenario with a new batcher."""
     rules = Policy(**{"max_batch": 8, "max_delay": 0.02, "max_queue": 1000} | policy)
 
     async def whole():
@@ -43,7 +43,12 @@ def in_loop(scenario, lanes, **policy):
     return asyncio.run(whole())
 
 
-def test_requests_that_come_together_are_computed_together_and_get_their_own_answers():
+async def queued(batcher, images):
+    while batcher.waiting < images:
+        await asyncio.sleep(0)
+
+
+def test_simultaneous_requests_are_batched_and_get_their_own_answers():
     lane = Lane()
     images = [pixels(1 + number % 3, seed=number) for number in range(20)]
 
@@ -68,7 +73,7 @@ def test_a_full_batch_does_not_wait():
     assert lane.batches == [[8]]
 
 
-def test_a_request_that_does_not_fit_sends_the_others_off():
+def test_a_request_that_does_not_fit_starts_the_batch_before_it():
     lane = Lane()
 
     async def scenario(batcher):
@@ -78,7 +83,7 @@ def test_a_request_that_does_not_fit_sends_the_others_off():
     assert lane.batches == [[5], [8]]
 
 
-def test_one_alone_waits_for_the_delay_and_no_longer():
+def test_a_single_request_waits_for_the_delay():
     lane = Lane()
 
     async def scenario(batcher):
@@ -90,14 +95,14 @@ def test_one_alone_waits_for_the_delay_and_no_longer():
     assert in_loop(scenario, [lane], max_delay=0.2) >= 0.2
 
 
-def test_what_waits_while_the_lane_works_goes_in_one_batch():
+def test_requests_that_wait_for_a_busy_lane_form_one_batch():
     lane = Lane(held=True)
 
     async def scenario(batcher):
         first = asyncio.create_task(batcher.submit(pixels(8)))
         await asyncio.sleep(0)
         others = [asyncio.create_task(batcher.submit(pixels(1))) for _ in range(6)]
-        await asyncio.sleep(0.05)
+        await queued(batcher, 6)
         lane.go.set()
         await asyncio.gather(first, *others)
 
@@ -105,7 +110,7 @@ def test_what_waits_while_the_lane_works_goes_in_one_batch():
     assert lane.batches == [[8], [1] * 6]
 
 
-def test_two_lanes_work_at_the_same_time():
+def test_two_lanes_run_at_the_same_time():
     lanes = [Lane(held=True), Lane(held=True)]
 
     async def scenario(batcher):
@@ -119,12 +124,12 @@ def test_two_lanes_work_at_the_same_time():
     in_loop(scenario, lanes)
 
 
-def test_the_queue_has_an_end():
+def test_a_full_queue_refuses_requests_and_recovers():
     lane = Lane(held=True)
 
     async def scenario(batcher):
         working = asyncio.create_task(batcher.submit(pixels(8)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # a full batch starts at once
         waiting = [asyncio.create_task(batcher.submit(pixels(4))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="8 images are waiting"):
@@ -138,17 +143,17 @@ def test_the_queue_has_an_end():
     assert (counts.requests, counts.refused) == (4, 1)
 
 
-def test_a_request_that_is_given_up_is_not_computed_and_its_place_is_free():
+def test_a_cancelled_request_is_not_computed_and_frees_its_place():
     lane = Lane(held=True)
 
     async def scenario(batcher):
         working = asyncio.create_task(batcher.submit(pixels(8)))
-        await asyncio.sleep(0.05)
-        given_up = asyncio.create_task(batcher.submit(pixels(4)))
+        await asyncio.sleep(0)  # a full batch starts at once
+        cancelled = asyncio.create_task(batcher.submit(pixels(4)))
         await asyncio.sleep(0)
-        given_up.cancel()
+        cancelled.cancel()
         await asyncio.sleep(0)
-        other = asyncio.create_task(batcher.submit(pixels(8)))  # would not fit behind the other
+        other = asyncio.create_task(batcher.submit(pixels(8)))  # would not fit after the other
         await asyncio.sleep(0)
         lane.go.set()
         await asyncio.gather(working, other)
@@ -159,7 +164,7 @@ def test_a_request_that_is_given_up_is_not_computed_and_its_place_is_free():
     assert (counts.requests, counts.dropped, counts.refused) == (2, 1, 0)
 
 
-def test_a_batch_that_fails_fails_for_its_requests_and_the_next_one_works():
+def test_a_failed_batch_fails_its_requests_and_the_next_one_works():
     class Broken(Lane):
         def __call__(self, portions):
             if len(self.batches) == 0:

@@ -1,4 +1,4 @@
-"""The protocol without a network: what is read, what is written, and one line for whatever is wrong."""
+"""The protocol without a network: requests, answers, and one line for every mistake."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ OUTPUTS = {
     "by name": ({"outputs": [{"name": "output_0"}]}, False),
     "by name, all binary": ({"outputs": [{"name": "output_0"}], "parameters": {"binary_data_output": True}}, True),
     "by name, binary": ({"outputs": [{"name": "output_0", "parameters": {"binary_data": True}}]}, True),
-    "its own word counts more": (
+    "an output overrides the request": (
         {
             "outputs": [{"name": "output_0", "parameters": {"binary_data": False}}],
             "parameters": {"binary_data_output": True},
@@ -71,7 +71,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize(("more", "expected"), OUTPUTS.values(), ids=OUTPUTS)
-def test_how_the_answer_is_wanted(more, expected):
+def test_request_chooses_json_or_binary_answers(more, expected):
     assert read({"inputs": [tensor()], **more}).binary is expected
 
 
@@ -79,62 +79,62 @@ def image_of(**changes):
     return {"inputs": [tensor(**changes)]}
 
 
-SIZE = f"wanted {IMAGE} for its shape"
+SIZE = f"expected {IMAGE} for its shape"
 MISTAKES = {
     "not JSON": (b"{", "the request is not JSON: Expecting property name"),
     "nothing": (b"", "the request is not JSON"),
     "not text": (b"\xff\xfe{", "the request is not JSON"),
-    "a tower of lists": (b"[" * 100_000, "the request is not JSON: nested too deeply"),
+    "deeply nested lists": (b"[" * 100_000, "the request is not JSON: nested too deeply"),
     "a number of 5,000 digits": (b'{"inputs": ' + b"1" * 5000 + b"}", "the request is not JSON: Exceeds the limit"),
-    "a list": ([], "the request: got [], wanted an object"),
-    "no inputs": ({}, "inputs: got nothing, wanted a list"),
-    "two inputs": ({"inputs": [tensor(), tensor()]}, "inputs: got 2, wanted input_0 alone"),
-    "an input of text": ({"inputs": ["x"]}, 'inputs[0]: got "x", wanted an object'),
-    "another name": (image_of(name="x"), "inputs[0].name: got \"x\", wanted 'input_0'"),
-    "another type": (image_of(datatype="FP32"), "input_0.datatype: got \"FP32\", wanted 'UINT8'"),
-    "no shape": (image_of(shape=None), "input_0.shape: got nothing, wanted [N, 3, 8, 8], N from 1 to 4"),
-    "no image": (image_of(shape=[0, 3, 8, 8]), "input_0.shape: got [0, 3, 8, 8], wanted"),
-    "fewer than no images": (image_of(shape=[-1, 3, 8, 8]), "input_0.shape: got [-1, 3, 8, 8], wanted"),
+    "a list": ([], "the request: got [], expected an object"),
+    "no inputs": ({}, "inputs: got nothing, expected a list"),
+    "two inputs": ({"inputs": [tensor(), tensor()]}, "inputs: got 2, expected only input_0"),
+    "an input of text": ({"inputs": ["x"]}, 'inputs[0]: got "x", expected an object'),
+    "another name": (image_of(name="x"), "inputs[0].name: got \"x\", expected 'input_0'"),
+    "another type": (image_of(datatype="FP32"), "input_0.datatype: got \"FP32\", expected 'UINT8'"),
+    "no shape": (image_of(shape=None), "input_0.shape: got nothing, expected [N, 3, 8, 8], N from 1 to 4"),
+    "no image": (image_of(shape=[0, 3, 8, 8]), "input_0.shape: got [0, 3, 8, 8], expected"),
+    "a negative number of images": (image_of(shape=[-1, 3, 8, 8]), "input_0.shape: got [-1, 3, 8, 8], expected"),
     "too many images": (image_of(shape=[5, 3, 8, 8]), "N from 1 to 4"),
-    "a shape of truths": (image_of(shape=[True, 3, 8, 8]), "input_0.shape: got [true, 3, 8, 8]"),
-    "channels last": (image_of(shape=[1, 8, 8, 3]), "wanted [N, 3, 8, 8]"),
-    "a shape without end": (image_of(shape=[1] * 100), "input_0.shape: got [1, 1, 1"),
-    "no data": (image_of(data=None), "input_0.data: got nothing, wanted a list of numbers"),
-    "too few numbers": (image_of(data=[1, 2]), f"input_0.data: wanted {IMAGE} whole numbers"),
-    "ragged": (image_of(data=[[1], [2, 3]]), f"wanted {IMAGE} whole numbers"),
-    "text": (image_of(data=["a"] * IMAGE), f"wanted {IMAGE} whole numbers"),
-    "one long text among short ones": (image_of(data=["a" * 10_000_000, *["b"] * 100_000]), "whole numbers"),
-    "numbers and a text": (image_of(data=[7] * (IMAGE - 1) + ["a"]), f"wanted {IMAGE} whole numbers"),
-    "lists in numbers": (image_of(data=[7] * (IMAGE - 1) + [[7]]), f"wanted {IMAGE} whole numbers"),
-    "lists too deep": (image_of(data=[[[[[7]]]]] * IMAGE), f"wanted {IMAGE} whole numbers"),
-    "fractions": (image_of(data=[0.5] * IMAGE), f"wanted {IMAGE} whole numbers"),
-    "truths": (image_of(data=[True] * IMAGE), f"wanted {IMAGE} whole numbers"),
-    "huge": (image_of(data=[2**70] * IMAGE), f"wanted {IMAGE} whole numbers"),
-    "below 0": (image_of(data=[-1] * IMAGE), "input_0.data: got -1 to -1, wanted 0 to 255"),
-    "above 255": (image_of(data=[256] * IMAGE), "got 256 to 256, wanted 0 to 255"),
+    "a shape of booleans": (image_of(shape=[True, 3, 8, 8]), "input_0.shape: got [true, 3, 8, 8]"),
+    "channels last": (image_of(shape=[1, 8, 8, 3]), "expected [N, 3, 8, 8]"),
+    "a very long shape": (image_of(shape=[1] * 100), "input_0.shape: got [1, 1, 1"),
+    "no data": (image_of(data=None), "input_0.data: got nothing, expected a list of numbers"),
+    "too few numbers": (image_of(data=[1, 2]), f"input_0.data: expected {IMAGE} integers"),
+    "ragged": (image_of(data=[[1], [2, 3]]), f"expected {IMAGE} integers"),
+    "text": (image_of(data=["a"] * IMAGE), f"expected {IMAGE} integers"),
+    "one long text among short ones": (image_of(data=["a" * 10_000_000, *["b"] * 100_000]), "integers"),
+    "numbers and a text": (image_of(data=[7] * (IMAGE - 1) + ["a"]), f"expected {IMAGE} integers"),
+    "lists in numbers": (image_of(data=[7] * (IMAGE - 1) + [[7]]), f"expected {IMAGE} integers"),
+    "lists too deep": (image_of(data=[[[[[7]]]]] * IMAGE), f"expected {IMAGE} integers"),
+    "fractions": (image_of(data=[0.5] * IMAGE), f"expected {IMAGE} integers"),
+    "booleans": (image_of(data=[True] * IMAGE), f"expected {IMAGE} integers"),
+    "huge": (image_of(data=[2**70] * IMAGE), f"expected {IMAGE} integers"),
+    "below 0": (image_of(data=[-1] * IMAGE), "input_0.data: got -1 to -1, expected 0 to 255"),
+    "above 255": (image_of(data=[256] * IMAGE), "got 256 to 256, expected 0 to 255"),
     "a size without bytes": (
         image_of(data=None, parameters={"binary_data_size": IMAGE}),
-        f"0 bytes behind the JSON, {SIZE}",
+        f"0 bytes after the JSON, {SIZE}",
     ),
-    "two kinds of data": (image_of(parameters={"binary_data_size": IMAGE}), "got data and binary_data_size"),
-    "parameters of text": (image_of(parameters="x"), 'input_0.parameters: got "x", wanted an object'),
-    "an id of a number": ({"id": 3, "inputs": [tensor()]}, "id: got 3, wanted text"),
+    "two kinds of data": (image_of(parameters={"binary_data_size": IMAGE}), "got both data and binary_data_size"),
+    "parameters of text": (image_of(parameters="x"), 'input_0.parameters: got "x", expected an object'),
+    "an id of a number": ({"id": 3, "inputs": [tensor()]}, "id: got 3, expected a string"),
     "another output": (
         {"inputs": [tensor()], "outputs": [{"name": "x"}]},
-        "outputs[0].name: got \"x\", wanted 'output_0'",
+        "outputs[0].name: got \"x\", expected 'output_0'",
     ),
-    "outputs of text": ({"inputs": [tensor()], "outputs": "x"}, 'outputs: got "x", wanted a list'),
-    "two outputs": ({"inputs": [tensor()], "outputs": [{}, {}]}, "outputs: got 2, wanted output_0 alone"),
+    "outputs of text": ({"inputs": [tensor()], "outputs": "x"}, 'outputs: got "x", expected a list'),
+    "two outputs": ({"inputs": [tensor()], "outputs": [{}, {}]}, "outputs: got 2, expected only output_0"),
     "classes asked for": (
         {"inputs": [tensor()], "outputs": [{"name": "output_0", "parameters": {"classification": 3}}]},
-        "output_0.parameters: 'classification' is not served",
+        "output_0.parameters: 'classification' is not supported",
     ),
-    "a switch of text": ({"inputs": [tensor()], "parameters": {"binary_data_output": "yes"}}, "wanted true or false"),
+    "a switch of text": ({"inputs": [tensor()], "parameters": {"binary_data_output": "yes"}}, "expected true or false"),
 }
 
 
 @pytest.mark.parametrize(("content", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line(content, message):
+def test_every_mistake_is_refused_in_one_line(content, message):
     with pytest.raises(RequestError) as error:
         read(content)
     assert message in str(error.value)
@@ -146,19 +146,21 @@ HEADERS = ["0", "-1", "x", "", "999", "1e3", "٣", "9" * 30, "1.0"]
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_a_length_of_the_json_that_is_none(header):
+def test_an_invalid_json_length_is_refused(header):
     body = json.dumps({"inputs": [tensor()]}).encode()[:500]
-    with pytest.raises(RequestError, match=rf"{HEADER}: got '{header[:40]}', wanted 1 to the body's 500 bytes"):
+    with pytest.raises(
+        RequestError, match=rf"{HEADER}: got '{header[:40]}', expected 1 to 500, the length of the body"
+    ):
         read_request(memoryview(body), header, SERVED)
 
 
-def test_sizes_that_do_not_agree():
+def test_sizes_that_disagree_are_refused():
     for size, rest in ((IMAGE, b"x"), (IMAGE - 1, bytes(IMAGE)), (1.5, bytes(IMAGE)), (IMAGE, bytes(IMAGE + 1))):
         with pytest.raises(RequestError, match="binary_data_size: got"):
             read(image_of(data=None, parameters={"binary_data_size": size}), rest)
-    with pytest.raises(RequestError, match="5 bytes follow the JSON, and input_0 has no binary_data_size"):
+    with pytest.raises(RequestError, match="5 bytes follow the JSON, but input_0 has no binary_data_size"):
         read(image_of(), b"extra")
-    with pytest.raises(RequestError, match=f"wanted at most {MOST_HEADER:,}"):
+    with pytest.raises(RequestError, match=f"expected at most {MOST_HEADER:,}"):
         read_request(memoryview(bytes(MOST_HEADER + 2)), str(MOST_HEADER + 1), SERVED)
 
 
@@ -170,7 +172,7 @@ CHANGED = st.dictionaries(st.sampled_from(["name", "shape", "datatype", "data", 
 
 @settings(max_examples=150, deadline=None)
 @given(changes=CHANGED, outputs=VALUES, parameters=VALUES, rest=st.binary(max_size=12))
-def test_whatever_is_sent_is_read_or_refused(changes, outputs, parameters, rest):
+def test_any_content_is_accepted_or_refused(changes, outputs, parameters, rest):
     content = {"inputs": [tensor() | changes], "outputs": outputs, "parameters": parameters}
     with contextlib.suppress(RequestError):
         assert read(content, rest).images.shape[1:] == (3, SIDE, SIDE)
@@ -178,13 +180,13 @@ def test_whatever_is_sent_is_read_or_refused(changes, outputs, parameters, rest)
 
 @settings(max_examples=150, deadline=None)
 @given(body=st.binary(max_size=60), header=st.none() | st.text(max_size=5))
-def test_bytes_that_nobody_meant_are_refused(body, header):
+def test_random_bytes_are_refused(body, header):
     with pytest.raises(RequestError):
         read_request(memoryview(body), header, SERVED)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_an_answer_holds_the_scores(dtype):
+def test_an_answer_contains_the_scores(dtype):
     scores = np.arange(2 * CLASSES).reshape(2, CLASSES).astype(dtype) / 3
     asked = Asked(images=pixels(2), id="x", binary=True)
     body, headers = write_answer(scores, asked, SERVED)
@@ -200,7 +202,7 @@ def test_an_answer_holds_the_scores(dtype):
     assert np.array_equal(np.array(content["outputs"][0]["data"], dtype=dtype), scores.ravel())
 
 
-def test_the_metadata_are_those_that_clients_look_for():
+def test_metadata_has_what_clients_look_for():
     found = metadata(SERVED)
     assert found["inputs"] == [{"name": "input_0", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
     assert found["outputs"] == [{"name": "output_0", "datatype": "FP32", "shape": [-1, CLASSES]}]
@@ -209,7 +211,7 @@ def test_the_metadata_are_those_that_clients_look_for():
     assert configuration(SERVED, max_delay=0.002)["dynamic_batching"] == {"max_queue_delay_microseconds": 2000}
 
 
-def test_scores_that_are_no_numbers_are_null_in_json_and_themselves_in_binary():
+def test_nan_and_inf_are_null_in_json_and_unchanged_in_binary():
     scores = np.array([[np.nan, 1.5, np.inf], [-np.inf, 0.1, -2.0]], dtype=np.float32)
     text, _ = write_answer(scores, Asked(images=pixels(2), id=None, binary=False), SERVED)
 
@@ -218,7 +220,7 @@ def test_scores_that_are_no_numbers_are_null_in_json_and_themselves_in_binary():
 
     (output,) = json.loads(text, parse_constant=refuse)["outputs"]
     assert output["data"] == [None, 1.5, None, None, float(np.float32(0.1)), -2.0]
-    # As tritonclient makes an array of it.
+    # As tritonclient converts it.
     found = np.array(output["data"], dtype=np.float32).reshape(output["shape"])
     assert np.array_equal(np.isnan(found), ~np.isfinite(scores))
     raw, headers = write_answer(scores, Asked(images=pixels(2), id=None, binary=True), SERVED)

@@ -1,4 +1,4 @@
-"""Exact evaluation, against counting by hand: every image once, whatever the batch."""
+"""Exact evaluation against a count by hand: every image once, for any batch size."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def measure(model, batches, *, world=ONE, regime="32.32"):
 
 
 def by_hand(logits, labels):
-    """Images, right at the first place, right among five, mean loss, in float64."""
+    """Images, correct top-1, correct top-5, mean loss, in float64."""
     z = logits.double().numpy()
     own = z[np.arange(len(labels)), labels]
     better = (z > own[:, None]).sum(1)
@@ -69,7 +69,7 @@ def problems(draw):
 
 @settings(deadline=None)
 @given(problems(), st.integers(1, 70))
-def test_accuracies_and_loss_are_those_counted_by_hand_for_any_batch_size(problem, batch):
+def test_accuracies_and_loss_equal_a_count_by_hand_for_any_batch_size(problem, batch):
     logits, labels = problem
     found = measure(Table(logits), loader(labels, batch).batches())
     assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits, labels)
@@ -94,7 +94,7 @@ def test_replicas_together_count_every_image_once(problem, batch, replicas):
     assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits, labels)
 
 
-def test_a_wish_to_stop_is_heard_before_every_batch_but_not_after_the_last():
+def test_a_stop_request_is_checked_before_every_batch_but_not_after_the_last():
     logits, labels = torch.eye(3), np.array([1, 0, 2])
     asked = iter([False, True])
     with pytest.raises(Interrupted):
@@ -123,13 +123,13 @@ def test_one_process_that_stops_stops_all_of_them():
         )
 
 
-def test_with_fewer_than_five_classes_every_image_is_right_among_five():
+def test_with_fewer_than_five_classes_top5_is_always_correct():
     logits, labels = torch.eye(3), np.array([1, 0, 2])
     found = measure(Table(logits), loader(labels, 2).batches())
     assert (found.top1, found.top5) == (1, 3)
 
 
-def test_labels_of_minus_one_count_for_nothing_wherever_they_stand():
+def test_labels_of_minus_one_are_ignored_anywhere_in_a_batch():
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([1, -1, 3, -1, -1, 0])
     images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(6, 3, 1, 1)
@@ -138,13 +138,13 @@ def test_labels_of_minus_one_count_for_nothing_wherever_they_stand():
     assert (found.images, found.top1, found.top5, found.loss) == by_hand(logits[kept], labels[kept].numpy())
 
 
-def test_without_a_single_readable_image_there_is_no_accuracy():
+def test_without_a_readable_image_evaluation_fails():
     batch = Batch(torch.zeros(2, 3, 1, 1, dtype=torch.uint8), torch.tensor([-1, -1]), None)
-    with pytest.raises(DataError, match="not one image could be read"):
+    with pytest.raises(DataError, match="none of the images could be read"):
         measure(Table(torch.eye(2)), [batch])
 
 
-def test_evaluating_changes_nothing_and_drops_nothing_out():
+def test_evaluation_changes_nothing_and_applies_no_dropout():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(3, 2)).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = [Batch(torch.arange(9, dtype=torch.uint8).view(3, 3, 1, 1), torch.tensor([0, 1, 1]), None)]
@@ -153,7 +153,7 @@ def test_evaluating_changes_nothing_and_drops_nothing_out():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_bf16_logits_are_judged_in_full_precision():
+def test_bf16_logits_are_scored_in_full_precision():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 4))
     seen = []
     model.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -165,7 +165,7 @@ def test_bf16_logits_are_judged_in_full_precision():
 
 
 @pytest.mark.parametrize(("loss", "said"), [(float("nan"), True), (float("inf"), True), (1e30, False)])
-def test_a_loss_that_is_no_number_has_a_line(loss, said):
+def test_a_loss_that_is_not_finite_gives_a_warning(loss, said):
     warning = Evaluation(images=10, top1=1, top5=5, loss=loss).warning("the validation")
     assert (warning is not None) == said
-    assert warning is None or warning.startswith(f"warning: the validation loss is {loss}, the model gives values that")
+    assert warning is None or warning.startswith(f"warning: the validation loss is {loss} because the model")

@@ -1,4 +1,6 @@
-"""The loop: each update once, in order, with what the plan wants done after it."""
+"""The loop: each update once, in order, with everything that the plan has due after it."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,10 +33,10 @@ def plan(**changes):
 
 
 class Story:
-    """Step, data and watch in one: writes down what the loop asks of each."""
+    """Step, data and watch in one: records what the loop does with each."""
 
     def __init__(self, *, stop_at=None, stop_in=None, losses=()):
-        self.told, self.progress, self.saved = [], Progress(), None
+        self.events, self.progress, self.saved = [], Progress(), None
         self.stop_at, self.stop_in, self.losses = stop_at, stop_in, dict(losses)
 
     def updates_of(self, epoch, skip):
@@ -42,48 +44,51 @@ class Story:
             yield [("micro-batch", epoch, done)]
 
     def step(self, micro_batches, *, update, lr):
-        self.told.append(("step", micro_batches, update, lr))
+        self.events.append(("step", micro_batches, update, lr))
         loss = torch.tensor(self.losses.get(update + 1, 0.1 * update))
         return Update(loss, torch.tensor(1), torch.tensor(8), torch.tensor(0))
 
-    def log(self, meter):
-        self.told.append(("log", self.progress.update, meter.end_interval()))
+    def log_point(self, meter):
+        self.events.append(("log", self.progress.update, meter.end_interval()))
 
     def end_epoch(self, meter):
-        self.told.append(("end of epoch", self.progress.update, meter.end_epoch()))
+        self.events.append(("end of epoch", self.progress.update, meter.end_epoch()))
 
     def validate(self):
         if self.progress.update == self.stop_in:
             return False
-        self.told.append(("validate", self.progress.update))
+        self.events.append(("validate", self.progress.update))
         return True
 
     def save(self):
-        self.told.append(("save", self.progress.update))
+        self.events.append(("save", self.progress.update))
         self.saved = self.progress.to_json()
-
-    def stop_requested(self):
-        return self.progress.update == self.stop_at
 
     def run(self, progress=None):
         self.progress = progress or Progress()
-        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=self)
+        watch = SimpleNamespace(
+            log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch),
+            validation=SimpleNamespace(run=self.validate),
+            saving=SimpleNamespace(save=self.save),
+            stopping=lambda: self.progress.update == self.stop_at,
+        )
+        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch)
         return self
 
     def after(self, update):
-        """What was asked for after an update, in order."""
-        return [name for name, number, *_ in self.told if name != "step" and number == update]
+        """What happened after an update, in order."""
+        return [name for name, number, *_ in self.events if name != "step" and number == update]
 
 
-def test_every_update_is_made_once_in_order_with_its_batches_and_its_rate():
-    made = [rest for name, *rest in Story().run().told if name == "step"]
+def test_every_update_runs_once_in_order_with_its_batches_and_rate():
+    made = [rest for name, *rest in Story().run().events if name == "step"]
     assert made == [
         [[("micro-batch", update // UPDATES, update % UPDATES)], update, plan().lr(update)]
         for update in range(EPOCHS * UPDATES)
     ]
 
 
-def test_what_the_plan_wants_is_done_after_the_update_it_wants_it_after():
+def test_everything_happens_after_the_update_that_the_plan_names():
     story = Story().run()
     assert {update: story.after(update) for update in range(13)} == {
         **{update: [] for update in range(13)},
@@ -98,7 +103,7 @@ def test_what_the_plan_wants_is_done_after_the_update_it_wants_it_after():
     }
 
 
-def test_what_is_saved_holds_the_sums_up_to_that_update():
+def test_a_checkpoint_holds_the_totals_up_to_its_update():
     story = Story(stop_at=7)
     with pytest.raises(Interrupted):
         story.run()
@@ -107,56 +112,56 @@ def test_what_is_saved_holds_the_sums_up_to_that_update():
 
 
 @given(st.integers(1, EPOCHS * UPDATES))
-def test_a_run_that_is_stopped_and_restored_tells_the_same_story(stop_at):
-    straight = [entry for entry in Story().run().told if entry[0] != "save"]
+def test_a_stopped_and_restored_run_does_the_same_things(stop_at):
+    straight = [entry for entry in Story().run().events if entry[0] != "save"]
     first = Story(stop_at=stop_at)
     with pytest.raises(Interrupted):
         first.run()
-    assert first.told[-1] == ("save", stop_at)
+    assert first.events[-1] == ("save", stop_at)
     assert first.after(stop_at).count("save") == 1
     second = Story().run(Progress.from_json(first.saved))
-    assert [entry for entry in first.told + second.told if entry[0] != "save"] == straight
+    assert [entry for entry in first.events + second.events if entry[0] != "save"] == straight
 
 
 @pytest.mark.parametrize("stop_in", [8, 12])
-def test_a_validation_that_is_left_is_made_after_the_restore_and_what_is_saved_there_saved_again(stop_in):
+def test_an_unfinished_validation_runs_after_the_restore_and_its_checkpoint_is_saved_again(stop_in):
     straight = Story().run()
     first = Story(stop_in=stop_in)
     with pytest.raises(Interrupted):
         first.run()
-    assert first.told[-1] == ("save", stop_in)
+    assert first.events[-1] == ("save", stop_in)
     assert first.saved["unvalidated"]
     second = Story().run(Progress.from_json(first.saved))
     left = straight.after(stop_in)
     assert second.after(stop_in) == left[left.index("validate") :]
-    assert [entry for entry in first.told + second.told if entry[0] != "save"] == [
-        entry for entry in straight.told if entry[0] != "save"
+    assert [entry for entry in first.events + second.events if entry[0] != "save"] == [
+        entry for entry in straight.events if entry[0] != "save"
     ]
     assert second.saved == straight.saved
 
 
-def test_a_validation_that_is_left_twice_is_still_due():
+def test_a_validation_interrupted_twice_is_still_due():
     first, second = Story(stop_in=8), Story(stop_in=8)
     with pytest.raises(Interrupted):
         first.run()
     with pytest.raises(Interrupted):
         second.run(Progress.from_json(first.saved))
-    assert second.told == [("save", 8)]
+    assert second.events == [("save", 8)]
     assert second.saved == first.saved
 
 
-def test_a_progress_of_an_older_version_owes_no_validation():
+def test_progress_of_an_older_version_has_no_validation_due():
     stored = Progress(update=3).to_json()
     del stored["unvalidated"]
     assert Progress.from_json(stored) == Progress(update=3)
 
 
 def test_a_finished_run_has_nothing_left_to_do():
-    assert Story().run(Progress(update=EPOCHS * UPDATES)).told == []
+    assert Story().run(Progress(update=EPOCHS * UPDATES)).events == []
 
 
 @pytest.mark.parametrize(("bad", "seen_at"), [(1, 2), (2, 2), (3, 3), (5, 6), (7, 8)])
-def test_a_loss_that_is_no_number_stops_the_run_at_the_next_reading_and_is_never_saved(bad, seen_at):
+def test_a_loss_that_is_not_finite_stops_the_run_when_read_and_is_never_saved(bad, seen_at):
     story = Story(losses={bad: float("nan")})
     with pytest.raises(DivergedError, match=f"^update {bad}: the loss is nan$"):
         story.run()

@@ -1,4 +1,4 @@
-"""Cross-entropy, against torch's own, the originals' formula and the gradient's closed form."""
+"""Cross-entropy against torch's, the originals' formula and the closed form of the gradient."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def one_hot(labels, classes):
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @given(classes=st.integers(2, 30), seed=st.integers(0, 1000))
-def test_hard_labels_give_torchs_cross_entropy(smoothing, classes, seed):
+def test_hard_labels_equal_torch_cross_entropy(smoothing, classes, seed):
     logits = random_logits(classes, seed=seed)
     labels = torch.randint(classes, (7,), generator=torch.Generator().manual_seed(seed))
     expected = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
@@ -31,7 +31,7 @@ def test_hard_labels_give_torchs_cross_entropy(smoothing, classes, seed):
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @given(classes=st.integers(2, 30), seed=st.integers(0, 1000))
-def test_soft_targets_give_torchs_cross_entropy(smoothing, classes, seed):
+def test_soft_targets_equal_torch_cross_entropy(smoothing, classes, seed):
     logits, targets = random_logits(classes, seed=seed), random_logits(classes, seed=seed + 1).softmax(1)
     expected = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
     torch.testing.assert_close(Loss(classes, smoothing)(logits, targets), expected)
@@ -50,7 +50,7 @@ def test_four_mixed_labels_follow_the_originals_formula():
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_the_gradient_is_the_softmax_less_the_smoothed_target(smoothing):
+def test_the_gradient_is_the_softmax_minus_the_smoothed_target(smoothing):
     logits, labels = random_logits(5).double().requires_grad_(), torch.arange(7) % 5
     Loss(5, smoothing)(logits, one_hot(labels, 5).double()).sum().backward()
     smoothed = (1 - smoothing) * one_hot(labels, 5).double() + smoothing / 5

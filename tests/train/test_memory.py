@@ -1,4 +1,4 @@
-"""Bytes in memory, against arithmetic."""
+"""Memory in bytes, against arithmetic."""
 
 from dataclasses import replace
 
@@ -34,27 +34,27 @@ def updated(rule, *, hosted=False):
 def test_weights_gradients_and_both_moments_are_counted_once():
     found = measure_memory(updated("adamw"), OneReplica(), GRID)
     assert found.weights.host == found.gradients.host == 4 * VALUES
-    counts = 2 * 4  # of updates, one a parameter
+    counts = 2 * 4  # of updates, one per parameter
     assert found.optimizer_state.host == found.whole_state == 2 * 4 * VALUES + counts
     assert found.weights.device == found.messages.both == 0
 
 
-def test_a_velocity_that_is_the_gradient_is_a_gradient():
+def test_a_velocity_stored_in_the_gradient_counts_as_a_gradient():
     found = measure_memory(updated("sgd_combined"), OneReplica(), GRID)
     assert found.gradients.host == 4 * VALUES
     assert found.optimizer_state.both == 0
 
 
-def test_offloaded_state_is_counted_with_the_places_it_is_brought_to():
+def test_offloaded_state_is_counted_with_its_device_buffers():
     state = updated("sgd", hosted=True)
     found = measure_memory(state, OneReplica(), GRID)
     places = sum(t.numel() for t in state.hosted.tensors() if t.dtype == torch.uint8)
-    homes = 4 * (1000 * 100 + 32 + 128)  # each state begins at a multiple of 64 values
+    homes = 4 * (1000 * 100 + 32 + 128)  # each state starts at a multiple of 64 values
     assert found.whole_state == homes
     assert found.optimizer_state.host == homes + places
 
 
-def test_the_end_of_a_run_says_it_and_what_dividing_and_offloading_saved():
+def test_the_summary_shows_memory_and_what_dividing_saves():
     found = measure_memory(updated("sgd"), OneReplica(), GRID)
     assert found.lines() == [
         "weights              0.4 MB, gradients 0.4 MB",
@@ -62,5 +62,5 @@ def test_the_end_of_a_run_says_it_and_what_dividing_and_offloading_saved():
     ]
     divided = replace(found, optimizer_state=Held(device=100_000, host=0))
     assert divided.lines()[1] == (
-        "optimizer state      0.1 MB on the device, 0.0 MB on the host of this process, of 0.4 MB in all"
+        "optimizer state      0.1 MB on the device, 0.0 MB on the host of this process, 0.4 MB in total"
     )

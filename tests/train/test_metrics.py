@@ -1,4 +1,4 @@
-"""Metrics: summed in the order of the updates, read seldom, and a loss that is no number names its update."""
+"""Metrics: added in the order of the updates, read rarely; a loss that is not finite names its update."""
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ def update(loss, correct=1, images=2, device="cpu"):
 
 
 def add(meter, *updates):
-    """As the loop does it."""
+    """As the loop does."""
     for one in updates:
         meter.add(one)
         meter.progress.update += 1
 
 
-# In another order, or in pairs, these give other sums.
+# Added in another order, or in pairs, these give other sums.
 LOSSES = [2.0**60, 1.0, -(2.0**60), 3.0] * 4
 
 
 @given(st.lists(st.booleans(), min_size=len(LOSSES), max_size=len(LOSSES)))
-def test_sums_are_those_of_the_updates_in_order_however_often_they_are_read(reads):
+def test_totals_add_updates_in_order_however_often_they_are_read(reads):
     progress = Progress()
     meter = Meter(progress)
     expected = 0.0
@@ -48,7 +48,7 @@ def test_sums_are_those_of_the_updates_in_order_however_often_they_are_read(read
     assert totals.accuracy == 50.0
 
 
-def test_intervals_and_epochs_begin_anew_each_on_its_own():
+def test_intervals_and_epochs_reset_independently():
     meter = Meter(Progress())
     add(meter, update(1.0), update(2.0))
     assert meter.end_interval() == Totals(2, 3.0, 2, 4)
@@ -60,7 +60,7 @@ def test_intervals_and_epochs_begin_anew_each_on_its_own():
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_loss_that_is_no_number_names_its_update_and_keeps_the_sums_before_it(loss, at):
+def test_a_loss_that_is_not_finite_names_its_update_and_keeps_earlier_totals(loss, at):
     progress = Progress(update=6)
     meter = Meter(progress)
     losses = [0.5, 0.25, 0.125]
@@ -74,14 +74,14 @@ def test_a_loss_that_is_no_number_names_its_update_and_keeps_the_sums_before_it(
     assert progress.interval.loss == sum(losses[:at])
 
 
-def test_collecting_never_asks_the_device_for_a_number():
+def test_collecting_never_reads_from_the_device():
     meter = Meter(Progress())
     add(meter, update(1.0, device="meta"))  # a meta tensor has no number to give
     with pytest.raises(NotImplementedError):
         meter.read()
 
 
-def test_a_restored_meter_goes_on_where_the_saved_one_stood():
+def test_a_restored_meter_continues_exactly():
     straight = Meter(Progress())
     add(straight, update(0.1), update(0.2))
     straight.read()

@@ -1,4 +1,4 @@
-"""--mlperf-logging: what the public logs of the TensorFlow original say of its configs, and a whole run."""
+"""--mlperf-logging: as in the TensorFlow original's public logs of its configs, and a complete run."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ PUBLIC = {
 }
 
 
-def told(config):
+def logged(config):
     options = load_options(TrainOptions, read_line(TrainOptions, ["--config", config, "--data-dir", "x"])).options
     assert options.logging.mlperf_logging
     rate, data = options.learning_rate, options.data
@@ -85,8 +85,8 @@ def told(config):
 
 
 @pytest.mark.parametrize("config", PUBLIC)
-def test_a_named_config_says_what_the_public_log_said(config):
-    found = told(config)
+def test_a_named_config_logs_what_the_public_log_has(config):
+    found = logged(config)
     assert {key: found.values[key] for key in PUBLIC[config]} == PUBLIC[config]
     others = found.values.keys() - PUBLIC[config].keys()
     assert others == {"seed", *(f"submission_{key}" for key in ("benchmark", "division", "org", "status", "platform"))}
@@ -100,7 +100,7 @@ def keys(path):
     return [json.loads(line.removeprefix(":::MLLOG "))["key"] for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_its_log_and_a_restored_one_goes_on_with_it(falconet):
+def test_a_restored_run_continues_the_mlperf_log(falconet):
     assert falconet(f"train {TINY} --mlperf-logging --seed 7 --run-dir r").code == 0
     found = keys(Path("r/result_7.txt"))
     assert (found.count("epoch_stop"), found.count("eval_accuracy"), found[-1]) == (2, 2, "run_stop")
@@ -110,7 +110,7 @@ def test_a_run_leaves_its_log_and_a_restored_one_goes_on_with_it(falconet):
     assert found.count("init_start") == found.count("run_start") == 1
 
 
-def test_another_update_rule_is_named_with_what_all_have(falconet):
+def test_other_update_rules_are_logged_with_the_common_keys(falconet):
     assert falconet(f"train {TINY} --epoch 1 --mlperf-logging --optimizer adamw --lr 0.002 --run-dir r").code == 0
     lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in Path("r/result_0.txt").read_text().splitlines()]
     values = {line["key"]: line["value"] for line in lines}

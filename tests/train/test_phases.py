@@ -24,14 +24,14 @@ def test_the_reduced_side(full, side):
     assert reduced_size(full) == side
 
 
-def test_a_run_has_one_phase_with_the_options_as_they_are():
+def test_a_run_has_one_phase_with_unchanged_options():
     options = loaded("--epoch 7").options
     (phase,) = phases_of(options)
     assert phase.options is options
     assert (phase.is_last, phase.is_reduced, phase.epochs_before) == (True, False, 0)
 
 
-def test_fine_tuning_is_plain_sgd_on_plain_images():
+def test_fine_tuning_is_plain_sgd_on_images_without_augmentation():
     options = loaded(
         f"{LINE} --epoch 7 --lr 1 --optimizer rmsprop_tf --momentum 0.8 --weight-decay 0.01 --ema-half-life 2"
         " --warmup-epoch 3 --lr-scheduler-freq 0.4 --lr-schedule step"
@@ -60,7 +60,7 @@ def test_fine_tuning_is_plain_sgd_on_plain_images():
     assert (tuned.optimizer.weight_decay, mixing.label_smoothing) == (0.01, 0.1)
 
 
-def test_batches_that_are_not_given_are_those_of_the_first_phase():
+def test_the_second_phase_defaults_to_the_batches_of_the_first():
     _, second = phases_of(loaded(f"{LINE} --micro-batch-size 12 --gradient-accumulation 3").options)
     assert (second.options.data.micro_batch_size, second.options.training.gradient_accumulation) == (12, 3)
 
@@ -68,14 +68,14 @@ def test_batches_that_are_not_given_are_those_of_the_first_phase():
 REFUSED = {
     "--half-res-training --weight-avg-strategy mean": "--half-res-training: needs --fine-tune-epoch, the epochs at",
     "--half-res-training --fine-tune-epoch 1": "--half-res-training: needs --weight-avg-strategy mean or exponential",
-    f"{LINE} --fine-tune-epoch 0": "--fine-tune-epoch: got '0', wanted a whole number, at least 1",
-    f"{LINE} --fine-tune-lr -1": "--fine-tune-lr: got '-1', wanted a number, at least 0",
-    f"{LINE} --fine-tune-micro-batch-size 0": "--fine-tune-micro-batch-size: got '0', wanted a whole number, at",
+    f"{LINE} --fine-tune-epoch 0": "--fine-tune-epoch: got '0', expected a whole number, at least 1",
+    f"{LINE} --fine-tune-lr -1": "--fine-tune-lr: got '-1', expected a number, at least 0",
+    f"{LINE} --fine-tune-micro-batch-size 0": "--fine-tune-micro-batch-size: got '0', expected a whole number, at",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.items())
-def test_a_mistake_gets_its_line(line, message):
+def test_a_mistake_gives_one_line(line, message):
     with pytest.raises(ConfigError) as raised:
         loaded(line)
     assert message in str(raised.value)

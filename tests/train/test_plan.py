@@ -1,4 +1,4 @@
-"""The plan: when a run logs, validates and saves, as arithmetic alone."""
+"""The plan: when a run logs, validates and saves, as pure arithmetic."""
 
 import math
 
@@ -38,7 +38,7 @@ some_epochs, some_updates = st.integers(1, 6), st.integers(1, 60)
 
 
 @given(some_epochs, some_updates, st.integers(1, 80))
-def test_log_points_are_as_many_as_asked_for_evenly_spread_and_end_with_the_epoch(epochs, updates, logs):
+def test_log_points_are_evenly_spread_and_end_with_the_epoch(epochs, updates, logs):
     per_epoch = points(plan(epochs=epochs, updates_per_epoch=updates, logs_per_epoch=logs).logs_at, epochs, updates)
     for logged in per_epoch:
         assert len(logged) == min(logs, updates)
@@ -48,7 +48,7 @@ def test_log_points_are_as_many_as_asked_for_evenly_spread_and_end_with_the_epoc
 
 
 @given(some_epochs, some_updates, st.integers(1, 8), st.sampled_from(["none", "during", "after"]))
-def test_validation_comes_in_turn_and_at_the_end_never_within_an_epoch(epochs, updates, frequency, mode):
+def test_validation_runs_at_its_frequency_and_at_the_end_never_within_an_epoch(epochs, updates, frequency, mode):
     made = plan(epochs=epochs, updates_per_epoch=updates, validation_mode=mode, validation_frequency=frequency)
     wanted = {
         "none": set(),
@@ -69,15 +69,15 @@ def test_the_last_update_is_always_saved_and_no_gap_is_longer_than_asked_for(epo
 
 
 @given(some_epochs, some_updates, st.integers(1, 8))
-def test_a_saving_frequency_of_a_whole_part_saves_that_often_in_every_epoch_and_at_its_end(epochs, updates, parts):
-    # 0.25 saves four times an epoch, as the option's help says, also where four does not divide the updates.
+def test_a_fraction_of_an_epoch_saves_that_often_per_epoch_and_at_its_end(epochs, updates, parts):
+    # 0.25 saves four times per epoch, as the option's help says, even if four does not divide the updates.
     saved = points(plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=1 / parts).saves_at, epochs, updates)
     assert [len(done) for done in saved] == [min(parts, updates)] * epochs
     assert all(done[-1] == updates for done in saved)
 
 
 @given(some_epochs, some_updates, st.integers(1, 8))
-def test_a_saving_frequency_of_whole_epochs_saves_at_their_ends(epochs, updates, every):
+def test_a_save_frequency_in_whole_epochs_saves_at_their_ends(epochs, updates, every):
     saved = points(
         plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every)).saves_at, epochs, updates
     )
@@ -86,7 +86,7 @@ def test_a_saving_frequency_of_whole_epochs_saves_at_their_ends(epochs, updates,
 
 
 @given(some_epochs, some_updates, st.integers(1, 8), st.integers(1, 30))
-def test_from_a_first_epoch_on_saves_are_counted_from_there(epochs, updates, every, first):
+def test_saves_are_counted_from_the_first_epoch(epochs, updates, every, first):
     made = plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every), first_saved=first)
     saved = [update for update in range(made.updates + 1) if made.saves_at(update)]
     assert saved == sorted({*range(first * updates, made.updates + 1, every * updates), made.updates})
@@ -94,22 +94,22 @@ def test_from_a_first_epoch_on_saves_are_counted_from_there(epochs, updates, eve
 
 SAVING = {  # epochs between saves, the first one: of 30 epochs
     (1, 0): "saves every epoch and at the end",
-    (4, 1): "saves every 4 epochs, from epoch 1 on, and at the end",
+    (4, 1): "saves every 4 epochs from epoch 1 and at the end",
     (4, 31): "saves at the end",
 }
 
 
 @pytest.mark.parametrize(("how", "words"), SAVING.items())
-def test_when_it_saves_in_words(how, words):
+def test_the_plan_describes_when_it_saves(how, words):
     assert plan(epochs=30, epochs_per_save=how[0], first_saved=how[1]).lines()[-1].endswith(f"; {words}")
 
 
-def test_a_later_phase_has_the_first_epoch_behind_it():
+def test_a_first_save_in_an_earlier_phase_does_not_delay_a_later_one():
     made = plan(epochs=3, updates_per_epoch=4, epochs_before=5, updates_before=35, first_saved=2)
     assert [update for update in range(35, 48) if made.saves_at(update)] == [39, 43, 47]
 
 
-def test_the_rate_is_the_schedules():
+def test_the_learning_rate_is_the_schedule():
     made = plan(epochs=2, updates_per_epoch=3)
     assert [made.lr(update) for update in range(6)] == [
         pytest.approx(0.05 * (1 + math.cos(math.pi * update / 6))) for update in range(6)
@@ -117,7 +117,7 @@ def test_the_rate_is_the_schedules():
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
-def test_an_epoch_has_the_whole_updates_that_fit(images, batch):
+def test_an_epoch_has_as_many_whole_updates_as_fit(images, batch):
     if images < batch:
         with pytest.raises(ConfigError, match=f"a global batch of {batch:,} is more than the {images:,} training"):
             updates_in_epoch(images, batch)
@@ -126,30 +126,30 @@ def test_an_epoch_has_the_whole_updates_that_fit(images, batch):
         assert updates * batch <= images < (updates + 1) * batch
 
 
-def test_a_global_batch_larger_than_the_data_is_one_line_that_names_the_options():
+def test_a_global_batch_larger_than_the_data_names_the_options():
     with pytest.raises(ConfigError) as refused:
         updates_in_epoch(1437, 5000)
     assert str(refused.value) == (
         "--micro-batch-size: a global batch of 5,000 is more than the 1,437 training images;"
-        " wanted a smaller --micro-batch-size, --gradient-accumulation or --replicas"
+        " expected a smaller --micro-batch-size, --gradient-accumulation or --replicas"
     )
 
 
-def test_the_plan_in_words():
+def test_the_plan_is_described_in_four_lines():
     made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
     assert made.lines() == [
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "1,320 updates = 30 epochs x 44 updates of 1,437 images; 29 images sit out each epoch, others each time",
+        "1,320 updates = 30 epochs x 44 updates; 1,437 training images, of which each epoch leaves out a different 29",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
         "validates every epoch; saves every epoch and at the end",
     ]
 
 
-def test_one_of_a_kind_has_no_plural():
+def test_one_of_a_kind_is_singular():
     made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
     assert made.lines()[:2] == [
         "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
-        "1 update = 1 epoch x 1 update of 1,025 images; 1 image sits out each epoch, others each time",
+        "1 update = 1 epoch x 1 update; 1,025 training images, of which each epoch leaves out a different 1",
     ]
 
 
@@ -162,13 +162,13 @@ VALIDATION = {
 
 
 @pytest.mark.parametrize(("how", "words"), VALIDATION.items())
-def test_when_it_validates_in_words(how, words):
+def test_the_plan_describes_when_it_validates(how, words):
     made = plan(validation_mode=how[0], validation_frequency=how[1], images=80)
     assert made.lines()[-1].startswith(words)
-    assert "sit out" not in made.lines()[1]
+    assert "leaves out" not in made.lines()[1]
 
 
-def test_a_later_phase_counts_on_from_the_one_before():
+def test_a_later_phase_continues_the_counts_of_the_one_before():
     # 5 epochs of 7 updates are done; 2 epochs of 4 updates follow, at a rate from 0.1 to 0.
     made = plan(epochs=2, updates_per_epoch=4, epochs_before=5, updates_before=35, logs_per_epoch=2)
     assert (made.last_epoch, made.updates) == (7, 43)
@@ -180,17 +180,17 @@ def test_a_later_phase_counts_on_from_the_one_before():
         assert [update for update in range(36, 44) if asks(update)] == [39, 43]
     halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
     assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
-    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates of 32 images")
+    assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates; 32 training images")
 
 
-def test_a_training_of_updates_ends_within_an_epoch_with_all_that_an_end_has():
+def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():
     cut = plan(epochs=3, updates_per_epoch=10, limit=23)
     assert cut.updates == 23
     assert [update for update in range(1, 24) if cut.ends_epoch(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.validates_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.saves_at(update)] == [10, 20, 23]
     assert [update for update in range(1, 24) if cut.logs_at(update)] == [10, 20, 23]
-    assert "23 updates = 2.3 epochs of 10 updates of 80 images" in cut.lines()
+    assert "23 updates = 2.3 epochs x 10 updates; 80 training images" in cut.lines()
 
 
 @given(some_epochs, some_updates)

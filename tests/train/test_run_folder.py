@@ -1,4 +1,4 @@
-"""The folder of a run: its own, whoever else begins one."""
+"""The folder of a run: used by no other run at the same time."""
 
 import contextlib
 import threading
@@ -11,15 +11,16 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
+from falconet.legacy.conventions import CONVENTIONS
 from falconet.train import processes, run_folder
 from tiny import TINY
 
-REFUSED = "r: a run is going on in it; wanted its end, or another --run-dir\n"
+REFUSED = "r: in use by another run; wait for it to finish, or choose another --run-dir\n"
 
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch, tmp_path):
-    """In which all of these runs begin."""
+    """All of these runs start in the same second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("falconet.report.folders.time", SimpleNamespace(strftime=lambda _: "20261115-210000"))
 
@@ -28,32 +29,35 @@ def loaded(line=""):
     return load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own():
+def test_runs_started_in_the_same_second_get_separate_folders():
     folders = [run_folder.claim(loaded().options, restored=None) for _ in range(3)]
     name = "resnet8-cifar_digits_20261115-210000"
     assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
     assert all(folder.is_dir() for folder in folders)
 
 
-@pytest.mark.parametrize("line", ["--run-dir r", "--log-style pytorch --checkpoint-output-path r"])
-def test_a_folder_that_was_named_is_left_to_whoever_writes_into_it(tmp_path, line):
-    assert run_folder.claim(loaded(line).options, restored=None).name == "r"
+@pytest.mark.parametrize(
+    ("line", "conventions"), [("--run-dir r", "falconet"), ("--checkpoint-output-path r", "pytorch")]
+)
+def test_a_named_folder_is_not_created_in_advance(tmp_path, line, conventions):
+    options = loaded(line).options
+    assert run_folder.claim(options, restored=None, conventions=CONVENTIONS[conventions]).name == "r"
     assert not (tmp_path / "r").exists()
 
 
-def test_a_link_to_nowhere_is_told_by_whoever_writes_into_it(tmp_path):
+def test_a_dangling_link_is_left_for_the_write_to_report(tmp_path):
     (tmp_path / "runs").mkdir()
     link = tmp_path / "runs/resnet8-cifar_digits_20261115-210000"
     link.symlink_to("nowhere")
     assert run_folder.claim(loaded().options, restored=None).name == link.name
 
 
-def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
+def test_workers_that_never_start_leave_no_folder(tmp_path, monkeypatch):
     seen = []
 
     def launched(workers, **_):
         seen.append(workers.argv[workers.argv.index("--run-dir") + 1])
-        assert (tmp_path / seen[0]).is_dir(), "taken while they start, which takes seconds"
+        assert (tmp_path / seen[0]).is_dir(), "created before they start, which takes seconds"
         return 2
 
     monkeypatch.setattr("falconet.parallel.launch.launch", launched)
@@ -63,7 +67,7 @@ def test_workers_that_never_begin_leave_no_folder(tmp_path, monkeypatch):
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet, monkeypatch):
+def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
     """Two would mix their metrics, and remove each other's checkpoints."""
     monkeypatch.setattr(run_folder, "ENDING", 0.1)
     Path("r").mkdir()
@@ -78,7 +82,7 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(falconet, mon
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
 
 
-def test_a_run_takes_the_folder_of_one_that_is_ending(tmp_path, monkeypatch):
+def test_a_run_waits_for_one_that_is_ending(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ENDING", 300.0)
     with contextlib.ExitStack() as other:
         other.enter_context(run_folder.alone(tmp_path))
@@ -87,13 +91,13 @@ def test_a_run_takes_the_folder_of_one_that_is_ending(tmp_path, monkeypatch):
             pass
 
 
-def test_another_attempt_of_the_same_run_is_never_refused(tmp_path, monkeypatch):
+def test_another_attempt_at_the_same_run_is_never_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ENDING", 0.1)
     with run_folder.alone(tmp_path), run_folder.alone(tmp_path, again=True):
         pass
 
 
-def test_a_disk_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
@@ -102,7 +106,7 @@ def test_a_disk_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
         pass
 
 
-def test_what_ended_badly_holds_nothing(tmp_path):
+def test_a_failed_run_releases_the_folder(tmp_path):
     with pytest.raises(ValueError, match="badly"), run_folder.alone(tmp_path):
         raise ValueError("badly")
     with run_folder.alone(tmp_path):

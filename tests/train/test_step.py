@@ -1,4 +1,4 @@
-"""One update: however its images are split it moves the weights the same way, and as the closed form says."""
+"""One update: the same however its images are split, and equal to the closed form."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_accumulation_changes_nothing(make, sizes):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_gradient_is_plain_autograds_of_the_closed_form(smoothing):
+def test_the_gradient_equals_autograd_of_the_closed_form(smoothing):
     model, batch = network(), sixteen()
     reference = network().double()
     stepper(model, smoothing=smoothing)(split(batch, [4] * 4), update=0, lr=0.1)
@@ -109,7 +109,7 @@ def test_the_weights_move_by_the_rate_times_the_gradient(lr):
     model = network()
     before = weights(model)
     step = stepper(model)
-    step([sixteen()], update=0, lr=0.5)  # a rate from before must not linger
+    step([sixteen()], update=0, lr=0.5)  # an earlier rate must not linger
     model.load_state_dict(before)
     step([sixteen()], update=1, lr=lr)
     for name, parameter in model.named_parameters():
@@ -149,7 +149,7 @@ def test_an_update_without_any_label_moves_nothing():
     assert all(torch.equal(parameter, before[name]) for name, parameter in weights(model).items())
 
 
-def test_an_update_tells_its_mean_loss_and_what_was_right():
+def test_an_update_returns_its_mean_loss_and_correct_count():
     model, batch = network(), sixteen()
     reference = network()(Normalise(PREPROCESSING)(batch.images))
     found = stepper(model)(split(batch, [8, 8]), update=0, lr=0.1)
@@ -159,7 +159,7 @@ def test_an_update_tells_its_mean_loss_and_what_was_right():
     assert not any(tensor.requires_grad for tensor in found)
 
 
-def test_mixed_images_are_judged_by_their_own_labels():
+def test_mixed_images_are_scored_by_their_first_labels():
     model, batch = network(), sixteen()
     mix = Mix(torch.full((16,), 0.6), torch.tensor([0, 8, 0, 6]))  # a quarter of 0.6 is left of the own image
     normalised = Normalise(PREPROCESSING)(batch.images)
@@ -169,7 +169,7 @@ def test_mixed_images_are_judged_by_their_own_labels():
     assert stepper(model)([Batch(batch.images, batch.labels, mix)], update=0, lr=0.1).correct == right
 
 
-def test_dropout_depends_on_the_seed_and_the_update_alone():
+def test_dropout_depends_only_on_the_seed_and_the_update():
     def drawn(*, update, seed=0, before=0):
         model = network(nn.Dropout(0.5))
         step = stepper(model, seed=seed)
@@ -219,7 +219,7 @@ def test_batch_norm_sees_every_micro_batch_once_and_the_model_trains_even_after_
     assert model[1].num_batches_tracked == 4
 
 
-def test_moving_averages_take_in_the_weights_after_the_update():
+def test_moving_averages_include_the_weights_after_the_update():
     model = network()
     average = Ema(model, decay=0.5)
     step = stepper(model, averages=[average])

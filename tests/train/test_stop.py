@@ -1,4 +1,4 @@
-"""Stopping: the first signal asks, the second insists, and the handlers from before come back."""
+"""Stopping: the first signal requests it, the second forces it, and earlier handlers are restored."""
 
 import signal
 import sys
@@ -12,7 +12,7 @@ from falconet.train.stop import AGAIN, SIGNALS, StopRequest
 
 @pytest.fixture(autouse=True)
 def handlers_from_before():
-    """Handlers of our own, so that a signal too many fails the test and not the test run."""
+    """Handlers that let an unexpected signal fail the test, not the test run."""
 
     def unexpected(number, frame):
         raise AssertionError(f"signal {number} was not handled")
@@ -28,13 +28,13 @@ def send(number):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_raises_a_flag_and_says_so(number):
+def test_the_first_signal_sets_a_flag_and_prints_a_line(number):
     notes = []
     with StopRequest(notes.append) as stop:
         assert not stop.requested
         send(number)
         assert stop.requested
-    assert notes == [f"{number.name}: finishing this update, then saving; again to stop at once"]
+    assert notes == [f"{number.name}: finishing this update, then saving; repeat it to stop at once"]
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(SIGNALS, SIGNALS)))
@@ -49,14 +49,14 @@ def test_the_second_signal_stops_at_once(first, second):
 
 @pytest.fixture
 def hang_up():
-    """What SIGHUP does before and after: nothing is expected of it here either."""
+    """SIGHUP has its default handler before and after."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGHUP) in (signal.SIG_DFL, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_lost_terminal_asks_and_never_insists(hang_up):
+def test_a_lost_terminal_requests_a_stop_but_never_forces_one(hang_up):
     notes = []
     with StopRequest(notes.append) as stop:
         send(signal.SIGHUP)
@@ -67,7 +67,7 @@ def test_a_lost_terminal_asks_and_never_insists(hang_up):
     assert notes == ["SIGHUP: finishing this update, then saving"]
 
 
-def test_behind_nohup_it_asks_for_nothing(hang_up):
+def test_under_nohup_a_hangup_is_ignored(hang_up):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequest(print) as stop:
         send(signal.SIGHUP)
@@ -75,7 +75,7 @@ def test_behind_nohup_it_asks_for_nothing(hang_up):
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_the_handlers_from_before_come_back_however_it_ends(handlers_from_before):
+def test_the_previous_handlers_are_restored_however_it_ends(handlers_from_before):
     with StopRequest(print):
         pass
     assert [signal.getsignal(number) for number in SIGNALS] == [handlers_from_before] * 2
@@ -84,7 +84,7 @@ def test_the_handlers_from_before_come_back_however_it_ends(handlers_from_before
     assert [signal.getsignal(number) for number in SIGNALS] == [handlers_from_before] * 2
 
 
-def test_a_new_request_starts_without_the_flag_of_the_last():
+def test_a_new_request_starts_without_the_flag():
     with StopRequest(lambda note: None) as stop:
         send(signal.SIGTERM)
         assert stop.requested
@@ -93,7 +93,7 @@ def test_a_new_request_starts_without_the_flag_of_the_last():
 
 
 class Slow:
-    """Something whose end takes time, in which a signal comes."""
+    """An object whose destructor takes time, in which a signal arrives."""
 
     def __del__(self):
         send(signal.SIGINT)
@@ -101,22 +101,22 @@ class Slow:
 
 
 def swallowing():
-    Slow()  # Python prints and forgets what is raised here
+    Slow()  # Python prints and drops what is raised here
     time.sleep(20)
 
 
-def test_an_insistence_that_a_destructor_swallows_is_raised_again(capsys):
+def test_an_interrupt_that_a_destructor_swallows_is_raised_again(capsys):
     with StopRequest(lambda note: None) as stop:
         send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt), stop.heard():
             swallowing()
-        time.sleep(2 * AGAIN)  # heard once, it comes no more
+        time.sleep(2 * AGAIN)  # once caught, it is not raised again
     assert capsys.readouterr().err == ""
 
 
-def test_what_else_a_destructor_raises_is_told_as_ever(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+def test_other_errors_in_a_destructor_are_reported_as_usual(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: reported.append(lost.exc_type))
 
     class Broken:
         def __del__(self):
@@ -124,4 +124,4 @@ def test_what_else_a_destructor_raises_is_told_as_ever(monkeypatch):
 
     with StopRequest(lambda note: None):
         Broken()
-    assert told == [ValueError]
+    assert reported == [ValueError]

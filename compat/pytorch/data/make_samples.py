@@ -1,4 +1,4 @@
-"""A few sample photos for inference, drawn here: `make get-data`. Nobody's rights are touched, no network is needed."""
+"""`make get-data`: draw a few sample photos for inference, free of rights and without a network."""
 
 import math
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 SIDE = 256  # pixels
-PHOTOS = 4  # of each class, in each split
+PHOTOS = 4  # per class and split
 Pixel = tuple[int, int, int]
 
 
@@ -37,7 +37,7 @@ CLASSES: tuple[Callable[[float, float, float], Pixel], ...] = (stripes, rings, s
 
 
 def main(folder: Path) -> None:
-    """Write `folder`/train and `folder`/val, one folder a class."""
+    """Write `folder`/train and `folder`/val, one folder per class."""
     for split, start in (("train", 0.0), ("val", 0.4)):
         for draw in CLASSES:
             place = folder / split / draw.__name__

@@ -1,5 +1,5 @@
 #!/bin/sh
-# EfficientNet-B4 (group norm, group convolutions) as 8 replicas of 2 stages, which were an IPU-POD16.
+# EfficientNet-B4 (group norm, group convolutions) as 8 replicas of 2 stages, once an IPU-POD16.
 # Any option of train.py may follow.
 set -e
 here=$(dirname "$0")

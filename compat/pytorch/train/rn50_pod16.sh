@@ -1,5 +1,5 @@
 #!/bin/sh
-# ResNet-50 as 16 replicas, which were an IPU-POD16; fewer devices take them in turns.
+# ResNet-50 as 16 replicas, once an IPU-POD16; fewer devices run them in turn.
 # Any option of train.py may follow.
 set -e
 here=$(dirname "$0")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# ResNet-50 as 64 replicas, which were an IPU-POD64. HOSTS=a,b,c,d runs them on several hosts.
+# ResNet-50 as 64 replicas, once an IPU-POD64. HOSTS=a,b,c,d runs them on several hosts.
 # Any option of train.py may follow.
 set -e
 here=$(dirname "$0")

@@ -1,4 +1,4 @@
-"""The PyTorch program's weight_avg.py: its command line, handed over to Falconet."""
+"""The PyTorch program's weight_avg.py: its command line, run by Falconet."""
 
 from falconet.legacy.programs import run
 

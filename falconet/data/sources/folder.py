@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from falconet.config.paths import require_photos
 from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
@@ -28,9 +29,8 @@ MOST_REPORTED = 5  # skipped entries, by name
 
 
 def load(data_dir: Path) -> Splits:
-    """The classes are the sorted names of the folders in train/; validation may have fewer."""
-    if not data_dir.is_dir():
-        raise DataError(f"{data_dir}: no such folder, expected one with train/ and val/")
+    """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
+    require_photos(data_dir)
     roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
     found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots), check=_check)
     class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])

@@ -104,7 +104,7 @@ def empty(path):
 
 
 MISTAKES = {
-    "no such folder, expected one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
+    "no such folder; expected one with train/ and val/": (".", lambda root: empty(root) or root.rmdir()),
     "no folder train/ in it": (".", lambda root: (root / "train").rename(root / "training")),
     "no folder val/ or validation/ in it": (".", lambda root: (root / "val").rename(root / "test")),
     "empty, expected one folder per class": ("train", lambda root: empty(root / "train")),

@@ -25,8 +25,8 @@ def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ((), "none: no such folder, expected one with train/ and val/"),
         (("none/train",), "none/train: empty, expected one folder per class"),
+        ((), "none: no such folder; expected one with train/ and val/"),
         (("none/val",), "none: no folder train/ in it"),
         (("none/train/cat",), "none: no folder val/ or validation/ in it"),
     ],

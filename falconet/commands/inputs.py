@@ -1,0 +1,86 @@
+"""What a command reads must exist: checked on the loaded options, before torch is imported."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from falconet.checkpoint import format
+from falconet.checkpoint.manifest import require_folder as require_checkpoints
+from falconet.config import commands, rules
+from falconet.config.load import Loaded, Options, load_options, parse
+from falconet.config.paths import require_folder, require_photos
+from falconet.config.settings import Setting
+from falconet.errors import ConfigError
+
+FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
+
+
+def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+    """The options of a line, checked, and with them the checkpoint that `restore` continues from.
+
+    Of `validate` and `average`, which open several checkpoints, only types and ranges are checked: the commands load
+    the line over the options of each checkpoint.
+    """
+    if command not in FROM_CHECKPOINT:
+        loaded = load_options(command, line)
+        check(loaded.options)
+        return loaded
+    stated = parse(command, line)  # wrong names and values are answered before a checkpoint is looked for
+    options: Any = stated.options
+    path = options.input.checkpoint_input_path
+    if path is None:
+        raise ConfigError(
+            "--checkpoint-input-path: is required; expected a checkpoint, a folder of them or a run folder"
+        )
+    if not path.is_file():
+        require_checkpoints(path)
+    problem = rules.unknown_model(options) if "model" in stated.sources else None
+    if problem:
+        raise ConfigError(problem)
+    _check_validated(options)
+    if command is not commands.RestoreOptions:
+        return stated
+    folder = format.newest_whole(path, note=_note)
+    return replace(stated.over(format.read_manifest(folder).config), checkpoint=folder)
+
+
+def check(options: Any) -> None:
+    """Files, folders and packages that the options ask for."""
+    if isinstance(options, commands.PackOptions):
+        if options.pack.source is None or options.pack.target is None:
+            raise ConfigError("expected two folders: one with train/ and val/, and one for the shards")
+        require_photos(options.pack.source)
+    elif isinstance(options, commands.VerifyOptions):
+        if options.verify.source is None:
+            raise ConfigError("expected a folder of shards, as in `falconet data verify photos-packed`")
+        require_folder(options.verify.source, "one that `falconet data pack` made")
+    elif isinstance(options, commands.UploadOptions):
+        if options.upload.source is None:
+            raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
+        require_folder(options.upload.source, "a run folder")
+    elif isinstance(options, commands.ServeOptions) and importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
+    if isinstance(options, commands.InferOptions):
+        path = options.input.checkpoint_input_path
+        if path is not None and not path.is_file():
+            require_checkpoints(path)
+    if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
+        require_photos(options.data.data_dir)
+    _check_validated(options)
+
+
+def _check_validated(options: Any) -> None:
+    """Checkpoints to measure after training must exist before it, except the run's own."""
+    path: Path | None = options.validation.validate_checkpoints if hasattr(options, "validation") else None
+    run_dir = options.run.run_dir if path else None
+    own = () if run_dir in (None, "auto") else (run_dir, run_dir / "checkpoints")
+    if path and path not in (*own, options.checkpoints.checkpoint_output_path):
+        require_checkpoints(path)
+
+
+def _note(text: str) -> None:
+    from falconet.report.console import spoken  # imports torch, and only a damaged checkpoint needs it
+
+    spoken()(text)

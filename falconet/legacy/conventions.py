@@ -1,0 +1,409 @@
+"""What the users of the originals saw: their lines, CSV files, and the names of folders and checkpoints."""
+
+import random
+import re
+import string
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean, harmonic_mean, pstdev, quantiles
+
+import falconet
+from falconet.report import folders
+from falconet.report.folders import RunShape
+from falconet.report.inference import Predictions, TimedBatch
+from falconet.report.styles import FALCONET, Conventions, Facts, Origin, Point, RunLog, Validated
+
+_DATA_MODES = {"folder": "real"}  # in the PyTorch program's words
+_RESIDUAL = {"resnet": "RN", "resnext": "RNX"}
+
+
+class Recent:
+    """Means over the last epoch's worth of updates."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[int, float, float]] = deque()  # updates, loss, accuracy
+        self._last = 0
+
+    def add(self, point: Point) -> tuple[float, float]:
+        """Mean loss and accuracy, with this point among them."""
+        before = self._last if self._last < point.update else 0
+        self._points.append((max(1, point.update - before), point.loss, point.accuracy))
+        self._last = point.update
+        while sum(updates for updates, *_ in self._points) - self._points[0][0] >= point.updates_per_epoch:
+            self._points.popleft()
+        total = sum(updates for updates, *_ in self._points)
+        loss = sum(updates * loss for updates, loss, _ in self._points) / total
+        return loss, sum(updates * accuracy for updates, _, accuracy in self._points) / total
+
+
+class PyTorch:
+    """`[INFO]` lines, training.csv, validation.csv, app.json and log.txt."""
+
+    tabulates = False
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._recent = log, Recent()
+        self._options: Mapping[str, object] = {}
+        self._lr: float | None = None
+        self._images, self._seconds = 0, 0.0  # of the epoch so far
+        self._row: tuple[int, dict[str, object]] = (-1, {})  # the last one of training.csv, and its update
+
+    def begin(self, facts: Facts) -> None:
+        self._options = facts.options
+        self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        self._info(f"Total replicas: {facts.replicas}")
+        self._info(f"Global batch size: {facts.global_batch}")
+        self._info(f"Number of IPUs required: {facts.replicas * facts.stages}")  # its word for devices
+        self._info(facts.model)
+        self._info(f"Total parameters: {facts.parameters}")
+        self._info(f"Training the model. Start: {datetime.now()}")
+
+    def begin_epoch(self, epoch: int, of: int) -> None:
+        self._info(f"Epoch {epoch}/{of}")
+
+    def log(self, point: Point) -> None:
+        if self._options.get("lr-schedule") == "step" and self._lr not in (None, point.lr):
+            self._info(f"Learning rate is changed to {point.lr:g}")
+        self._lr = point.lr
+        loss, accuracy = self._recent.add(point)
+        self._images, self._seconds = self._images + point.rate.images, self._seconds + point.rate.seconds
+        # A smoothed loss is computed in one piece here, so its two parts are unknown.
+        is_smoothed = float(str(self._options.get("label-smoothing", 0))) > 0
+        row: dict[str, object] = {
+            "loss_avg": loss,
+            "loss_batch": point.loss,
+            "epoch": point.epoch,
+            "iteration": point.update,
+            "train_accuracy_avg": accuracy,
+            "train_accuracy_batch": point.accuracy,
+            "learning_rate": point.lr,
+            "train_img_per_sec": self._images / max(self._seconds, 1e-9),
+            "validation_accuracy": 0.0,  # until this update is validated
+            "classification_loss_batch": "" if is_smoothed else point.loss,
+            "classification_loss_avg": "" if is_smoothed else loss,
+            "smoothing_loss_batch:": "" if is_smoothed else 0.0,
+            "smoothing_loss_avg:": "" if is_smoothed else 0.0,
+        }
+        if not self._options.get("auto-loss-scaling"):
+            row["loss_scaling"] = 1.0 if point.scale is None else point.scale
+        self._row = (point.update, row)
+        self.to.row("training.csv", row, update=point.update)
+
+    def end_epoch(self, point: Point) -> None:
+        self._images, self._seconds = 0, 0.0
+        self._info(f"Epoch {point.epoch:.0f}")
+        self._info(f"loss: {point.loss:.4f},")
+        self._info(f"accuracy: {point.accuracy:.2f} %")
+        self._info(f"throughput: {point.rate.images_per_second:.1f} samples/sec")
+
+    def validated(self, found: Validated) -> None:
+        self.averaged(found, which="")
+        if self._options.get("validation-mode") == "during":
+            self._info(f"Validation Accuracy: {found.accuracy:.2f}%")
+        update, row = self._row
+        if update == found.update:
+            row["validation_accuracy"] = found.accuracy
+            self.to.row_again("training.csv", row, update=update)
+
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        if found.origin:
+            self._info(f"{_restored(found.origin, found.epoch)}: {found.name}")
+        self._info("Testing the model")
+        self._info(f"Accuracy on test set: {found.accuracy:.2f}%")
+        values = {"epoch": found.epoch, "iteration": found.update, "accuracy": found.accuracy}
+        named = {f"validation_{name}": value for name, value in values.items()}
+        self.to.row("validation.csv", named, update=found.update)
+
+    def saved(self, folder: Path) -> None:
+        self.to.line(f"Checkpoint saved to: {folder}")
+
+    def end(self, *, trained: float, whole: float) -> None:  # noqa: ARG002
+        self._info(f"Finished training. Time: {datetime.now()}. It took: {timedelta(seconds=whole)}")
+
+    def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def average_name(self, how: str) -> str | None:  # noqa: ARG002
+        return None
+
+    def _info(self, text: str) -> None:
+        """Print a line; in log.txt it has the time and the module before it, as in the original."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.to.kept_line(f"[INFO] {text}", kept=f"{now},000 - [INFO] - train - falconet: {text}")
+
+
+def _restored(origin: Origin, epoch: float) -> str:
+    """The PyTorch program's line, to which the caller adds the checkpoint."""
+    known = origin.loss is not None
+    trained = f"(train loss: {origin.loss}, train accuracy: {origin.accuracy}%)" if known else ""
+    return f"Restore the {origin.model} model to epoch {epoch:g} on {origin.data} dataset{trained}"
+
+
+class TensorFlow:
+    """One line per log point, training.csv, validation.csv, arguments.json, log.txt, checkpoints named ckpt-N."""
+
+    tabulates = False
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._recent, self._step = log, Recent(), 0
+
+    def begin(self, facts: Facts) -> None:
+        self.to.json("arguments.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        for text in (
+            f" Saving to {facts.folder}",
+            f" Batch Size: {facts.global_batch}",
+            f" Image size: {facts.image_size}x{facts.image_size}",
+            f"Total Parameters:{facts.parameters}",
+        ):
+            self.to.kept_line(text)
+        if facts.restored:
+            self.to.kept_line(f"Restoring training from latest checkpoint: {facts.restored}")
+
+    def begin_epoch(self, epoch: int, of: int) -> None:
+        """The original printed nothing."""
+
+    def log(self, point: Point) -> None:
+        loss, accuracy = self._recent.add(point)
+        self._step += 1
+        self.to.kept_line(
+            f"step: {self._step:6d}, iteration: {point.update:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.4g},"
+            f" loss: {loss:6.3f}, top-1 accuracy: {accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f},"
+            f" time: {point.update_seconds:8.6f}, total_time: {point.seconds:8.1f}"
+        )
+        row = {
+            "step": self._step,
+            "iteration": point.update,
+            "epoch": point.epoch,
+            "lr": point.lr,
+            "loss_batch": point.loss,
+            "loss_avg": loss,
+            "train_acc_batch": point.accuracy,
+            "train_acc_avg": accuracy,
+            "it_time": point.update_seconds,
+            "img_per_sec": point.rate.images_per_second,
+            "total_time": point.seconds,
+        }
+        self.to.row("training.csv", row, update=point.update)
+
+    def end_epoch(self, point: Point) -> None:
+        """The original printed nothing."""
+
+    def validated(self, found: Validated) -> None:
+        latency = 1000 * found.seconds * found.batch / max(found.images, 1)
+        self.to.kept_line(
+            f"Validation top-1 accuracy [{found.name}] (iteration: {found.update:6d}, epoch: {found.epoch:6.2f},"
+            f" img/sec: {found.images_per_second:6.2f}, time: {found.seconds:8.6f}, latency (ms): {latency:8.4f}):"
+            f" {found.accuracy:6.3f}%"
+        )
+        row = {
+            "name": found.name,
+            "iteration": found.update,
+            "epoch": found.epoch,
+            "val_acc": found.accuracy,
+            "val_time": found.seconds,
+            "val_size": found.images,
+            "img_per_sec": found.images_per_second,
+            "latency": latency,
+        }
+        if not self.to.has_row("validation.csv", "name", found.name):  # each checkpoint once, as in the original
+            self.to.row("validation.csv", row, update=found.update)
+
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        self.validated(found)
+
+    def saved(self, folder: Path) -> None:
+        initial = "initial " if folder.name == self.checkpoint_name(0) else ""
+        self.to.kept_line(f"Saved {initial}checkpoint to {folder}")
+
+    def end(self, *, trained: float, whole: float) -> None:
+        self.to.kept_line(f"Training loop completed in {trained:.2f}s.")
+        self.to.kept_line(f"Time to train: {whole:.2f}s.")
+
+    def checkpoint_name(self, update: int) -> str | None:
+        return f"ckpt-{update}"
+
+    def average_name(self, how: str) -> str | None:
+        return f"weight_avg_{how}"
+
+
+class PopArt:
+    """One line per log point and per validation, log_str.txt, and the names of its TensorBoard scalars."""
+
+    tabulates = False
+
+    def __init__(self, log: RunLog) -> None:
+        self.to, self._step = log, 0
+
+    def begin(self, facts: Facts) -> None:
+        texts = [f"{name.replace('-', '_')}={value}" for name, value in facts.options.items()]
+        self.to.text("log_str.txt", "\n".join([*texts, f"Effective batch size: {facts.global_batch}"]))
+
+    def begin_epoch(self, epoch: int, of: int) -> None:  # noqa: ARG002
+        self.to.kept_line(f"Executing epoch  {epoch - 1}")
+
+    def log(self, point: Point) -> None:
+        self._step += 1
+        computing = max(0.0, point.rate.seconds - point.rate.waiting)
+        self.to.kept_line(
+            f"step: {self._step:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.2g}, loss: {point.loss:6.3f},"
+            f" accuracy: {point.accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f}"
+            f" step_time: {point.rate.seconds:6.2f} sec ipu_execution_time: {computing:6.2f}"
+        )
+        values = {"loss": point.loss, "train_acc": point.accuracy, "learning rate": point.lr}
+        self.to.scalars(point.update, values)
+
+    def end_epoch(self, point: Point) -> None:
+        """The original printed nothing."""
+
+    def validated(self, found: Validated) -> None:
+        self.to.kept_line(
+            f"Validation accuracy epoch {found.epoch:6.2f}, img/sec:{found.images_per_second:6.2f}"
+            f" accuracy: {found.accuracy:6.3f}% loss: {found.loss:6.3f}"
+        )
+        self.to.scalars(found.update, {"val_acc": found.accuracy})
+
+    def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
+        self.validated(found)
+
+    def saved(self, folder: Path) -> None:
+        """The original printed nothing."""
+
+    def end(self, *, trained: float, whole: float) -> None:
+        """The original printed nothing."""
+
+    def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def average_name(self, how: str) -> str | None:  # noqa: ARG002
+        return None
+
+
+def pytorch_folder(shape: RunShape) -> Path:
+    return _first_free(lambda: f"{pytorch_name(shape)}{folders.suffix(shape)}_{_three()}")
+
+
+def pytorch_name(shape: RunShape) -> str:
+    return f"{folders.plain(shape.model)}_bs{shape.micro_batch}_{shape.precision}fp_r{shape.replicas}_di1"
+
+
+def tensorflow_folder(shape: RunShape) -> Path:
+    version = falconet.__version__
+    return _first_free(lambda: f"{tensorflow_name(shape)}{folders.suffix(shape)}_v{version}_{_three()}")
+
+
+def tensorflow_name(shape: RunShape) -> str:
+    """Such as RN50_bs8x16rx8a_GN32_16.16; each of its models had another form."""
+    efficient, squeezed = shape.model.startswith("efficientnet"), shape.model.startswith("squeezenet")
+    name = f"{_tensorflow_model(shape.model)}_bs{shape.micro_batch}"
+    replicas = f"x{shape.replicas}r" * (shape.replicas > 1)
+    accumulation = f"x{shape.accumulation}{'p' if shape.pipelined else 'a'}"
+    accumulation *= shape.pipelined or shape.accumulation > 1
+    name += accumulation + replicas if efficient else replicas + accumulation
+    if not squeezed:
+        name += {"group": f"_GN{shape.groups}", "batch": "_BN", "none": "_noBN"}[shape.norm]
+    if not efficient:
+        # The other precisions round nothing, and the original's default, on, is not in the options.
+        is_plain = shape.precision == "16.16" and not shape.rounds_stochastically
+        name += f"_{shape.precision}" + "_noSR" * is_plain
+    cifar = shape.data.startswith("cifar") or (shape.model.endswith("-cifar") and shape.image_size == 32)
+    if shape.image_size != 224 and not cifar:
+        name += f"_{shape.image_size}x{shape.image_size}"
+    return name
+
+
+def _tensorflow_model(model: str) -> str:
+    """Family and size; models that it did not have keep our name."""
+    residual = re.match(r"(resnet|resnext)(\d+)", model)
+    if residual:
+        return f"{_RESIDUAL[residual[1]]}{residual[2]}"
+    if model.startswith("efficientnet-"):
+        return f"EfficientNet-{model.removeprefix('efficientnet-').upper()}"
+    return "SN" if model.startswith("squeezenet") else folders.plain(model)
+
+
+def popart_folder(shape: RunShape) -> Path:
+    size = re.search(r"\d+", shape.model)
+    return folders.numbered(
+        folders.home("logs") / folders.now() / (size[0] if size else shape.model), folders.suffix(shape)[1:] or "net"
+    )
+
+
+def _three() -> str:
+    """Three random characters, independent of the seed: a second run with the same seed gets another folder."""
+    return "".join(random.SystemRandom().choices(string.ascii_uppercase + string.digits, k=3))
+
+
+def _first_free(name: Callable[[], str]) -> Path:
+    return next(folder for _ in range(1000) if not (folder := folders.home("logs") / name()).exists())
+
+
+def pytorch_batch(batch: TimedBatch) -> str:
+    """One batch; the instance, from 1, is printed when there are several."""
+    who = f"[instance{batch.instance + 1}/{batch.instances}]" if batch.instances > 1 else ""
+    rate, latency = batch.images_per_second, batch.milliseconds
+    return f"[INFO] {who} Throughput: {rate:.2f} imgs/sec; Latency range: {latency:.3f}..{latency:.3f} ms"
+
+
+def pytorch_predictions(found: Predictions) -> list[str]:
+    """Means over the steady batches."""
+    rates, latencies = found.rates, found.latencies
+    throughput = f"throughput: {fmean(rates):.2f} samples/sec (mean)"
+    latency = f"latency avg: {fmean(latencies):.3f} ms (mean)"
+    texts = [
+        f"micro_batch_size: {found.micro_batch}",
+        f"data_mode: {_DATA_MODES.get(found.data, found.data)}",
+        f"data_type: {found.dtype}",
+        f"num_ipus: {found.devices}",
+        f"{throughput} (min: {min(rates):.2f}, max: {max(rates):.2f}, std: {pstdev(rates):.2f})",
+        f"{latency} (min: {min(latencies):.3f}, max: {max(latencies):.3f})",
+    ]
+    if found.data == "synthetic":
+        texts.append("NOTE: synthetic data is on the device already: its latency is not that of a request")
+    # The original's log lines start with a newline and a tab.
+    return [f"[INFO] {'-' * 91}", f"[INFO] {found.model} results:", *(f"[INFO] \n\t{text}" for text in texts)]
+
+
+def tensorflow_predictions(found: Predictions) -> list[str]:
+    """The two lines of its validation, with no accuracy: the weights are random."""
+    rates, latencies = found.rates, found.latencies
+    points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
+    whole = harmonic_mean(rates)  # all images over all seconds, as in the original; the mean of the rates is higher
+    seconds = len(rates) * found.micro_batch * found.devices / whole
+    return [
+        f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
+        f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
+        f"Validation top-1 accuracy [{found.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {whole:6.2f},"
+        f" time: {seconds:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+    ]
+
+
+def _program(name: str) -> tuple[str, ...]:
+    return ("-m", "falconet.legacy.programs", name)
+
+
+CONVENTIONS = {
+    "falconet": FALCONET,
+    "pytorch": Conventions(
+        style=PyTorch,
+        run_folder=pytorch_folder,
+        predictions=pytorch_predictions,
+        batch=pytorch_batch,
+        logs_where_it_saves=True,
+        program=_program("pytorch"),
+    ),
+    "tensorflow": Conventions(
+        style=TensorFlow,
+        run_folder=tensorflow_folder,
+        predictions=tensorflow_predictions,
+        program=_program("tensorflow"),
+    ),
+    "popart": Conventions(
+        style=PopArt,
+        run_folder=popart_folder,
+        predictions=FALCONET.predictions,
+        program=_program("popart"),
+    ),
+}

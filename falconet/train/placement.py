@@ -1,0 +1,285 @@
+"""How a model lies on devices: here whole in each process; in `pipeline_step`, a stage in each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from falconet.checkpoint.state import TrainState
+from falconet.config import commands, rules
+from falconet.data.dataset import Dataset
+from falconet.data.input import Input
+from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
+from falconet.data.preprocessing import Normalise
+from falconet.errors import named_option
+from falconet.models import splits, zoo
+from falconet.models.freezing import count_trained, freeze, train_only
+from falconet.models.zoo import build_model
+from falconet.numerics.loss_scale import NonFinite, Offender
+from falconet.numerics.precision import Regime
+from falconet.numerics.recompute import automatic, matching, recompute
+from falconet.optim.half_optimizers import HalfOptimizer
+from falconet.optim.offload import HostedState
+from falconet.optim.optimizers import decay_groups
+from falconet.parallel.data_parallel import Replicas
+from falconet.parallel.grid import Grid, OneStage, Stages
+from falconet.parallel.zero import ShardedReplicas
+from falconet.report.console import Say, counted
+from falconet.train import evaluate, saved_model
+from falconet.train.evaluate import Measure
+from falconet.train.step import Elsewhere, LocalStep, Loss, Move, Moving, PlainMove, ScaledMove, Step
+
+GIB = 2**30
+TrainingLoader = Loader | SyntheticLoader | IdleLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a model is placed from, whole or in stages."""
+
+    options: commands.TrainOptions
+    images: Dataset
+    shape: BatchShape
+    grid: Grid
+    regime: Regime
+    note: Say
+    initial: Path | None = None  # the weights to start with; None: random ones
+    first_trained: str | None = None  # layers that run before it are frozen
+
+    def new_model(self) -> nn.Module:
+        """The whole model in fp32, on the host, with the weights frozen that --trainable does not match."""
+        model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
+        if self.initial is not None:
+            saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
+        with named_option("trainable"):
+            train_only(model, self.options.training.trainable)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.grid.world.device
+
+    @property
+    def normalise(self) -> Normalise:
+        return self.images.normalise(self.device)
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.images.classes, self.options.augmentation.label_smoothing)
+
+    @property
+    def seed(self) -> int:
+        """The seed of dropout: different in every process, or in every stage but the same in all replicas."""
+        alike = self.options.parallel.identical_replica_seeding
+        return self.options.run.seed + ((self.grid.stages if alike else self.grid.world).rank << 40)
+
+    @property
+    def input(self) -> Input:
+        return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
+
+    def training_loader(self) -> Loader | SyntheticLoader:
+        crops = self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
+        return self.input.training_loader(self.images, crops=crops, shape=self.shape)
+
+
+class Placement(Protocol):
+    """How the model lies on the devices. Only `build` touches a device, and only it changes the model."""
+
+    setup: Setup
+
+    @property
+    def parameters(self) -> int: ...  # of the whole model
+
+    @property
+    def trained_parameters(self) -> int: ...
+
+    @property
+    def weights(self) -> Sequence[str]: ...  # names of all weights of the model
+
+    @property
+    def trained(self) -> Sequence[str]: ...  # names of all trained weights, in the model's order
+
+    @property
+    def splits(self) -> Sequence[str]: ...  # the layers that start a further stage
+
+    def lines(self) -> list[str]: ...  # for the plan
+
+    def build(self) -> nn.Module: ...  # what this process trains, on its device; called once
+
+    def stages(self) -> Stages: ...
+
+    def numbers(self) -> Mapping[str, int]: ...  # of the trained weights among all of the model's
+
+    def loader(self) -> TrainingLoader: ...
+
+    def evaluator(self) -> Measure: ...
+
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> Step: ...
+
+
+class WholeModel:
+    """A whole replica in each process."""
+
+    splits: Sequence[str] = ()
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @cached_property
+    def _model(self) -> tuple[nn.Module, list[nn.Module]]:
+        """The model, on the host until it is built, and its frozen layers."""
+        model = self.setup.new_model()
+        asked = self.setup.options.parallel.pipeline_splits
+        if asked:
+            with named_option("pipeline_splits"):
+                splits.require(model, asked)  # stages that share a process change nothing, but must be possible
+        with named_option("fine_tune_first_trainable_layer"):
+            return model, freeze(model, before=self.setup.first_trained)
+
+    @property
+    def parameters(self) -> int:
+        return zoo.count_parameters(self._model[0])
+
+    @property
+    def trained_parameters(self) -> int:
+        return count_trained(self._model[0])
+
+    @property
+    def weights(self) -> Sequence[str]:
+        return [name for name, _ in self._model[0].named_parameters()]
+
+    @property
+    def trained(self) -> Sequence[str]:
+        return [name for name, weight in self._model[0].named_parameters() if weight.requires_grad]
+
+    @cached_property
+    def recomputation(self) -> "Recomputation | None":
+        setup = self.setup
+        return choose_recomputation(
+            self._model[0],
+            setup.options,
+            image_size=setup.images.training.image_size,
+            activations=setup.regime.formats(setup.device)["activations"],
+        )
+
+    def lines(self) -> list[str]:
+        return [self.recomputation.words] if self.recomputation else []
+
+    def build(self) -> nn.Module:
+        recomputation = self.recomputation  # chosen before the model changes
+        model = self.setup.regime.prepare(self._model[0], self.setup.device)
+        if recomputation and recomputation.stored:
+            recompute(model, recomputation.stored)
+        return model
+
+    def stages(self) -> Stages:
+        return OneStage()
+
+    def numbers(self) -> Mapping[str, int]:
+        return numbered(self._model[0])
+
+    def loader(self) -> Loader | SyntheticLoader:
+        return self.setup.training_loader()
+
+    def evaluator(self) -> Measure:
+        setup = self.setup
+        return evaluate.evaluator(
+            setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
+        )
+
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
+        setup = self.setup
+        return LocalStep(
+            build_moving(state, setup, replicas=replicas, offender=offender),
+            normalise=setup.normalise,
+            loss=setup.loss,
+            regime=setup.regime,
+            frozen=self._model[1],
+        )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Which outputs are stored for the backward pass; everything between them is computed again."""
+
+    stored: tuple[str, ...]  # regular expressions of layers; none: nothing is recomputed
+    words: str  # for the plan
+
+
+def choose_recomputation(
+    model: nn.Module, options: commands.TrainOptions, *, image_size: int, activations: torch.dtype
+) -> Recomputation | None:
+    """What the options ask for; None: they do not ask. The model is only looked at."""
+    numerics = options.numerics
+    mode = rules.recompute_mode(numerics, options.parallel)
+    if mode == "none":
+        return None
+    if mode == "manual":
+        with named_option("recompute_checkpoints"):
+            kept = matching(model, numerics.recompute_checkpoints)
+        words = f"recomputes everything but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"
+        return Recomputation(tuple(numerics.recompute_checkpoints), words)
+    shape = (options.data.micro_batch_size, 3, image_size, image_size)
+    budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
+    with named_option("recompute_mode" if budget is None else "memory_budget"):
+        choice = automatic(model, example=torch.empty(shape, dtype=activations, device="meta"), budget_bytes=budget)
+    without = f"{choice.without_bytes / GIB:.3f} GiB"
+    if not choice.patterns:
+        return Recomputation((), f"recomputes nothing: activations of {without} fit into the memory budget")
+    words = (
+        f"recomputes {counted(len(choice.blocks), 'block')}, ending in {_some(choice.blocks)}: predicted activations"
+        f" of {choice.predicted_bytes / GIB:.3f} GiB instead of {without}"
+    )
+    return Recomputation(choice.patterns, words)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def build_moving(
+    state: TrainState,
+    setup: Setup,
+    *,
+    replicas: Replicas,
+    offender: Offender,
+    stages: Callable[[NonFinite], NonFinite] = lambda found: found,
+) -> Moving:
+    """The model of a state, and how its weights move. `stages`: combines what all stages of a pipeline found."""
+    shards = replicas if isinstance(replicas, ShardedReplicas) else None
+    step = sharded_step(state.optimizer, shards, state.hosted)
+    move: Move
+    if state.scale is None:
+        move = PlainMove(state.optimizer, device=setup.device, step=step)
+    else:
+        assert isinstance(state.optimizer, HalfOptimizer)
+        elsewhere = Elsewhere(shards=shards, stages=stages)
+        move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
+    averages = [state.ema] if state.ema else []
+    return Moving(model=state.model, move=move, seed=setup.seed, averages=averages, replicas=replicas)
+
+
+def sharded_step(
+    optimizer: Optimizer, shards: ShardedReplicas | None, hosted: HostedState | None = None
+) -> Callable[[], None]:
+    """One update of all weights: this process's, wherever their state lies, then those of the other replicas."""
+    own = hosted.step if hosted else optimizer.step
+
+    def moved() -> None:
+        own()
+        if shards:
+            shards.share_weights()
+
+    return moved
+
+
+def numbered(model: nn.Module) -> dict[str, int]:
+    """The number of each trained weight in the update rule's order."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: number for number, p in enumerate(p for group in decay_groups(model) for p in group)}

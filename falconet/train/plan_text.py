@@ -1,0 +1,130 @@
+"""The plan in words: everything that was decided for a run before its first update. Pure."""
+
+import torch
+
+from falconet.config import commands, options, rules
+from falconet.config.rules import PHOTOS
+from falconet.data import input
+from falconet.errors import named_option
+from falconet.numerics.loss_scale import doublings
+from falconet.numerics.precision import Regime, describe_half_partials, describe_workspace
+from falconet.report.console import counted
+from falconet.train.build import BuiltPhase, rounding, workspace_share
+
+
+def describe(built: BuiltPhase) -> list[str]:
+    """Everything about the first phase; about a later one, what it changes."""
+    if built.phase.count == 1:
+        return _whole(built)
+    return [_heading(built), *(_whole(built) if built.phase.number == 1 else _changes(built))]
+
+
+def _heading(built: BuiltPhase) -> str:
+    phase, side = built.phase, built.images.training.image_size
+    first, last = built.plan.epochs_before + 1, built.plan.last_epoch
+    start = "" if phase.number == 1 else f", starting with the average of phase {phase.number - 1}'s checkpoints"
+    return f"phase {phase.number} of {phase.count}: epochs {first} to {last} at {side} x {side}{start}"
+
+
+def _whole(built: BuiltPhase) -> list[str]:
+    asked, device = built.options, built.site.world.device
+    is_synthetic, others = asked.data.data == "synthetic", asked.validation.validate_checkpoints
+    state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
+    lines = [
+        f"model {asked.model.model}, {built.placement.parameters:,} parameters",
+        f"data {asked.data.data}: {built.images.describe()}, augment {_augment(built)}",
+        *_decoding(built),
+        _machine(built),
+        *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
+        *_numerics(asked, regime=built.regime, device=device),
+        *_workspace(built),
+        *_weights(built),
+        *built.placement.lines(),
+        *built.plan.lines(),
+        *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
+        f"optimizer {asked.optimizer.optimizer}{state}, seed {asked.run.seed}",
+    ]
+    if is_synthetic and asked.validation.validation_mode != "none":
+        lines.append("note: synthetic data has no validation images, so nothing is validated")
+    return lines
+
+
+def _changes(built: BuiltPhase) -> list[str]:
+    rule = built.options.optimizer
+    momentum = f"momentum {rule.momentum:g}" if rule.momentum else "no momentum"
+    return [
+        *_weights(built),
+        *built.placement.lines(),
+        *built.plan.lines(),
+        f"optimizer {rule.optimizer}, {momentum}; augment {_augment(built)}, no mixing",
+    ]
+
+
+def _augment(built: BuiltPhase) -> str:
+    return built.images.augment(built.options.augmentation.augment)
+
+
+def _decoding(built: BuiltPhase) -> list[str]:
+    data = built.options.data
+    if data.data not in PHOTOS:
+        return []
+    on_device = input.decode_device(data, built.images.train, built.site.world.device) == "cuda"
+    return [f"photos are decoded by {'nvJPEG on the device' if on_device else input.decoder()}"]
+
+
+def _machine(built: BuiltPhase) -> str:
+    site, count = built.site, built.launch.division.processes
+    loaders = counted(input.workers(built.options.data, count), "loader thread")
+    threads = f"{counted(site.threads, 'CPU thread')} and {loaders}"
+    return f"device {site.world.device}, {threads}{' per process' if count > 1 else ''}"
+
+
+def _numerics(asked: commands.TrainOptions, *, regime: Regime, device: torch.device) -> list[str]:
+    written = "stochastic rounding" if rounding(asked, regime=regime) else "rounding to nearest"
+    lines = [f"precision {regime.describe(device)}" + (f", {written}" if regime.is_half else "")]
+    if rules.is_scaled(asked):
+        lines.append(f"loss scale {_loss_scale(asked)}")
+    if asked.numerics.half_partial:
+        lines.append(describe_half_partials(device))
+    return lines
+
+
+def _loss_scale(asked: commands.TrainOptions) -> str:
+    numerics = asked.numerics
+    initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
+    if numerics.auto_loss_scaling:
+        period = numerics.auto_loss_scaling_period
+        every = "update" if period == 1 else f"{period} updates"
+        return f"automatic, from {final:g}, adjusted every {every}"
+    if initial is not None and initial != final:
+        with named_option("initial_loss_scaling"):
+            steps = doublings(initial, final, epochs=asked.training.epoch)
+        return ", ".join(f"{value:g} from epoch {epoch}" for epoch, value in steps)
+    return f"{final:g}"
+
+
+def _workspace(built: BuiltPhase) -> list[str]:
+    share = workspace_share(built.options, built.site.grid)
+    return [] if share is None else [describe_workspace(share, built.site.world.device)]
+
+
+def _weights(built: BuiltPhase) -> list[str]:
+    """Which weights it starts with, if not random ones, and which are trained, if not all."""
+    placement, setup = built.placement, built.placement.setup
+    lines = [f"starts with the weights of {setup.initial}"] if setup.initial else []
+    patterns, trains = built.options.training.trainable, f"trains {placement.trained_parameters:,}"
+    if setup.first_trained is not None:
+        lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen")
+    elif patterns:
+        lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
+    return lines
+
+
+def _optimizer_state(parallel: options.Parallel, device: torch.device, *, replicas: int) -> str:
+    """Where the optimizer's state lies; nothing for the usual place. `replicas`: those that run."""
+    words = ", state divided over the replicas" if parallel.enable_optimizer_rts and replicas > 1 else ""
+    if not parallel.offload_optimizer:
+        return words
+    if device.type == "cpu":
+        return f"{words}, state in host memory (as always on a CPU: --offload-optimizer has no effect)"
+    return f"{words}, state in host memory, copied to the device bucket by bucket"

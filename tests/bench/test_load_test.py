@@ -1,0 +1,136 @@
+"""Combined times of several clients, worked out by hand, and clients against a real server."""
+
+import contextlib
+import json
+import math
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from falconet.bench import load_test
+from falconet.bench.client import Job, Outcome, difference
+from falconet.bench.load_test import Target, Tensors, together
+from falconet.errors import ConfigError, WorldError
+from falconet.infer.predictor import Predictor
+from served import NAME, PATH, SIDE, pixels, running, small_classifier
+
+
+def test_throughput_covers_the_time_when_all_clients_send():
+    """One client starts a second later, the other ends two seconds earlier; a request takes a second."""
+    early = Outcome(times=[(float(t), t + 1.0) for t in range(10)])
+    late = Outcome(times=[(t + 1.0, t + 2.0) for t in range(11)])
+    found = together([early, late], in_flight=2)
+    # Without two each: from 3.0, where both have begun, to 10.0, where the first has ended: 7 answers each.
+    assert found.requests == 2
+    assert found.spacing == [1.0] * 7
+    assert found.latencies == [1.0] * (8 + 9)
+
+
+def test_a_burst_of_answers_is_one_stretch():
+    """Four clients whose requests are always answered together, every half second."""
+    bursts = Outcome(times=[(t / 2, (t + 1) / 2) for t in range(20)])
+    found = together([bursts] * 4, in_flight=4)
+    assert found.spacing == [0.5] * 18
+    assert found.requests == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_clients_that_do_not_overlap_still_have_a_throughput(count):
+    found = together([Outcome(times=[(float(t), t + 1.0) for t in range(count)])], in_flight=8)
+    assert found.spacing == found.latencies == [1.0]
+    apart = [Outcome(times=[(0.0, 1.0)]), Outcome(times=[(5.0, 6.0)])]
+    assert together(apart, in_flight=2).latencies == [1.0, 1.0]
+
+
+def test_difference_is_relative_to_the_largest_score():
+    expected = np.array([[0.0, -10.0], [1.0, 0.5]])
+    assert difference(expected, expected) == 0
+    assert difference(expected + np.array([[0.1, 0], [0, 0]]), expected) == pytest.approx(0.01)
+    assert difference(expected + np.array([[0, 0], [0, 0.1]]), expected) == pytest.approx(0.1)
+    assert difference(expected[:1], expected) == math.inf
+    assert difference(expected * math.nan, expected) == math.inf
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Clients with two batches of three images and their expected scores."""
+    batches = np.stack([pixels(3, seed=number) for number in range(2)])
+    (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+    np.save(tmp_path / "images.npy", batches)
+    np.save(tmp_path / "expected.npy", np.stack([lane([batch])[0] for batch in batches]))
+    return Job(
+        host="127.0.0.1",
+        port=1,
+        path=PATH,
+        input="input_0",
+        output="output_0",
+        images=str(tmp_path / "images.npy"),
+        expected=str(tmp_path / "expected.npy"),
+        tolerance=1e-4,
+        window=3,
+        count=10,
+    )
+
+
+@pytest.mark.dist
+def test_client_processes_get_the_models_answers(job):
+    with running() as found:
+        outcomes = load_test.run_clients(replace(job, port=found.port), 2)
+        assert [len(outcome.times) for outcome in outcomes] == [10, 10]
+        assert [outcome.wrong for outcome in outcomes] == [0, 0]
+        assert all(sent < answered for outcome in outcomes for sent, answered in outcome.times)
+        assert found.batcher.counts.images == 60
+        about = Tensors.of(Target.at(f"http://127.0.0.1:{found.port}", NAME))
+        assert about == Tensors(input="input_0", output="output_0", image_size=SIDE, datatype="FP32")
+
+
+@pytest.mark.dist
+def test_wrong_answers_are_counted(job):
+    def wrong(portions):
+        return [np.zeros((len(portion), 5), dtype=np.float32) for portion in portions]
+
+    with running(wrong) as found:
+        (outcome,) = load_test.run_clients(replace(job, port=found.port, count=4), 1)
+    assert outcome.wrong == 4
+    assert outcome.apart == pytest.approx(1.0)
+
+
+@pytest.mark.dist
+def test_a_failing_client_is_reported_and_none_is_left(job):
+    with pytest.raises(WorldError, match=r"client 0: cannot connect: .*refused"):
+        load_test.run_clients(job, 2)
+    with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*there is no model"):
+        load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
+
+
+def test_a_client_that_exits_early_is_reported():
+    """Its broken pipe must not be mistaken for a closed stdout."""
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.wait()
+        load_test._send(process, "go")
+        assert load_test._line(process) == ""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+URLS = {
+    "ftp://x": "got 'ftp://x', expected an address such as http://127.0.0.1:8000",
+    "http://x:port": "got 'http://x:port'",
+    "http://": "got 'http://'",
+    "127.0.0.1:1": "http://127.0.0.1:1/v2/models/m: .*refused; expected a running server",
+}
+
+
+@pytest.mark.parametrize(("url", "message"), URLS.items())
+def test_an_address_without_a_server_is_refused_in_one_line(url, message):
+    with pytest.raises(ConfigError, match=message):
+        Target.at(url, "m").get()
+
+
+def test_a_model_with_other_inputs_is_refused(monkeypatch):
+    about = {"inputs": [{"name": "x", "shape": [-1, 8, 8, 3], "datatype": "UINT8"}], "outputs": [{"name": "y"}]}
+    monkeypatch.setattr(Target, "get", lambda self: json.loads(json.dumps(about)))
+    with pytest.raises(ConfigError, match=r"m takes .*, expected one UINT8 tensor \[-1, 3, S, S\]"):
+        Tensors.of(Target.at("http://x", "m"))

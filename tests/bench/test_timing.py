@@ -1,0 +1,63 @@
+"""Timing predictions: how often, what is timed, and on which device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from falconet.bench import timing
+from falconet.bench.timing import measure_resident, measure_with_copy
+from falconet.data.buffers import Batch
+from falconet.parallel.world import ALONE, World
+
+
+def batches(count, device="cpu"):
+    pin = device == "cuda"
+    images = [torch.full((4, 3, 8, 8), number, dtype=torch.uint8) for number in range(count)]
+    return [Batch(image.pin_memory() if pin else image, torch.zeros(4, dtype=torch.int64), None) for image in images]
+
+
+@pytest.mark.parametrize("measure", [measure_resident, measure_with_copy])
+def test_every_batch_is_timed_in_turn(measure, monkeypatch):
+    seen, now = [], [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def predict(images):
+        seen.append(int(images[0, 0, 0, 0]))
+        now[0] += 8.0 if len(seen) == 3 else 1.0
+        return images.float().mean((2, 3))
+
+    series = measure(predict, batches(2), count=5, world=ALONE)
+    assert seen == [0, 1, 0, 1, 0]
+    assert series.latency == series.throughput == [1, 1, 8, 1, 1]  # on a CPU batches cannot overlap
+
+
+def test_predictions_record_no_gradients():
+    weight = torch.ones(3, requires_grad=True)
+    kept = []
+
+    def predict(images):
+        kept.append(images.float().mean((2, 3)) * weight)
+        return kept[-1]
+
+    measure_resident(predict, batches(1), count=2, world=ALONE)
+    assert not any(one.requires_grad for one in kept)
+
+
+@pytest.mark.gpu
+def test_consecutive_batches_overlap_copies_and_cost_less():
+    world = World(device=torch.device("cuda"))
+    model = torch.nn.Conv2d(3, 64, 3, padding=1).cuda()
+    images = [
+        Batch(torch.zeros((64, 3, 224, 224), dtype=torch.uint8).pin_memory(), torch.zeros(64, dtype=torch.int64), None)
+        for _ in range(2)
+    ]
+
+    def predict(one):
+        return model(one.float()).mean((2, 3))
+
+    measure_with_copy(predict, images, count=10, world=world)
+    copied = measure_with_copy(predict, images, count=40, world=world)
+    resident = measure_resident(predict, images, count=40, world=world)
+    assert sum(copied.throughput[5:]) < sum(copied.latency[5:])
+    assert sum(resident.latency[5:]) < sum(copied.latency[5:])

@@ -1,0 +1,88 @@
+"""A run that ends early prints a command that continues it."""
+
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from falconet.train import run, run_folder
+from half_resolution import HALF
+from tiny import TINY
+
+PLACES = {
+    "in the run folder": "",
+    "elsewhere": "--checkpoint-output-path other/place",
+    "the run folder": "--checkpoint-output-path r",
+}
+
+
+@pytest.mark.parametrize("more", PLACES.values(), ids=PLACES)
+def test_the_printed_command_finds_the_checkpoints_and_the_run_folder(falconet, more):
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r {more}").code == 0
+    refused = falconet(f"train {TINY} --epoch 1 --run-dir r {more}").err
+    line = refused.partition("`falconet ")[2].partition("`")[0]
+    answer = falconet(f"{line} --epoch 2")
+    assert answer.code == 0, answer.err
+    assert "run folder           r\n" in answer.out
+    first, second = (list(Path().rglob(f"resnet8-cifar_generated_{epoch}")) for epoch in (1, 2))
+    assert [path.parent for path in first] == [path.parent for path in second], "beside the others"
+
+
+def test_the_printed_command_is_quoted_for_any_folder_name():
+    folder = Path("mein Lauf; 'zwei'")
+    line = run_folder.restore_line(folder, folder / "checkpoints")
+    assert shlex.split(line) == ["falconet", "restore", "--checkpoint-input-path", str(folder)]
+
+
+def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    said = "there is no checkpoint to continue from; the same command starts again"
+    assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
+    assert run_folder.how_to_continue(tmp_path, tmp_path / "never/made") == said
+
+
+BEFORE = "stopped before the first update: nothing was saved"
+AFTER = "stopped; there is no checkpoint to continue from; the same command starts again"
+
+
+@pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train_phase", AFTER)], ids=["begin", "train"])
+def test_ctrl_c_before_the_first_update_prints_what_was_saved(falconet, monkeypatch, at, words):
+    monkeypatch.setattr(run, at, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == words
+    assert Path("r").exists() == (at == "train_phase")
+
+
+def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch):
+    plain = run.begin
+
+    def second_interrupted(built, *handed):
+        return signal.raise_signal(signal.SIGINT) if handed else plain(built)
+
+    monkeypatch.setattr(run, "begin", second_interrupted)
+    answer = falconet(f"train {HALF} --run-dir r")
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
+
+
+LIMITED = "a file would be larger than is allowed here; raise the limit, which `ulimit -f` shows"
+LIMITS = {  # bytes that one file may have, and more options; the weights have 300 kB, metrics.jsonl at last 60
+    "for the checkpoints": (40_000, "--epoch 1", "File too large; raise the limit, which `ulimit -f` shows"),
+    "for the metrics": (20_000, "--epoch 100 --logs-per-epoch 4 --checkpoint-save-freq 1000", LIMITED),
+}
+
+
+@pytest.mark.parametrize(("limit", "more", "words"), LIMITS.values(), ids=LIMITS)
+def test_a_file_size_limit_gives_one_line_with_how_to_continue(tmp_path, limit, more, words):
+    line = [sys.executable, "-m", "falconet", "train", *TINY.split(), *more.split(), "--run-dir", "r"]
+    small = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    small += "os.execv(sys.argv[1], sys.argv[1:])"
+    ended = subprocess.run([sys.executable, "-c", small, *line], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    again = "there is no checkpoint to continue from; the same command starts again"
+    assert ended.stderr.endswith(f"{words}; {again}\n")
+    assert ended.stderr.count("\n") == 1
