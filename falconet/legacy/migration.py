@@ -101,12 +101,12 @@ Generated from `falconet/legacy/` by `make docs`; a test fails when it is stale.
 on everything that is different, and exits.
 
 - Defaults are each program's own: what a line leaves out is set as its original did.
-- Lines, files and folder names are those of the original ([benchmarking.md](benchmarking.md) lists them). The
+- Lines, files and folder names are those of the original ([output.md](output.md) lists them). The
   canonical line that `--show-translation` prints does the same work, with the lines, files and names of Falconet.
 - Falconet's options go after a lone `--` and are not translated: `-- --device cpu --image-size 64`.
 - Options may be shortened as long as they are unambiguous, as in the originals (`--pipeline-split`).
 - Named configs are read from `configs.yml` beside the script, in the originals' format; add yours there. The
-  originals' are also named configs of Falconet itself, in canonical options: [configs.md](configs.md).
+  originals' are also named configs of Falconet itself, in canonical options: [configs.md](../knowing/configs.md).
 - An option of another original is refused with its name here. What only tuned the IPU is accepted, with a note that
   it has no effect.
 - Where the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
