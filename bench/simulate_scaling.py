@@ -1,7 +1,7 @@
 """Predicts ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
 
-Prints the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it. A model, not
-a measurement: one GPU is what we could reach.
+Prints the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
+A model, not a measurement: we had one GPU.
 """
 
 import argparse
@@ -12,11 +12,7 @@ from pathlib import Path
 
 BATCH = 256  # images in a micro-batch
 PARAMETERS = 25_557_032  # of ResNet-50
-IMAGES_PER_SECOND = {
-    "16.16": 6127.0,
-    "16.32": 6056.0,
-    "32.32": 3137.0,
-}  # measured on one H200, docs/knowing/numerics.md
+IMAGES_PER_SECOND = {"16.16": 6127.0, "16.32": 6056.0, "32.32": 3137.0}  # on one H200, docs/knowing/numerics.md
 GRADIENT_BYTES = {"16.16": 2, "16.32": 4, "32.32": 4}  # per parameter as sent; the same for weights
 ACTIVATION_BYTES = {"16.16": 2, "16.32": 2, "32.32": 4}  # per value sent between two stages
 BACKWARD = 2 / 3  # of a micro-batch's time

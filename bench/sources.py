@@ -1,4 +1,4 @@
-"""The measurements of sources in docs/using/data.md: listing made-up files, and reading the same photos from several layouts.
+"""Measures sources for docs/using/data.md: listing made-up files, reading the same photos from several layouts.
 
 python bench/sources.py list 310000
 python bench/sources.py read photos photos-packed      # folders of the same photos, the first one compared with

@@ -1,4 +1,4 @@
-"""The README's commands run as printed, and every page's links lead somewhere."""
+"""The README's commands run as printed, and every page that is linked or named exists."""
 
 import re
 import urllib.request
@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NAMES_PAGES = {"", ".py", ".yaml", ".yml", ".sbatch"}
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "compat/README.md"])
 
 
@@ -53,6 +54,15 @@ def test_index_names_every_page():
     index = ROOT / "docs/README.md"
     named = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)]+)\)", index.read_text())}
     assert not {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != index} - named
+
+
+def test_pages_named_in_code_exist():
+    folders = ("falconet", "tests", "bench", "deploy")
+    files = [ROOT / "Makefile", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    texts = [path.read_text(encoding="utf-8") for path in files if path.suffix in NAMES_PAGES and path.is_file()]
+    named = {page for text in texts for page in re.findall(r"docs/[a-z/]+\.md", text)}
+    assert named
+    assert not {page for page in named if not (ROOT / page).exists()}
 
 
 def test_make_targets_exist():

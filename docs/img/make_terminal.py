@@ -12,7 +12,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 SHOWN = (1, 2, 30)  # epochs; the others are replaced by one line that says so
-COLUMNS = 100
+COLUMNS = 110
 
 
 def trained() -> list[str]:

@@ -8,9 +8,7 @@ from falconet.config.load import Loaded
 from falconet.config.recipes import about, families, use_of
 from falconet.report.console import Screen
 
-REACHED = (
-    "Results of an original come from its documents and were not reproduced here; docs/knowing/configs.md has details."
-)
+REACHED = "Results of an original come from its documents, not from runs here; docs/knowing/configs.md has details."
 
 
 def run(loaded: Loaded[ConfigsOptions]) -> int:

@@ -1,4 +1,4 @@
-"""docs/knowing/options.md and docs/knowing/configs.md, generated: `python -m falconet.config.docs options > docs/knowing/options.md`."""
+"""The generated pages docs/knowing/options.md and docs/knowing/configs.md; `make docs` writes them."""
 
 import sys
 from collections.abc import Iterable, Iterator

@@ -101,12 +101,12 @@ Generated from `falconet/legacy/` by `make docs`; a test fails when it is stale.
 on everything that is different, and exits.
 
 - Defaults are each program's own: what a line leaves out is set as its original did.
-- Lines, files and folder names are those of the original ([benchmarking.md](benchmarking.md) lists them). The
+- Lines, files and folder names are those of the original ([output.md](output.md) lists them). The
   canonical line that `--show-translation` prints does the same work, with the lines, files and names of Falconet.
 - Falconet's options go after a lone `--` and are not translated: `-- --device cpu --image-size 64`.
 - Options may be shortened as long as they are unambiguous, as in the originals (`--pipeline-split`).
 - Named configs are read from `configs.yml` beside the script, in the originals' format; add yours there. The
-  originals' are also named configs of Falconet itself, in canonical options: [configs.md](configs.md).
+  originals' are also named configs of Falconet itself, in canonical options: [configs.md](../knowing/configs.md).
 - An option of another original is refused with its name here. What only tuned the IPU is accepted, with a note that
   it has no effect.
 - Where the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
@@ -122,11 +122,11 @@ What differs with any options:
   (`--crop-draw height --crop-area 0.05`) and overlap annotated objects where there are boxes
   (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop is to lie
   in a box (`--object-overlap crop`), as its documents say; its code found no box.
-- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike there, the
-  convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of the images,
-  which is zero, does not count as an input; and batch norm's running variance starts at 1 for lines of the PopART
-  program, not at 0: training does not use it, and a validation before the statistics have settled would divide by
-  almost zero.
+- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike
+  there, the convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of the
+  images, which is zero, does not count as an input; and batch norm's running variance starts at 1 for lines of the
+  PopART program, not at 0: training does not use it, and a validation before the statistics have settled would divide
+  by almost zero.
 - For lines of the TensorFlow program, convolutions and poolings with a stride pad like TensorFlow's SAME (`--padding
   same`), as in its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded equally on both sides.
 - For lines of the TensorFlow program, photos are resized without antialiasing (`--no-antialias`), between the same
