@@ -173,7 +173,7 @@ def test_a_dry_run_prints_the_lines(capfd, monkeypatch):
     flags = ["--dry-run", "--host", "a,b", "--num-replicas", "8", "--mpi-local-args=-x KEPT -x GONE -x SET=1"]
     assert poprun.main([*flags, "python3", "train.py"]) == 0
     out, err = capfd.readouterr()
-    assert err == "poprun: -x GONE: is not set here\n"
+    assert err == "poprun: -x GONE: not set here\n"
     first, second = out.splitlines()
     assert first.startswith("ssh a 'cd ")
     assert "--nnodes=2 --node-rank=0 --master-addr=a --master-port=29500" in first
