@@ -65,18 +65,18 @@ def test_command_line_and_spec_reader_do_not_import_torch():
 
 PLANNED = {
     "--data imagenet --model resnet18 --micro-batch-size 256": (
-        "1,281,167 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
-        " because no --data-dir is given",
+        "1,281,167 training and 50,000 validation images of 1,000 classes, 224 x 224, from the published sizes,"
+        " because no data folder is given",
         "5,004 updates; 1,281,167 images, of which each epoch leaves out a different 143",
     ),
     "--data imagenet --data-dir nope --model resnet18 --micro-batch-size 100 --dataset-percentage 50": (
-        "640,583 training and 50,000 validation images of 1,000 classes, 224 x 224, from their published sizes,"
-        " because they are not in nope",
+        "640,583 training and 50,000 validation images of 1,000 classes, 224 x 224, from the published sizes,"
+        " because nope does not have them",
         "6,405 updates; 640,583 images",
     ),
     "--data cifar10 --model resnet8-cifar --micro-batch-size 100": (
-        "50,000 training and 10,000 validation images of 10 classes, 32 x 32, from their published sizes, because they"
-        " are not in data",
+        "50,000 training and 10,000 validation images of 10 classes, 32 x 32, from the published sizes, because data"
+        " does not have them",
         "500 updates; 50,000 images",
     ),
 }
