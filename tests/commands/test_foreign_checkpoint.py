@@ -132,7 +132,7 @@ def test_checkpoint_alone_starts_no_download(falconet, trained, victim, monkeypa
     def fetched(*_, **__):
         raise AssertionError("a download was started")
 
-    monkeypatch.setattr("falconet.data.sources.cifar.fetch", fetched)
+    monkeypatch.setattr("falconet.data.sources.cifar.download", fetched)
     downloaded(trained, data="cifar10", image_size="32", **place)
     answer = falconet(f"{command} --checkpoint-input-path dl/checkpoints/{NAME}")
     assert (answer.code, answer.err.count("\n")) == (2, 1)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -277,10 +278,10 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
     monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
-    monkeypatch.setattr(saved_model, "check_classes", lambda *given, **named: None)
+    images = SimpleNamespace(check_classes=lambda *given, **named: None)
     monkeypatch.setattr(saved_model.resources, "open_machine", lambda machine: None)
     options = ValidateOptions()
-    opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, None, ())
+    opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, images, ())
     said = []
     assert saved_model.measure(opened, said.append) is found
     assert said[0].startswith("warning: old_7: the validation loss is nan")
