@@ -89,6 +89,7 @@ def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Tar
     if options.load.url is not None:
         with named_option("url"):
             target = Target.at(options.load.url, options.model.model)
+            target.get()  # fails now, with the option's name, if no server answers
         yield target
         return
     with load_test.started(["serve", *_server_line(options, line)]) as target:

@@ -190,7 +190,9 @@ def _mark(launch: Launch) -> str:
 def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
     """The run folder, locked until `held` is closed."""
     options = launch.loaded.options
-    folder = run_folder.open_folder(options, restored=launch.restored, again=launch.again)
+    folder = run_folder.open_folder(
+        options, restored=launch.restored, again=launch.again, conventions=launch.conventions
+    )
     held.enter_context(run_folder.alone(folder, again=launch.again))
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))

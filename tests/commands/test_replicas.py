@@ -44,7 +44,7 @@ def test_mistake_is_refused_before_a_worker_starts(falconet, extra, message):
 
 
 WORLDS = {
-    "3 for 4": ({"RANK": "0", "WORLD_SIZE": "3"}, "--replicas 4", "torchrun started 3 processes; wanted 4 processes"),
+    "3 for 4": ({"RANK": "0", "WORLD_SIZE": "3"}, "--replicas 4", "torchrun started 3 processes; expected 4 processes"),
     "no folder for restarts": (
         {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
         "",
