@@ -68,9 +68,7 @@ def together(line, *, replicas, updates=3):
     loaders = []
     for replica in range(replicas):
         shape = replace(run.shape, micro_batch=size, replicas=replicas, replica=replica)
-        loaders.append(
-            replace(run.setup.input, world=world).training_loader(run.images, crops=run.setup.crops, shape=shape)
-        )
+        loaders.append(replace(run.placement.setup, shape=shape).training_loader())
     merged = (
         [_beside(batches) for batches in zip(*micro_batches, strict=True)]
         for micro_batches in zip(*(loader.updates(0) for loader in loaders), strict=True)

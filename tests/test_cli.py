@@ -40,7 +40,7 @@ ANSWERS = {
     "train --device gpu": (2, "--device: got 'gpu', expected auto, cpu or cuda; did you mean 'cuda'?"),
     "train --precision FP16": (2, "; did you mean '16.16'?"),
     "train --precision bf16.61": (2, "; did you mean 'bf16.bf16'?"),
-    "bench --spec 21": (2, "no spec is named '21'; wanted a YAML file or one of"),
+    "bench --spec 21": (2, "there is no spec '21'; expected a YAML file or one of"),
     "data verify nowhere": (2, "nowhere: no such folder; expected one that `falconet data pack` made"),
 }
 

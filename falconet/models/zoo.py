@@ -45,6 +45,7 @@ def build_model(options: Model, *, classes: int, seed: int) -> nn.Module:
 
 def build(name: str, *, classes: int, seed: int, **options: Any) -> nn.Module:
     """The named model with every option but the given ones at its default."""
+    _check_name(name)
     return build_model(Model(model=name, **options), classes=classes, seed=seed)
 
 

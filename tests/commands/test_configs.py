@@ -56,7 +56,7 @@ def test_every_config_does_one_update_on_generated_data(falconet, name):
         " --validation-mode none --weight-avg-strategy none --device cpu --threads 1 --dataloader-workers 0"
     )
     assert answer.code == 0, answer.err
-    assert "1 update = 1 epoch x 1 update of" in answer.out
+    assert "1 update = 1 epoch x 1 update; 3 images" in answer.out
     shutil.rmtree("runs")  # a hundred megabytes a config, which pytest would keep
 
 

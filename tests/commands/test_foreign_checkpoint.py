@@ -89,9 +89,9 @@ def test_checkpoint_folder_is_not_taken_over_and_nothing_is_removed(falconet, tr
 
 
 SINKS = {
-    "wandb": "add it to the line to continue uploading",
-    "tensorboard": "add it to the line to continue the TensorBoard files",
-    "profile": "add it to the line to trace updates",
+    "wandb": "add it to the command line to continue uploading",
+    "tensorboard": "add it to the command line to continue the TensorBoard files",
+    "profile": "add it to the command line to trace updates",
 }
 
 

@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 def measured(monkeypatch):
     """The models that were measured."""
     models = []
-    monkeypatch.setattr(bench_infer, "_measure", lambda subject, world: models.append(subject.model))
+    monkeypatch.setattr(bench_infer, "_measure", lambda subject, world, conventions: models.append(subject.model))
     return models
 
 
@@ -88,4 +88,4 @@ def test_weights_option_has_no_effect_with_a_checkpoint(falconet):
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in weights.items()}, "w.safetensors")
     answer = falconet(f"{LINE} --checkpoint-input-path w.safetensors --weights pretrained")
     assert answer.code == 0, answer.err
-    assert "note: --weights has no effect beside --checkpoint-input-path\n" in answer.out
+    assert "note: --weights has no effect with --checkpoint-input-path\n" in answer.out

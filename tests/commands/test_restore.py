@@ -161,7 +161,7 @@ def test_another_global_batch_works_between_epochs_and_is_refused_within_one(fal
     within = "r/checkpoints/resnet8-cifar_generated_0+00001"
     answer = falconet(f"restore --checkpoint-input-path {within} --micro-batch-size 16")
     assert answer.code == 2
-    assert "the checkpoint stands 8 images into an epoch, which a global batch of 16 does not divide" in answer.err
+    assert "the checkpoint is 8 images into an epoch, which a global batch of 16 does not divide" in answer.err
     assert falconet("restore --checkpoint-input-path r --epoch 2 --micro-batch-size 16").code == 0
 
 

@@ -65,7 +65,7 @@ def test_length_in_updates_ends_within_an_epoch_and_can_be_extended(falconet):
     answer = falconet(f"train {TINY} --run-dir r --updates 6")
     assert answer.code == 0, answer.err
     assert "6 updates = 1.5 epochs x 4 updates; 32 images" in answer.out
-    assert "note: --epoch has no effect without a length in epochs: --updates says it" in answer.out
+    assert "note: --epoch has no effect without a length in epochs: --updates replaces it" in answer.out
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 6
     again = falconet("restore --checkpoint-input-path r")
     assert "nothing left to train: all 6 updates are done; a larger --updates continues the run" in again.out

@@ -7,6 +7,7 @@ import pipeline_scenarios
 from falconet.checkpoint import format
 from falconet.models import zoo
 from falconet.parallel.world import World
+from falconet.train.run import begin
 from runs import assert_bitwise
 from tiny import TINY
 
@@ -92,7 +93,7 @@ FROZEN = {
 @pytest.mark.parametrize(("line", "skipped"), FROZEN.items())
 def test_skip_list_may_name_frozen_weights(line, skipped):
     run = pipeline_scenarios.run_of(World(device=torch.device("cpu")), f"{TINY} --optimizer lars --trainable fc {line}")
-    state = run.begin()
+    state = begin(run)
     names = {weight: name for name, weight in state.model.named_parameters()}
     found = {
         names[weight] for group in state.optimizer.param_groups for weight in group["params"] if not group["adapts"]
@@ -121,7 +122,7 @@ def test_weights_that_lars_skips_are_neither_scaled_nor_decayed(line, precision)
     run = pipeline_scenarios.run_of(
         World(device=torch.device("cpu")), f"{TINY} --optimizer lars --precision {precision} {line}"
     )
-    state = run.begin()
+    state = begin(run)
     names = {weight: name for name, weight in state.model.named_parameters()}
     found = {
         names[weight]: (group["adapts"], group["weight_decay"])

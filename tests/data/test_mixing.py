@@ -8,9 +8,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from falconet.config import rules
-from falconet.config.options import Augmentation
+from falconet.config.commands import TrainOptions
+from falconet.config.options import Augmentation, Data
 from falconet.data import mixing
 from falconet.data.mixing import Mix
+from falconet.errors import ConfigError
 
 INDICES = np.arange(20_000, dtype=np.int64)
 NO_BOX = torch.zeros(4, dtype=torch.int64)
@@ -112,11 +114,13 @@ def test_cutmix_is_skipped_as_often_as_asked():
 )
 def test_the_rules_ask_for_as_many_images_as_mixing_needs(options, least):
     augmentation = Augmentation(**options)
-    assert rules.minimum_micro_batch(augmentation)[0] == least
+    rules.check(TrainOptions(augmentation=augmentation, data=Data(micro_batch_size=least)))
     assert (
         len(mixing.draw(augmentation, indices=INDICES[:least], micro_batch=0, side=8, seed=3, epoch=0).mixup) == least
     )
     if least > 1:
+        with pytest.raises(ConfigError, match=f"expected at least {least}"):
+            rules.check(TrainOptions(augmentation=augmentation, data=Data(micro_batch_size=least - 1)))
         with pytest.raises(AssertionError):
             mixing.draw(augmentation, indices=INDICES[: least - 1], micro_batch=0, side=8, seed=3, epoch=0)
 

@@ -111,7 +111,7 @@ def test_a_pipelined_program_trains(program, line, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert "pipeline of 2 stages, grouped: 2 micro-batches an update" in run.stdout
+    assert "pipeline of 2 stages, grouped: 2 micro-batches per update" in run.stdout
 
 
 INFERRED = {

@@ -14,6 +14,7 @@ from falconet.legacy.translate import translate
 from falconet.optim.optimizers import set_lr
 from falconet.parallel.world import World
 from falconet.train.plan import Plan
+from falconet.train.run import begin
 
 SMALL = "--generated-data --iterations 8 --dataset imagenet --model-size 10 --image-size 32 --precision 32.32"
 HERE = "--device cpu --threads 1 --dataloader-workers 0"
@@ -25,7 +26,7 @@ def run_of(line, **place):
     translation = translate("tf1:train.py", line.split(), place=Place(**place))
     argv = [word for setting in translation.settings for word in setting.argv()]
     run = pipeline_scenarios.run_of(World(device=torch.device("cpu")), " ".join([*argv, *HERE.split()]))
-    return run, run.begin()
+    return run, begin(run)
 
 
 def gradients(state):

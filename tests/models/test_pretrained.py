@@ -26,7 +26,7 @@ def test_model_of_timm_gets_timms_default_weights():
 
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b7", "resnet26", "timm:efficientnet_b6"])
 def test_model_without_published_weights_is_refused(name):
-    with pytest.raises(CheckpointError, match=f"there are no published weights of {name}"):
+    with pytest.raises(CheckpointError, match=f"there are no published weights for {name}"):
         pretrained.published(name)
 
 

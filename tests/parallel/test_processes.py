@@ -31,7 +31,7 @@ def test_a_missing_process_is_named_with_where_it_was_last_seen():
     with pytest.raises(AssertionError) as failed:
         gloo.in_world(2, replica_scenarios.late, 3)
     assert "rank 0: timed out after 3 s in update 7, waiting for everybody: rank 1 did not arrive" in str(failed.value)
-    assert "ago at update 6, reading images" in str(failed.value)
+    assert "ago in update 6, reading images" in str(failed.value)
 
 
 def test_an_error_of_one_process_is_reported_with_its_rank():

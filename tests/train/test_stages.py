@@ -95,7 +95,7 @@ MISTAKES = {
     "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or",
     "--pipeline-splits auto": "--pipeline-splits: got 'auto', expected layers",
     "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', expected layers",
-    "--pipeline-splits auto:40 --strict-devices": "--replicas 1 with 40 stages each needs 40 devices; 2 cores are here",
+    "--pipeline-splits auto:40 --strict-devices": "1 replica of 40 stages asked for, which takes 40 devices; 2 cores",
     "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, expected at least 2,"
     " the number of stages, for --pipeline-schedule interleaved; grouped takes any number",
     "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not work with --pipeline-splits",
