@@ -155,13 +155,13 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
     for split, paths in shards.items():
         if not paths:
             raise DataError(f"{data_dir}: packed shards, but none named {shard_name(split, 0)}")
-        wanted = heads[split][0].facts["shards"]
-        for number in range(wanted):
+        expected = heads[split][0].facts["shards"]
+        for number in range(expected):
             if data_dir / shard_name(split, number) not in paths:
-                raise DataError(f"{data_dir}: no {shard_name(split, number)}; {len(paths)} of {wanted} are there")
+                raise DataError(f"{data_dir}: no {shard_name(split, number)}; {len(paths)} of {expected} are there")
         for path, head in zip(paths, heads[split], strict=True):
             classes = classes or tuple(head.facts["classes"])
-            if tuple(head.facts["classes"]) != classes or head.facts["shards"] != wanted:
+            if tuple(head.facts["classes"]) != classes or head.facts["shards"] != expected:
                 raise DataError(f"{path}: belongs to a different set from the other shards")
             own_name = shard_name(head.facts["split"], head.facts["number"])
             if path.name != own_name:

@@ -33,7 +33,7 @@ from falconet.report.console import Counting
 IMAGE, LABEL = b"image/encoded", b"image/class/label"
 SYNSET, TEXT = b"image/class/synset", b"image/class/text"
 SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax", b"ymax"))
-WANTED = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
+READ_FEATURES = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
 
 MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
 WINDOW = 4096  # bytes read at once; usually all of a record except the image fits
@@ -62,7 +62,7 @@ def parse_example(read: Read, size: int) -> Example:
             key, place, place_end = _entry(read, entry, entry_end) if inner == 1 else (b"", 0, 0)
             if key == IMAGE:
                 image = _values(read, place, place_end, kind=1)
-            elif key in WANTED:
+            elif key in READ_FEATURES:
                 small[key] = read(place, min(place_end - place, MOST_SMALL))
     if not image or LABEL not in small:
         raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}'")
