@@ -51,12 +51,10 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     _show(stages, say)
     rates = []
     for rate in measure.passes(pipeline, options.bench.passes):
-        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py prints it
+        say(f"Throughput of the iteration:{rate:.1f} img/sec")
         rates.append(rate)
     if rates:
-        say(
-            f"mean throughput: {fmean(rates):.1f} imgs/sec"
-        )  # as the TensorFlow program's --dataset-benchmark printed it
+        say(f"mean throughput: {fmean(rates):.1f} imgs/sec")
     if options.bench.output is not None:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")
