@@ -20,7 +20,15 @@ from falconet.config.commands import (
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
-from falconet.errors import NO_ROOM, Interrupted, SaidElsewhereError, UserError, WorldError, did_you_mean
+from falconet.errors import (
+    NO_ROOM,
+    Interrupted,
+    SaidElsewhereError,
+    UserError,
+    WorldError,
+    did_you_mean,
+    memory_shortage,
+)
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel.environment import is_first, is_one_of_several, said_here
 from falconet.report.styles import FALCONET, Conventions
@@ -41,13 +49,13 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     name, rest = command_name(words)
     try:
         return _run(name, rest, conventions)
-    except SaidElsewhereError:
-        return MISTAKE
+    except SaidElsewhereError as error:
+        return error.code
     except UserError as error:
         message = said_here(os.environ, str(error))
         if message is not None:
             _complain(message, name if name in COMMANDS else "")
-        return MISTAKE
+        return error.code
     except WorldError as error:
         _complain(str(error), name)
         return FAILED
@@ -55,6 +63,12 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
         return INTERRUPTED
     except OSError as error:
         return unwritten(error, f"falconet {name}")
+    except (RuntimeError, MemoryError) as error:
+        short = memory_shortage(error)
+        if short is None:
+            raise
+        _complain(f"{short}; expected a smaller batch, a smaller model or more memory", name)
+        return MISTAKE
 
 
 def _run(name: str, rest: list[str], conventions: Conventions) -> int:

@@ -2,14 +2,20 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+_SHORTAGE = re.compile(r"out of memory|can't allocate memory|_STATUS_ALLOC_FAILED")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+
 
 class UserError(Exception):
-    """Something that the user can fix: `cli` prints it as one line and exits with code 2."""
+    """Something that the user can fix: `cli` prints it as one line and exits with `code`."""
+
+    code = 2
 
     def __str__(self) -> str:
         """One line, even if a typed value has several."""
@@ -34,6 +40,12 @@ class DeviceError(UserError):
 
 class DiskError(UserError):
     """A disk without room."""
+
+
+class UnsavedError(UserError):
+    """A run that ended before its newest updates could be saved: no mistake of the command line."""
+
+    code = 1
 
 
 class LinkError(UserError):
@@ -85,6 +97,16 @@ def named_option(field: str) -> Iterator[None]:
     except UserError as error:
         error.args = (f"--{field.replace('_', '-')}: {error}",)
         raise
+
+
+def memory_shortage(error: BaseException) -> str | None:
+    """What ran out of memory, in a few words; None: another error. Of its ways to say so, torch has a class for one."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not _SHORTAGE.search(text):
+        return None
+    asked = _ASKED.search(text)
+    where = "the device" if "CUDA" in text or "CUBLAS" in text or "CUDNN" in text else "the host"
+    return f"out of memory on {where}" + (f" (tried to allocate {asked[1]})" if asked else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """Files and folders that survive a power cut, and hidden names for checkpoints half written or half removed."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -47,6 +48,24 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def reserve(folder: Path, count: int) -> None:
+    """Raise the error that writing `count` bytes into a folder would raise; nothing stays there."""
+    state = os.statvfs(folder)
+    if count > state.f_bavail * state.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    place = aside(folder / "room", "tmp")
+    handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        place.unlink()  # at once, so that a killed process leaves nothing; closing it frees the room
+        # Free blocks are not enough: there may be quotas, limits on file sizes, and blocks that others wait for.
+        os.posix_fallocate(handle, 0, max(1, count))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):  # a file system that cannot reserve
+            raise
+    finally:
+        os.close(handle)
 
 
 def token() -> str:

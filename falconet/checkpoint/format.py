@@ -50,6 +50,23 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Ma
         raise CheckpointError(f"cannot save {folder}: {error.strerror or error}") from error
 
 
+def amend(folder: Path, changes: Mapping[str, object]) -> None:
+    """Replace entries of a checkpoint's manifest, by one rename; its tensors stay as they are."""
+    try:
+        manifest = read_manifest(folder)
+        content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest")}
+        temporary = aside(folder, "tmp")
+        temporary.mkdir()
+        try:
+            write_manifest(temporary / MANIFEST, content | dict(changes), manifest.files, manifest.parts)
+            (temporary / MANIFEST).replace(folder / MANIFEST)
+            sync_folder(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot save {folder}: {error.strerror or error}") from error
+
+
 def refuse_to_replace_other_things(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a checkpoint."""
     if folder.exists():  # for a file, iterdir raises 'Not a directory'

@@ -13,7 +13,7 @@ from falconet.checkpoint import foreign, format
 from falconet.numerics.loss_scale import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizer_state import load_state_tensors, state_tensors
+from falconet.optim.optimizer_state import coming_bytes, load_state_tensors, state_tensors
 from falconet.parallel.grid import OneStage, Stages
 from falconet.parallel.slices import Slice, fair_share
 from falconet.parallel.zero import Layout
@@ -91,6 +91,12 @@ class TrainState:
         tensors = {stem: self.stages.answered(group) for stem, group in self.tensors().items()}
         slices = {stem: fair_share(group, rank=self.rank, size=self.copies) for stem, group in tensors.items()}
         return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
+
+    def saved_bytes(self) -> int:
+        """Bytes of this process's share of a checkpoint saved after the next update."""
+        held = (each.values for slices in self.slices().values() for each in slices)
+        coming = coming_bytes(self.optimizer) // (1 if self.shards else self.copies)
+        return sum(values.numel() * values.element_size() for values in held) + coming
 
     @property
     def _trained(self) -> nn.Module:

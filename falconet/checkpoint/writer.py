@@ -72,6 +72,17 @@ class Writer:
         plain = _plain(content)
         self._begin(lambda: format.write(folder, snapshot, plain), after)
 
+    def amend(self, folder: Path, changes: Mapping[str, object], *, after: Callable[[], None] | None = None) -> None:
+        """After the save in progress, replace entries of its manifest; if that save failed, so does this."""
+        before, plain = self._under_way, _plain(changes)
+
+        def write() -> None:
+            if before is not None:
+                before.result()
+            format.amend(folder, plain)
+
+        self._begin(write, after)
+
     def wait(self) -> None:
         """Wait for the save in progress; raise its error, once."""
         under_way, self._under_way = self._under_way, None
@@ -149,6 +160,11 @@ class SharedWriter(Writer):
                 complete(meeting, plain, patience=lambda: self._patience)
 
         self._begin(write, after if first else None)
+
+    def amend(self, folder: Path, changes: Mapping[str, object], *, after: Callable[[], None] | None = None) -> None:
+        """On the first process, which writes the manifest; the others need not call it."""
+        if self._company.rank == 0:
+            super().amend(folder, changes, after=after)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

@@ -196,13 +196,15 @@ _NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input pipeline, which has no model"
 _UNVALIDATED: Row = ("validation-batch-size", "because nothing is validated", _never)
+_ALL_LEFT_OUT: Row = ("bad-images-allowed", "outside training: every image that cannot be decoded is left out", _never)
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    commands.ValidateOptions: _NOT_TRAINED,
-    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED),
+    commands.ValidateOptions: (*_NOT_TRAINED, _ALL_LEFT_OUT),
+    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, _ALL_LEFT_OUT),
     commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
+        _ALL_LEFT_OUT,
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),

@@ -84,7 +84,7 @@ class Data:
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Undecodable images to skip before the run stops; auto: 1 in 1,000 in training, none in validation."""
+    """Undecodable training images to skip before the run stops; auto: 1 in 1,000. Validation leaves out any number."""
 
 
 @dataclass(frozen=True, kw_only=True)

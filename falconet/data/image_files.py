@@ -153,10 +153,13 @@ def _one_line(error: BaseException) -> str:
 class BadImages:
     """Images that could not be read: each is reported once, and one too many ends the run.
 
-    `count` gives the number of different ones found by all processes, including a new one; by default by this process.
+    `allowed`: None for any number. `count` gives the number of different ones found by all processes, including a new
+    one; by default by this process.
     """
 
-    def __init__(self, allowed: int, *, note: Callable[[str], None], count: Callable[[str], int] | None = None) -> None:
+    def __init__(
+        self, allowed: int | None, *, note: Callable[[str], None], count: Callable[[str], int] | None = None
+    ) -> None:
         self.allowed = allowed
         self._note = note
         self._count = count or (lambda _: len(self._seen))
@@ -166,6 +169,12 @@ class BadImages:
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that this process could not read."""
+        with self._lock:
+            return tuple(sorted(self._seen))
+
     def add(self, where: str, reason: str) -> None:
         with self._lock:
             if where in self._seen:
@@ -173,6 +182,9 @@ class BadImages:
             self._seen.add(where)
             count = self._count(where)
             what = f"{where}: cannot be decoded ({reason})"
+            if self.allowed is None:
+                self._note(f"{what}; left out")
+                return
             if count > self.allowed:
                 images = "1 bad image" if count == 1 else f"{count} bad images"
                 raise DataError(f"{what}; {images}, at most {self.allowed} allowed")

@@ -58,10 +58,13 @@ class Input:
             resources=self.resources(source),
         )
 
-    def evaluation_loader(self, dataset: Dataset, *, shape: BatchShape) -> EvaluationLoader:
-        """The validation images of one replica."""
+    def evaluation_loader(
+        self, dataset: Dataset, *, shape: BatchShape, bad: BadImages | None = None
+    ) -> EvaluationLoader:
+        """The validation images of one replica. `bad` collects those that cannot be read, which count for nothing."""
         source = dataset.validation
-        reader = self.row_reader(source, dataset.validation_crops(), self.bad_images("validation", allowed=0))
+        left_out = BadImages(None, note=self.note) if bad is None else bad
+        reader = self.row_reader(source, dataset.validation_crops(), left_out)
         return EvaluationLoader(reader, labels=source.labels, shape=shape, resources=self.resources(source))
 
     def bad_images(self, split: str, *, allowed: int) -> BadImages:

@@ -82,6 +82,13 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
             raise AssertionError(f"{type(optimizer).__name__} is not an optimizer of ours")
 
 
+def coming_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that the first update will create for parameters that have none yet."""
+    slots = len(slot_names(optimizer) - {"step"})
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return sum(slots * p.numel() * p.element_size() for p in every if not optimizer.state.get(p))
+
+
 def check_names(found: Iterable[str], *, expected: Iterable[str], what: str) -> None:
     """Refuse any other set of names than the expected one; the message has one wrong name and the number of them."""
     found, expected = set(found), set(expected)

@@ -289,7 +289,9 @@ class Processes(World):
             self.store.add(heard, 1)
         except (dist.DistError, RuntimeError):
             return type(error)(f"rank {self.rank}: {error}")
-        return SaidElsewhereError(str(error))
+        said = SaidElsewhereError(str(error))
+        said.code = error.code
+        return said
 
     def _stay_until(self, heard: str) -> None:
         """The store ends with the first process: give the others time to ask about the same error."""

@@ -19,16 +19,19 @@ from falconet.config import commands, options
 from falconet.config.fields import value_or
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset
+from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, DataError, Interrupted, LinkError
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
-from falconet.report.console import Say
+from falconet.report.console import Say, counted
 from falconet.report.styles import Validated
 from falconet.train.log import Output
 from falconet.train.plan import Plan
+
+MOST_NAMED = 20  # images that could not be read
 
 
 def never() -> bool:
@@ -44,6 +47,7 @@ class Evaluation:
     top1: int
     top5: int
     loss: float  # mean over the images
+    left_out: tuple[str, ...] = ()  # images that this process could not read
 
     @property
     def accuracy(self) -> float:
@@ -61,6 +65,13 @@ class Evaluation:
             return None
         causes = "the usual causes are batch norm's running statistics and a 16-bit --precision"
         return f"warning: {what} loss is {self.loss} because the model's outputs are not finite; {causes}"
+
+
+def left_out_line(names: Sequence[str]) -> str:
+    """The images that no accuracy counts, by name."""
+    shown = ", ".join(names[:MOST_NAMED])
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return f"left out of the validation, because they cannot be read: {counted(len(names), 'image')}: {shown}{more}"
 
 
 # Measures a model; raises Interrupted if the second argument becomes true before the last batch.
@@ -138,11 +149,14 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
     """Measures a model on the validation images of `images`."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
-    loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
+    bad = BadImages(None, note=note)
+    loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        return evaluate(model, loader.batches(), normalise=normalise, regime=regime, world=world, stopping=stopping)
+        batches = loader.batches()
+        found = evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
+        return replace(found, left_out=bad.names)
 
     return measure
 
@@ -158,6 +172,7 @@ class Validation:
     batch: int  # images per batch on one replica
     checkpoint_name: Callable[[], str]  # the name of a checkpoint saved now
     stopping: Callable[[], bool] = never  # whether this process was asked to stop
+    left_out: tuple[str, ...] = ()  # images that this process could not read so far
 
     def run(self) -> bool:
         """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
@@ -170,6 +185,7 @@ class Validation:
                 averaged = self.measure(self.state.ema.model, self.stopping) if self.state.ema else None
         except Interrupted:
             return False
+        self.left_out = found.left_out
         self.output.measurements.write(
             update,
             _named("validation", found)

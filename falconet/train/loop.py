@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from falconet.checkpoint.state import Progress
 from falconet.data.buffers import Batch
-from falconet.errors import Interrupted
+from falconet.errors import Interrupted, UserError, WorldError
 from falconet.parallel.world import ALONE, World
 from falconet.train.evaluate import Validation
 from falconet.train.log import Log
@@ -14,6 +14,13 @@ from falconet.train.plan import Plan
 from falconet.train.save import Saving
 from falconet.train.step import Step
 
+FAILURES = (
+    UserError,
+    WorldError,
+    RuntimeError,
+    MemoryError,
+    OSError,
+)  # of a validation, which leave the weights intact
 Updates = Callable[[int, int], Iterable[Sequence[Batch]]]  # (epoch, updates to skip) -> micro-batches of each update
 
 
@@ -56,13 +63,26 @@ def train(
 
 
 def _conclude(plan: Plan, meter: Meter, watch: Watch, *, stopping: bool = False) -> None:
-    """Validate and save if that is due after an update; a run that is about to stop leaves its validation for later."""
-    progress = meter.progress
+    """Save and validate if that is due after an update; a run that is about to stop leaves its validation for later.
+
+    The checkpoint is written first: a validation that fails must not lose the updates before it.
+    """
+    progress, saving = meter.progress, watch.saving
     progress.unvalidated = plan.validates_at(progress.update)
-    if progress.unvalidated and not stopping:
-        stopping = progress.unvalidated = not watch.validation.run()
-    if plan.saves_at(progress.update) or stopping:
+    saved = plan.saves_at(progress.update) or stopping
+    if saved:
         meter.read()
-        watch.saving.save()
+        saving.save()
+    if progress.unvalidated and not stopping:
+        try:
+            stopping = progress.unvalidated = not watch.validation.run()
+        except FAILURES:
+            if not saved:
+                saving.save()
+            raise
+        if stopping and not saved:
+            saving.save()
+        elif saved and not stopping:
+            saving.amend()
     if stopping:
         raise Interrupted

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
 from falconet.data import mixing
 from falconet.data.buffers import Batch
+from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, IdleLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
@@ -364,7 +365,8 @@ class StagedModel:
         shape = BatchShape(
             micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
         )
-        loader = setup.input.evaluation_loader(setup.images, shape=shape)
+        bad = BadImages(None, note=setup.note)
+        loader = setup.input.evaluation_loader(setup.images, shape=shape, bad=bad)
 
         def batches() -> Iterator[Batch]:
             if place.is_first:
@@ -373,7 +375,8 @@ class StagedModel:
             return iter([nothing] * loader.batches_per_replica)
 
         def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-            return evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
+            found = evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
+            return replace(found, left_out=bad.names)
 
         return measure_stages
 

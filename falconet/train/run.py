@@ -62,6 +62,7 @@ def carry_out(launch: Launch) -> int:
     with (
         world,
         run_folder.interruption_explained(screen.line, lambda: "stopped before the first update: nothing was saved"),
+        run_folder.memory_explained(),
         contextlib.ExitStack() as held,
     ):
         processes.check_alike(world, launch.loaded, launch.restored)
@@ -105,6 +106,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
             site.screen.line, lambda: f"stopped; {run_folder.how_to_continue(folder, saved)}"
         ),
         run_folder.full_disk_explained(folder, saved),
+        run_folder.memory_explained(saved),
         contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began)) as sinks,
     ):
         session = Session(folder=folder, mark=mark, sinks=sinks)
@@ -227,9 +229,10 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     step = _profiled(built, TimedStep(built.step(state), stopwatch), folder, state)
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
-    saving = _saving(built, state, session, output=output, writer=writer)
+    stop = StopRequest(screen.line)
+    saving = _saving(built, state, session, output=output, writer=writer, stop=stop)
     with (
-        StopRequest(screen.line) as stop,
+        stop,
         run_folder.interruption_explained(
             screen.line, lambda: f"{saving.lost()}; {run_folder.how_to_continue(folder, saving.folder)}"
         ),
@@ -245,6 +248,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             saving=saving,
             stopping=lambda: vote(stop.requested),
         )
+        saving.check_room()
         screen.begin(total=built.plan.updates, done=state.progress.update)
         if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
             saving.save()
@@ -258,6 +262,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         run_folder.write_summary(
             folder, watch.log, checkpoints=saving.folder, peak_memory=world.peak_memory(), memory=held
         )
+    if watch.validation.left_out:
+        built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
 
 
@@ -284,7 +290,9 @@ def _output(
     return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
 
 
-def _saving(built: BuiltPhase, state: TrainState, session: Session, *, output: Output, writer: Writer) -> Saving:
+def _saving(
+    built: BuiltPhase, state: TrainState, session: Session, *, output: Output, writer: Writer, stop: StopRequest
+) -> Saving:
     return Saving(
         plan=built.plan,
         state=state,
@@ -294,6 +302,8 @@ def _saving(built: BuiltPhase, state: TrainState, session: Session, *, output: O
         kept=run_folder.kept(built.launch.loaded.options),
         writer=writer,
         last=built.restored.folder if built.restored else None,
+        world=built.site.world,
+        stopping=lambda: stop.requested,
     )
 
 

@@ -18,7 +18,18 @@ from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.load import Loaded, left_out
 from falconet.config.settings import CHECKPOINT, read_yaml
-from falconet.errors import NO_ROOM, CheckpointError, ConfigError, DiskError, Interrupted, LinkError, named_option
+from falconet.errors import (
+    NO_ROOM,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    DiskError,
+    Interrupted,
+    LinkError,
+    UnsavedError,
+    memory_shortage,
+    named_option,
+)
 from falconet.models import zoo
 from falconet.report.console import Say
 from falconet.report.folders import RunShape
@@ -78,6 +89,25 @@ def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
         if found is None:
             raise
         raise CheckpointError(f"{error}; {found.helps}; {how_to_continue(folder, checkpoints)}") from error
+    except UnsavedError as error:
+        raise UnsavedError(f"{error}; {how_to_continue(folder, checkpoints)}") from error
+
+
+@contextlib.contextmanager
+def memory_explained(checkpoints: Path | None = None) -> Iterator[None]:
+    """Turn memory that ran out into one line with what needs less of it, and the newest checkpoint."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        short = memory_shortage(error)
+        if short is None:
+            raise
+        saved = checkpoints_in(checkpoints) if checkpoints and checkpoints.is_dir() else []
+        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        raise DeviceError(
+            f"{short}; expected a smaller --micro-batch-size with more --gradient-accumulation, a smaller"
+            f" --validation-batch-size, or --enable-recompute; {newest}"
+        ) from error
 
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"

@@ -1,6 +1,7 @@
 """The checkpoints of a run: written while it trains, pruned, and averaged at its end."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,25 @@ import torch
 from torch import Tensor
 
 import falconet
-from falconet.checkpoint import format
+from falconet.checkpoint import disk, format
 from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.weight_average import Averaging, average, select
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, options
 from falconet.config.options import further_average
-from falconet.errors import CheckpointError, DivergedError
-from falconet.parallel.world import World
+from falconet.errors import CheckpointError, DiskError, DivergedError, UnsavedError
+from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
-from falconet.train.evaluate import Validation
+from falconet.train.evaluate import Validation, never
 from falconet.train.log import Output
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
+
+SHORTEST, LONGEST = 1.0, 30.0  # seconds between two attempts to save while the run is paused
+PATIENCE = 3600.0  # seconds that a paused run keeps trying
+GLANCE = 0.2  # seconds between looks at whether it was asked to stop
+MARGIN = 1 << 20  # bytes of a checkpoint besides its tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,8 @@ class Saving:
     kept: int | None  # newest checkpoints to keep; None: all
     writer: Writer
     last: Path | None = None  # the newest one
+    world: World = ALONE
+    stopping: Callable[[], bool] = never  # whether this process was asked to stop
 
     def __post_init__(self) -> None:
         self._saved = {self.state.progress.update: self.last} if self.last else {}  # by the update they were saved at
@@ -63,18 +71,46 @@ class Saving:
         update = self.state.progress.update
         return self.output.style.checkpoint_name(update) or self.identity.checkpoint_name(*self.plan.place(update))
 
+    def check_room(self) -> None:
+        """Refuse to train what the disk has no room to save."""
+        count = self._needed()
+
+        def check() -> str:
+            try:
+                disk.reserve(self.folder, count)
+            except OSError as error:
+                raise DiskError(
+                    f"{self.folder}: no room for a checkpoint of {count / 1e6:,.1f} MB ({error.strerror}); make room,"
+                    " or choose another --run-dir or --checkpoint-output-path"
+                ) from error
+            return ""
+
+        self.world.once(check)
+
     def save(self) -> None:
-        """Start writing a checkpoint; if the one before it failed, print that and continue."""
-        update, folder = self.state.progress.update, self.folder / self.name()
+        """Start writing a checkpoint. If the one before it failed, wait for this one, and pause until it is written."""
         with self.output.stopwatch.standing():
-            self._wait()
-            self.writer.save_state(folder, self.state, self._content(update), after=self._prune)
-            self.last = self._saved[update] = folder
-            self.output.style.saved(folder)
+            failed = self._failure()
+            if failed is None:
+                self._begin()
+            else:
+                self._say(f"warning: {failed}; saving again")
+                self._insist()
+            self.output.style.saved(self.folder / self.name())
+
+    def amend(self) -> None:
+        """Add to the checkpoint of this update what was measured since it was saved."""
+        update = self.state.progress.update
+        content = self._content(update)
+        changes = {key: content[key] for key in ("meter", "metrics", "best")}
+        self.writer.amend(self._saved[update], changes, after=self._prune)
 
     def finish(self) -> Path:
-        """Wait for the last checkpoint; here a failed save is an error."""
-        self.writer.wait()
+        """Wait for the last checkpoint; if it failed, try again, and pause until it is written."""
+        failed = self._failure()
+        if failed is not None:
+            self._say(f"warning: {failed}; saving again")
+            self._insist()
         assert self.last is not None
         return self.last
 
@@ -100,7 +136,76 @@ class Saving:
         try:
             self.writer.wait()
         except CheckpointError as error:
-            self.output.screen.line(f"warning: {error}; the run continues and will save again")
+            self._say(f"warning: {error}")
+
+    def _begin(self) -> None:
+        update, folder = self.state.progress.update, self.folder / self.name()
+        self.writer.save_state(folder, self.state, self._content(update), after=self._prune)
+        self.last = self._saved[update] = folder
+
+    def _failure(self) -> CheckpointError | None:
+        """Wait for the save in progress; its error in any process, which all of them must answer alike."""
+        failed = None
+        try:
+            self.writer.wait()
+        except CheckpointError as error:
+            failed = error
+        if not self._any(failed is not None):
+            return None
+        return failed or CheckpointError(f"cannot save {self.last}: another process has failed")
+
+    def _insist(self) -> None:
+        """Save; while that fails, nothing more is trained, because all of it might be lost."""
+        self.world.at("saving")
+        self._begin()
+        failed = self._failure()
+        if failed is None:
+            return
+        if not self._any(self.stopping()):
+            self._say(f"{failed}; paused, and trying again for up to {PATIENCE / 60:g} minutes")
+        pause, end = SHORTEST, time.monotonic() + PATIENCE
+        while failed is not None:
+            self._rest(pause, failed)
+            pause = min(2 * pause, LONGEST)
+            if self._any(self.world.is_first and time.monotonic() > end):
+                raise UnsavedError(f"{failed}; gave up after {PATIENCE / 60:g} minutes; {self._newest()}") from failed
+            if self._has_room():
+                self._begin()
+                failed = self._failure()
+        self._say(f"saved {self.last}; the run continues")
+
+    def _rest(self, seconds: float, failed: CheckpointError) -> None:
+        """Wait between two attempts; a run that is asked to stop does so with what is on the disk."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.stopping():
+            time.sleep(GLANCE)
+        if self._any(self.stopping()):
+            self._say(str(failed))
+            raise KeyboardInterrupt
+
+    def _has_room(self) -> bool:
+        """Without writing a checkpoint that ends in the middle, over and over."""
+        count, full = self._needed(), False
+        if self.world.is_first:
+            try:
+                disk.reserve(self.folder, count)
+            except OSError:
+                full = True
+        return not self._any(full)
+
+    def _needed(self) -> int:
+        """Bytes of a checkpoint, of all processes."""
+        return int(self.world.sum(torch.tensor(self.state.saved_bytes()))) + MARGIN
+
+    def _any(self, mine: bool) -> bool:
+        return bool(self.world.max(torch.tensor(int(mine))))
+
+    def _newest(self) -> str:
+        whole = [folder for folder in self._saved.values() if folder.exists()]
+        return f"the newest whole checkpoint is {whole[-1]}" if whole else "there is no earlier checkpoint"
+
+    def _say(self, text: str) -> None:
+        self.output.screen.line(text)
 
     def _prune(self) -> None:
         format.prune(self.folder, keep=self.kept, best="score", in_turn=self.was_due, run=self.identity.run)

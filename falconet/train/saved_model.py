@@ -156,6 +156,8 @@ def measure(opened: Opened, note: Say) -> Evaluation:
     warning = found.warning(f"{opened.name}: the validation")
     if warning:
         note(warning)
+    if found.left_out:
+        note(evaluate.left_out_line(found.left_out))
     return found
 
 

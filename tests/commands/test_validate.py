@@ -261,7 +261,7 @@ def test_unreadable_photos_give_no_accuracy(falconet, image_folder):
     assert falconet(f"{line} --run-dir r").code == 0
     for path in image_folder.glob("val/*/*.png"):
         path.write_bytes(b"")
-    answer = falconet("validate --checkpoint-input-path r --bad-images-allowed 100")
+    answer = falconet("validate --checkpoint-input-path r")
     assert answer.code == 2
     assert answer.err == "falconet validate: validation: none of the images could be read, so there is no accuracy\n"
 

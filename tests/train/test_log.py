@@ -2,23 +2,27 @@
 
 import io
 import os
+import re
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from falconet.checkpoint import format
+from falconet.checkpoint import disk, format
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config.options import Optimizer
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, DiskError, UnsavedError
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
 from falconet.report.console import Screen
 from falconet.report.styles import Falconet, RunLog
 from falconet.report.throughput import Stopwatch
+from falconet.train import save
 from falconet.train.evaluate import Evaluation, Validation
 from falconet.train.log import Log, Output
 from falconet.train.metrics import Measurements, Meter, NotFiniteError
@@ -291,24 +295,164 @@ def test_the_newest_and_the_best_checkpoints_are_kept(desk):
     assert [folder.name[-1] for folder in format.checkpoints_in(at.saving.folder)] == ["2", "4"]
 
 
-def test_a_failed_save_is_reported_at_the_next_one_and_the_run_continues(desk, monkeypatch):
+@pytest.fixture
+def hurried(monkeypatch):
+    """Pauses of hundredths of a second, and no more than two in all."""
+    for name, seconds in {"SHORTEST": 0.01, "LONGEST": 0.01, "GLANCE": 0.005, "PATIENCE": 60.0}.items():
+        monkeypatch.setattr(save, name, seconds)
+
+
+class Disk:
+    """A disk that is full until the run has tried to find room `tries` times."""
+
+    def __init__(self, monkeypatch, *, tries):
+        self.tries, self.plain = tries, os.fsync
+        monkeypatch.setattr(os, "fsync", self.sync)
+        monkeypatch.setattr(disk, "reserve", self.reserve)
+
+    def sync(self, descriptor):
+        if self.tries:
+            raise OSError(28, "No space left on device")
+        self.plain(descriptor)
+
+    def reserve(self, folder, count):
+        if self.tries:
+            self.tries -= 1
+        if self.tries:
+            raise OSError(28, "No space left on device")
+
+
+def updates_saved(at):
+    folders = format.checkpoints_in(at.saving.folder) if at.saving.folder.exists() else []
+    return [format.verify(folder).progress.update for folder in folders]
+
+
+def test_after_the_second_failed_save_the_run_pauses_until_there_is_room(desk, monkeypatch, hurried):
     at = desk()
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", _no_space)
-        at.saving.save()
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            at.saving.finish()
-        at.saving.save()
-        at.saving.writer._under_way.exception()  # until it has failed
+    first = at.save(until=1)
+    Disk(monkeypatch, tries=4)
+    at.train(1.0)
+    at.saving.save()  # fails in the background
+    at.train(1.0)
+    assert at.text.getvalue() == ""
+    at.saving.save()  # returns only when it is saved
+    assert updates_saved(at) == [1, 3]
+    warning, pause, end = at.text.getvalue().splitlines()
+    assert (
+        warning
+        == f"warning: cannot save {first.parent}/timm-a-b-c_digits_0+00002: No space left on device; saving again"
+    )
+    assert pause.endswith("_0+00003: No space left on device; paused, and trying again for up to 1 minutes")
+    assert end == f"saved {at.saving.last}; the run continues"
+
+
+def test_one_failed_save_is_reported_and_the_run_continues(desk, monkeypatch, hurried):
+    at = desk()
+    disk_ = Disk(monkeypatch, tries=1)
+    at.saving.save()
+    at.saving.writer._under_way.exception()  # until it has failed
+    disk_.tries = 0
     at.train(1.0)
     at.saving.save()
-    at.saving.finish()
-    assert at.text.getvalue().count("No space left on device; the run continues and will save again") == 1
-    assert [format.verify(folder).progress.update for folder in format.checkpoints_in(at.saving.folder)] == [1]
+    assert at.text.getvalue().count("\n") == 1
+    assert updates_saved(at) == [1]
 
 
-def _no_space(descriptor):
-    raise OSError(28, "No space left on device")
+def test_a_failed_last_save_is_tried_again(desk, monkeypatch, hurried):
+    at = desk()
+    Disk(monkeypatch, tries=2)
+    at.train(1.0)
+    at.saving.save()
+    assert at.saving.finish() == at.saving.last
+    assert updates_saved(at) == [1]
+
+
+def test_a_paused_run_gives_up_and_names_the_newest_whole_checkpoint(desk, monkeypatch, hurried):
+    at = desk()
+    first = at.save(until=1)
+    Disk(monkeypatch, tries=10**9)
+    monkeypatch.setattr(save, "PATIENCE", 0.05)
+    at.train(1.0)
+    at.saving.save()
+    with pytest.raises(
+        UnsavedError,
+        match=f"No space left.*; gave up after .*; the newest whole checkpoint is {re.escape(str(first))}$",
+    ) as found:
+        at.saving.finish()
+    assert found.value.code == 1
+    assert updates_saved(at) == [1]
+
+
+def test_a_paused_run_can_be_stopped(desk, monkeypatch, hurried):
+    at = desk()
+    Disk(monkeypatch, tries=10**9)
+    at.saving.stopping = lambda: "paused" in at.text.getvalue()
+    at.train(1.0)
+    at.saving.save()
+    with pytest.raises(KeyboardInterrupt):
+        at.saving.finish()
+
+
+def test_what_a_validation_finds_is_added_to_a_checkpoint_already_written(desk):
+    at = desk(kept=1)
+    at.accuracies = [found(150), found(100)]
+    for update in (UPDATES, 2 * UPDATES):
+        at.train(*[1.0] * (update - at.progress.update))
+        at.progress.unvalidated = True
+        at.saving.save()
+        at.saving.writer.wait()
+        early = format.verify(at.saving.last)
+        assert (early.metrics, early.meter["unvalidated"]) == ({}, True)
+        at.progress.unvalidated = not at.validation.run()
+        at.saving.amend()
+        late = format.verify(at.saving.finish())
+        assert late.files == early.files
+        assert late.meter["unvalidated"] is False
+    assert late.metrics["validation_accuracy"] == late.metrics["score"] == 50.0
+    assert late.content["best"] == [75.0, UPDATES]
+    assert updates_saved(at) == [UPDATES, 2 * UPDATES]  # the best and the newest
+
+
+def test_a_killed_amendment_leaves_the_checkpoint_whole(desk, monkeypatch):
+    at = desk()
+    at.save(until=1)
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    at.saving.amend()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        at.saving.writer.wait()
+    assert updates_saved(at) == [1]
+    assert len(list(at.saving.folder.iterdir())) == 1
+
+
+def test_training_does_not_start_without_room_for_a_checkpoint(desk, monkeypatch):
+    at = desk()
+    at.saving.folder.mkdir()
+    at.saving.check_room()
+    assert list(at.saving.folder.iterdir()) == []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a quota would
+    try:
+        with pytest.raises(
+            DiskError, match=r"checkpoints: no room for a checkpoint of 1\.0 MB \(File too large\); make room"
+        ):
+            at.saving.check_room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.setattr(save, "MARGIN", 1 << 60)
+    with pytest.raises(DiskError, match="No space left on device"):
+        at.saving.check_room()
+    assert list(at.saving.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop", "lars"])
+def test_the_size_of_a_checkpoint_is_known_before_the_first_update(optimizer):
+    model = nn.Linear(200, 300)
+    state = TrainState(model, build_optimizer(model, Optimizer(optimizer=optimizer, momentum=0.9)))
+    expected = state.saved_bytes()
+    model(torch.ones(1, 200)).sum().backward()
+    state.optimizer.step()
+    after = sum(t.numel() * t.element_size() for group in state.tensors().values() for t in group.values())
+    assert expected == state.saved_bytes() - (after - expected) == pytest.approx(after, abs=100)  # counts of updates
 
 
 def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_finite_loss(desk):

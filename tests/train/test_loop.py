@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.checkpoint.state import Progress
-from falconet.errors import DivergedError, Interrupted
+from falconet.errors import DataError, DivergedError, Interrupted
 from falconet.optim.schedules import Schedule
 from falconet.train.loop import train
 from falconet.train.plan import Plan
@@ -35,9 +35,9 @@ def plan(**changes):
 class Story:
     """Step, data and watch in one: records what the loop does with each."""
 
-    def __init__(self, *, stop_at=None, stop_in=None, losses=()):
+    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, losses=()):
         self.events, self.progress, self.saved = [], Progress(), None
-        self.stop_at, self.stop_in, self.losses = stop_at, stop_in, dict(losses)
+        self.stop_at, self.stop_in, self.fail_in, self.losses = stop_at, stop_in, fail_in, dict(losses)
 
     def updates_of(self, epoch, skip):
         for done in range(skip, UPDATES):
@@ -57,6 +57,8 @@ class Story:
     def validate(self):
         if self.progress.update == self.stop_in:
             return False
+        if self.progress.update == self.fail_in:
+            raise DataError("bad")
         self.events.append(("validate", self.progress.update))
         return True
 
@@ -64,12 +66,16 @@ class Story:
         self.events.append(("save", self.progress.update))
         self.saved = self.progress.to_json()
 
+    def amend(self):
+        self.events.append(("amend", self.progress.update))
+        self.saved = self.progress.to_json()
+
     def run(self, progress=None):
         self.progress = progress or Progress()
         watch = SimpleNamespace(
             log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch),
             validation=SimpleNamespace(run=self.validate),
-            saving=SimpleNamespace(save=self.save),
+            saving=SimpleNamespace(save=self.save, amend=self.amend),
             stopping=lambda: self.progress.update == self.stop_at,
         )
         train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch)
@@ -78,6 +84,11 @@ class Story:
     def after(self, update):
         """What happened after an update, in order."""
         return [name for name, number, *_ in self.events if name != "step" and number == update]
+
+
+def trained(story):
+    """Everything but what was written."""
+    return [entry for entry in story.events if entry[0] not in ("save", "amend")]
 
 
 def test_every_update_runs_once_in_order_with_its_batches_and_rate():
@@ -99,7 +110,7 @@ def test_everything_happens_after_the_update_that_the_plan_names():
         8: ["log", "end of epoch", "validate"],
         9: ["save"],
         10: ["log"],
-        12: ["log", "end of epoch", "validate", "save"],
+        12: ["log", "end of epoch", "save", "validate", "amend"],
     }
 
 
@@ -113,14 +124,14 @@ def test_a_checkpoint_holds_the_totals_up_to_its_update():
 
 @given(st.integers(1, EPOCHS * UPDATES))
 def test_a_stopped_and_restored_run_does_the_same_things(stop_at):
-    straight = [entry for entry in Story().run().events if entry[0] != "save"]
+    straight = trained(Story().run())
     first = Story(stop_at=stop_at)
     with pytest.raises(Interrupted):
         first.run()
     assert first.events[-1] == ("save", stop_at)
     assert first.after(stop_at).count("save") == 1
     second = Story().run(Progress.from_json(first.saved))
-    assert [entry for entry in first.events + second.events if entry[0] != "save"] == straight
+    assert trained(first) + trained(second) == straight
 
 
 @pytest.mark.parametrize("stop_in", [8, 12])
@@ -133,11 +144,21 @@ def test_an_unfinished_validation_runs_after_the_restore_and_its_checkpoint_is_s
     assert first.saved["unvalidated"]
     second = Story().run(Progress.from_json(first.saved))
     left = straight.after(stop_in)
-    assert second.after(stop_in) == left[left.index("validate") :]
-    assert [entry for entry in first.events + second.events if entry[0] != "save"] == [
-        entry for entry in straight.events if entry[0] != "save"
-    ]
+    assert second.after(stop_in) == left[left.index("end of epoch") + 1 :]
+    assert trained(first) + trained(second) == trained(straight)
     assert second.saved == straight.saved
+
+
+@pytest.mark.parametrize("fail_in", [8, 12], ids=["no save is due", "a save is due"])
+def test_a_failed_validation_leaves_a_checkpoint_that_owes_it(fail_in):
+    first = Story(fail_in=fail_in)
+    with pytest.raises(DataError):
+        first.run()
+    assert first.events[-1] == ("save", fail_in)
+    assert first.after(fail_in).count("save") == 1
+    assert (first.saved["update"], first.saved["unvalidated"]) == (fail_in, True)
+    second = Story().run(Progress.from_json(first.saved))
+    assert trained(first) + trained(second) == trained(Story().run())
 
 
 def test_a_validation_interrupted_twice_is_still_due():
