@@ -19,7 +19,7 @@ from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import open_machine
 from falconet.report.console import Say, Screen, counted
-from falconet.train import save, saved_model
+from falconet.train import run_folder, save, saved_model
 from falconet.train.evaluate import reestimate
 
 
@@ -42,6 +42,9 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     to = options.average.checkpoint_output_path or save.averaged_name(folders[-1])
     if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with run_folder.alone(to.parent, option="--checkpoint-output-path"):
+        pass  # a run that saves there is noticed before the work
     weights = average(folders, replace(how, discarded=0))  # already left out
     screen.line(
         f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}):"
@@ -52,7 +55,8 @@ def run(loaded: Loaded[AverageOptions]) -> int:
         load_weights(opened.model, weights, where=str(path))
         _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
         weights = dict(opened.model.state_dict())
-    save.write_average(folders, how, weights=weights, to=to)
+    with run_folder.alone(to.parent, option="--checkpoint-output-path"):
+        save.write_average(folders, how, weights=weights, to=to)
     screen.line(f"written to {to}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)

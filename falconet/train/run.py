@@ -195,9 +195,14 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) ->
     folder = run_folder.open_folder(
         options, restored=launch.restored, again=launch.again, conventions=launch.conventions
     )
+    saved = run_folder.checkpoints(folder, options)
     held.enter_context(run_folder.alone(folder, again=launch.again))
+    if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
+        option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
+        held.enter_context(run_folder.alone(saved, option=option, again=launch.again))
+    run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
-        disk.sweep(run_folder.checkpoints(folder, options), abandoned=0.0, kinds=("tmp",))
+        disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
     run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
     return folder
 

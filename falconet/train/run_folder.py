@@ -177,6 +177,12 @@ def open_folder(
     elsewhere = options.checkpoints.checkpoint_output_path is not None
     writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
     _require_writable(saved, "--checkpoint-output-path")
+    check_saved(saved, options, restored=restored)
+    return folder
+
+
+def check_saved(saved: Path, options: commands.TrainOptions, *, restored: Checkpoint | None) -> None:
+    """Refuse a folder whose checkpoints this run would mix with its own."""
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
         option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
@@ -188,16 +194,15 @@ def open_folder(
         raise ConfigError(
             f"--checkpoint-output-path: {saved} holds checkpoints of another run; expected a folder without any"
         )
-    return folder
 
 
 @contextlib.contextmanager
-def alone(folder: Path, *, again: bool = False) -> Iterator[None]:
+def alone(folder: Path, *, option: str = "--run-dir", again: bool = False) -> Iterator[None]:
     """Lock a folder: two runs would mix their metrics and checkpoints. The lock ends with its process."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not _locked(handle) and not again:  # another attempt must not fail because of the one before it
-            raise ConfigError(f"{folder}: in use by another run; wait for it to finish, or choose another --run-dir")
+            raise ConfigError(f"{folder}: in use by another run; wait for it to finish, or choose another {option}")
         yield
     finally:
         os.close(handle)

@@ -12,7 +12,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.legacy.conventions import CONVENTIONS
-from falconet.train import processes, run_folder
+from falconet.train import processes, run, run_folder
 from tiny import TINY
 
 REFUSED = "r: in use by another run; wait for it to finish, or choose another --run-dir\n"
@@ -111,3 +111,40 @@ def test_a_failed_run_releases_the_folder(tmp_path):
         raise ValueError("badly")
     with run_folder.alone(tmp_path):
         pass
+
+
+OTHER = "in use by another run; wait for it to finish, or choose another --checkpoint-output-path\n"
+
+
+def test_a_folder_of_checkpoints_in_use_is_refused_to_other_runs_and_averages(falconet, monkeypatch):
+    """Two would replace each other's checkpoints, and both would exit with 0."""
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    shared = "--checkpoint-output-path saved"
+    Path("saved").mkdir()
+    with run_folder.alone(Path("saved")):
+        answer = falconet(f"train {TINY} --epoch 1 --run-dir r {shared}")
+        assert (answer.code, answer.err) == (2, f"falconet train: saved: {OTHER}")
+    assert list(Path("saved").iterdir()) == []
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r {shared}").code == 0
+    with run_folder.alone(Path("saved")):
+        answer = falconet(f"restore --checkpoint-input-path saved --run-dir s --epoch 2 {shared}")
+        assert (answer.code, answer.err) == (2, f"falconet restore: saved: {OTHER}")
+        answer = falconet("average --checkpoint-input-path saved")
+        assert (answer.code, answer.err) == (2, f"falconet average: saved: {OTHER}")
+    assert len(list(Path("saved").iterdir())) == 1
+    assert falconet("average --checkpoint-input-path saved").code == 0
+
+
+def test_the_checkpoints_of_a_run_are_locked_where_another_run_would_save(falconet, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    refused, opened = [], run._open_sinks
+
+    def meanwhile(*given, **named):
+        if not refused:
+            refused.append("")
+            refused.append(falconet(f"train {TINY} --run-dir s --checkpoint-output-path r/checkpoints").err)
+        return opened(*given, **named)
+
+    monkeypatch.setattr(run, "_open_sinks", meanwhile)
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
+    assert refused[1] == f"falconet train: r/checkpoints: {OTHER}"
