@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,22 +50,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def reserve(folder: Path, count: int) -> None:
-    """Raise the error that writing `count` bytes into a folder would raise; nothing stays there."""
+def reserve(folder: Path, sizes: Sequence[int]) -> None:
+    """Raise the error that writing files of these sizes into a folder would raise; nothing stays there."""
     state = os.statvfs(folder)
-    if count > state.f_bavail * state.f_frsize:
+    if sum(sizes) > state.f_bavail * state.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    place = aside(folder / "room", "tmp")
-    handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        place.unlink()  # at once, so that a killed process leaves nothing; closing it frees the room
-        # Free blocks are not enough: there may be quotas, limits on file sizes, and blocks that others wait for.
-        os.posix_fallocate(handle, 0, max(1, count))
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):  # a file system that cannot reserve
-            raise
-    finally:
-        os.close(handle)
+    # Free blocks are not enough: there may be quotas and limits on the size of a file.
+    with contextlib.ExitStack() as held:
+        for size in sizes:
+            place = aside(folder / "room", "tmp")
+            handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            held.callback(os.close, handle)  # which frees its room
+            place.unlink()  # at once, so that a killed process leaves nothing
+            try:
+                os.posix_fallocate(handle, 0, max(1, size))
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):  # which cannot reserve
+                    raise
 
 
 def token() -> str:

@@ -92,11 +92,14 @@ class TrainState:
         slices = {stem: fair_share(group, rank=self.rank, size=self.copies) for stem, group in tensors.items()}
         return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
 
-    def saved_bytes(self) -> int:
-        """Bytes of this process's share of a checkpoint saved after the next update."""
-        held = (each.values for slices in self.slices().values() for each in slices)
-        coming = coming_bytes(self.optimizer) // (1 if self.shards else self.copies)
-        return sum(values.numel() * values.element_size() for values in held) + coming
+    def saved_bytes(self) -> dict[str, int]:
+        """Bytes of this process's share of a checkpoint saved after the next update, by file."""
+        found = {
+            stem: sum(each.values.numel() * each.values.element_size() for each in slices)
+            for stem, slices in self.slices().items()
+        }
+        found["optimizer"] += coming_bytes(self.optimizer) // (1 if self.shards else self.copies)
+        return found
 
     @property
     def _trained(self) -> nn.Module:

@@ -17,7 +17,7 @@ from falconet.checkpoint.weight_average import Averaging, average, select
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, options
 from falconet.config.options import further_average
-from falconet.errors import CheckpointError, DiskError, DivergedError, UnsavedError
+from falconet.errors import NO_ROOM, CheckpointError, DiskError, DivergedError, UnsavedError
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 from falconet.train.evaluate import Validation, never
@@ -28,7 +28,7 @@ from falconet.train.plan import Plan
 SHORTEST, LONGEST = 1.0, 30.0  # seconds between two attempts to save while the run is paused
 PATIENCE = 3600.0  # seconds that a paused run keeps trying
 GLANCE = 0.2  # seconds between looks at whether it was asked to stop
-MARGIN = 1 << 20  # bytes of a checkpoint besides its tensors
+MANIFEST_BYTES = 1 << 16  # at most, except with thousands of classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,16 @@ class Saving:
 
     def check_room(self) -> None:
         """Refuse to train what the disk has no room to save."""
-        count = self._needed()
+        sizes = self._sizes()
 
         def check() -> str:
             try:
-                disk.reserve(self.folder, count)
+                disk.reserve(self.folder, sizes)
             except OSError as error:
+                helps = NO_ROOM[error.errno].helps if error.errno in NO_ROOM else "make room"
+                size = f"{sum(sizes) / 1e6:,.1f} MB"
                 raise DiskError(
-                    f"{self.folder}: no room for a checkpoint of {count / 1e6:,.1f} MB ({error.strerror}); make room,"
+                    f"{self.folder}: no room for a checkpoint of {size} ({error.strerror}); {helps},"
                     " or choose another --run-dir or --checkpoint-output-path"
                 ) from error
             return ""
@@ -185,17 +187,19 @@ class Saving:
 
     def _has_room(self) -> bool:
         """Without writing a checkpoint that ends in the middle, over and over."""
-        count, full = self._needed(), False
+        sizes, full = self._sizes(), False
         if self.world.is_first:
             try:
-                disk.reserve(self.folder, count)
+                disk.reserve(self.folder, sizes)
             except OSError:
                 full = True
         return not self._any(full)
 
-    def _needed(self) -> int:
-        """Bytes of a checkpoint, of all processes."""
-        return int(self.world.sum(torch.tensor(self.state.saved_bytes()))) + MARGIN
+    def _sizes(self) -> list[int]:
+        """Bytes of the files of a checkpoint; several processes write about equal ones."""
+        size = self.world.size
+        totals = self.world.sum(torch.tensor(list(self.state.saved_bytes().values()))).tolist()
+        return [total // size for total in totals] * size + [MANIFEST_BYTES]
 
     def _any(self, mine: bool) -> bool:
         return bool(self.world.max(torch.tensor(int(mine))))

@@ -26,7 +26,7 @@ def test_without_room_for_a_checkpoint_nothing_is_trained(falconet, monkeypatch)
     monkeypatch.setattr(disk, "reserve", no_room)
     answer = falconet(f"train {TINY} --run-dir r")
     assert answer.code == 2
-    assert answer.err.startswith("falconet train: r/checkpoints: no room for a checkpoint of 1.7 MB (No space left")
+    assert answer.err.startswith("falconet train: r/checkpoints: no room for a checkpoint of 0.7 MB (No space left")
     assert "Epoch" not in answer.out
 
 
