@@ -4,6 +4,8 @@ import pickle
 import re
 import struct
 import warnings
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from falconet.checkpoint import torch_file
 from falconet.errors import CheckpointError
 
 WRAPPERS = (
@@ -35,7 +38,10 @@ NONSENSE = (
     AssertionError,
     ArithmeticError,
     MemoryError,  # a corrupted length field asks for terabytes
+    zipfile.BadZipFile,
+    zlib.error,
 )
+DEEPEST = 8  # wrappers around the weights
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -46,9 +52,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: {error.strerror or error}; expected a weights file") from error
     weights: dict[str, Tensor] = {}
     for key, value in _unwrapped(found, path).items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{path}: a tensor is called by a {type(key).__name__}; expected only names and tensors"
+            )
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}; expected only names and tensors")
-        name = PREFIX.sub("", str(key).replace("_orig_mod.", ""))  # added by torch.compile, at any depth
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            raise CheckpointError(f"{path}: '{key}' has no values of its own; expected plain tensors")
+        name = PREFIX.sub("", key.replace("_orig_mod.", ""))  # added by torch.compile, at any depth
         if name in weights:
             raise CheckpointError(f"{path}: two tensors are called '{name}' after removing wrapper prefixes")
         weights[name] = value.detach()
@@ -83,6 +95,7 @@ def _read_safetensors(path: Path) -> object:
 
 def _read_torch(path: Path) -> object:
     try:
+        torch_file.check(path)
         # Warnings about pickle protocols and old storages are no help to the user.
         with warnings.catch_warnings(action="ignore"):
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -94,12 +107,14 @@ def _read_torch(path: Path) -> object:
 
 
 def _unwrapped(found: object, path: Path) -> Mapping[object, object]:
-    while isinstance(found, Mapping):
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: holds {type(found).__name__}; expected names and tensors")
+    for _ in range(DEEPEST):
         inner = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), None)
         if inner is None:
             return found
         found = inner
-    raise CheckpointError(f"{path}: holds {type(found).__name__}; expected names and tensors")
+    raise CheckpointError(f"{path}: its weights are wrapped more than {DEEPEST} times; expected names and tensors")
 
 
 def _shape(tensor: Tensor) -> str:

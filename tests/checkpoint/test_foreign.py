@@ -4,6 +4,9 @@ import io
 import os
 import pickle
 import random
+import resource
+import time
+import zipfile
 
 import pytest
 import safetensors.torch
@@ -105,12 +108,53 @@ def as_torch_file(thing):
     return buffer.getvalue()
 
 
+def endless():
+    found = {"fc.weight": torch.ones(1)}
+    found["state_dict"] = found
+    return found
+
+
+def rewritten(whole, change, compression=zipfile.ZIP_STORED):
+    """A torch file with its pickle and its storages changed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(buffer, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+    return buffer.getvalue()
+
+
+def pickled(content):
+    """A torch file with this pickle."""
+    return rewritten(as_torch_file({}), lambda name, data: content if name.endswith("data.pkl") else data)
+
+
+def copying():
+    """100,000 pairs, copied into 100,000 dictionaries: 10 billion entries from 500 kB."""
+    pairs = b"](" + b"K\x01K\x02\x86" * 100_000 + b"e\x85q\x000"  # a tuple of one list, memo 0
+    return b"\x80\x02" + pairs + b"](" + b"ccollections\nOrderedDict\nh\x00R" * 100_000 + b"e."
+
+
+def beyond():
+    """A tensor of a million values, of which four are there."""
+
+    def claim(name, data):
+        return data.replace(b"K\x04", b"J\x40\x42\x0f\x00") if name.endswith("data.pkl") else data
+
+    return rewritten(as_torch_file({"w": torch.ones(4)}), claim)
+
+
 NONSENSE = {
     "empty": (b"", TORN),
     "text": (b"<!DOCTYPE html><title>404</title>" * 100, TORN),
     "noise": (random.Random(0).randbytes(5000), TORN),
     "a broken zip": (b"PK\x03\x04" + bytes(4000), TORN),
-    "a greedy pickle": (as_torch_file({"w": Greedy()}), TORN),
+    "a greedy pickle": (as_torch_file({"w": Greedy()}), r"refused: it would import __builtin__\.bytearray"),
+    "a number for a name": (as_torch_file({3: torch.ones(1)}), "a tensor is called by a int; expected only names"),
+    "a tensor without values": (as_torch_file({"w": torch.ones(1, device="meta")}), "it would import torch"),
+    "a sparse tensor": (as_torch_file({"w": torch.eye(3).to_sparse()}), "it would import torch"),
+    "itself": (as_torch_file(endless()), "its weights are wrapped more than 8 times"),
+    "copies of copies": (pickled(copying()), TORN),
+    "a storage beyond its bytes": (beyond(), TORN),
     "a list": (as_torch_file([torch.ones(1)]), "holds list; expected names and tensors"),
     "a tensor": (as_torch_file(torch.ones(1)), "holds Tensor; expected names and tensors"),
     "numbers": (as_torch_file({"epoch": 3}), "'epoch' is int; expected only names and tensors"),
@@ -213,3 +257,43 @@ def test_weights_that_do_not_fit_are_counted_and_change_nothing(case):
         load_weights(model, {name: tensor + 1 for name, tensor in given.items()}, where="x.pth", name="resnet50")
     assert str(caught.value) == f"x.pth does not fit resnet50: {message}"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "w.pt"
+    many = as_torch_file({"w": torch.zeros(1)})
+
+    def grown(name, data):
+        return bytes(200_000_000) if name.endswith("data/0") else data
+
+    path.write_bytes(rewritten(many, grown, zipfile.ZIP_DEFLATED))
+    assert path.stat().st_size < 1_000_000
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(CheckpointError, match=r"bytes unpack to 200,\d+,\d+; expected at most 4 times as many$"):
+        read_weights(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
+    assert time.monotonic() - begun < 5
+
+
+def test_an_endless_list_of_contents_is_refused(tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(pickled(b"\x80\x02" + b"]" * (5 << 20) + b"."))
+    with pytest.raises(CheckpointError, match="the list of its contents is longer than 4,194,304 bytes"):
+        read_weights(path)
+
+
+def test_weights_compressed_by_another_program_are_read(tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(rewritten(as_torch_file(weights()), lambda _, data: data, zipfile.ZIP_DEFLATED))
+    assert_same(read_weights(path))
+
+
+def test_a_whole_training_checkpoint_is_read(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": schedule.state_dict()}
+    torch.save(whole | {"epoch": 3, "rng": torch.get_rng_state(), "about": b"x"}, tmp_path / "w.pth")
+    assert read_weights(tmp_path / "w.pth").keys() == {"weight", "bias"}
