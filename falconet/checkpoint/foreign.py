@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -109,11 +110,12 @@ def _read_torch(path: Path) -> object:
 def _unwrapped(found: object, path: Path) -> Mapping[object, object]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: holds {type(found).__name__}; expected names and tensors")
+    weights: Mapping[object, Any] = found
     for _ in range(DEEPEST):
-        inner = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), None)
+        inner = next((weights[key] for key in WRAPPERS if isinstance(weights.get(key), Mapping)), None)
         if inner is None:
-            return found
-        found = inner
+            return weights
+        weights = inner
     raise CheckpointError(f"{path}: its weights are wrapped more than {DEEPEST} times; expected names and tensors")
 
 
