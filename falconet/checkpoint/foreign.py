@@ -90,7 +90,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, where: str,
 def _read_safetensors(path: Path) -> object:
     try:
         return safetensors.torch.load(path.read_bytes())
-    except SafetensorError as error:
+    except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: truncated, or not safetensors ({' '.join(str(error).split())})") from error
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +135,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         data = path.read_bytes()  # not mmap: truncating a mapped file later would crash the process
     try:
         return safetensors.torch.load(data)
-    except SafetensorError as error:
+    except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: not safetensors ({' '.join(str(error).split())})") from error
 
 
@@ -142,7 +143,10 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
         with named(path):
-            size = path.stat().st_size
+            found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait
+            raise CheckpointError(f"{path}: is not a file")
+        size = found.st_size
         apart = f"{abs(size - record.bytes):,} byte{'s' * (abs(size - record.bytes) != 1)}"
         if size < record.bytes:
             raise CheckpointError(f"{path}: {apart} short of {record.bytes:,} (truncated)")

@@ -3,7 +3,9 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +17,12 @@ WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that seve
 FORMAT = DIVIDED  # the newest one that can be read
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
+MOST_BYTES = 1 << 24  # of a manifest: a million class names, or 100,000 slices
+MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
+MOST_THREADS = 1 << 16  # or processes
+MOST_SIDE = 1 << 14  # pixels of an image
+MOST_VALUES = 1 << 48  # of a tensor
+LARGEST = 1 << 53  # epochs, images, updates: exact as a float
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
 
 T = TypeVar("T")
@@ -58,7 +66,7 @@ class Manifest:
     progress: Progress
     class_names: tuple[str, ...]
     preprocessing: dict[str, Any]
-    config: Any
+    config: dict[str, dict[str, Any]]  # every option of its run, with its value and source
     plan: Any
     metrics: dict[str, Any]
     meter: dict[str, Any]
@@ -73,6 +81,22 @@ class Manifest:
     def stems(self) -> list[str]:
         """The kinds of tensors it holds: model, optimizer and so on."""
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The accuracy of the best validation so far, and its update."""
+        match self.content.get("best"):
+            case [int() | float() as accuracy, int() as update]:
+                return accuracy, update
+            case _:
+                return None
+
+    def option(self, name: str) -> str:
+        """The value of an option that every run has."""
+        value = self.config.get(name, {}).get("value")
+        if not isinstance(value, str):
+            raise CheckpointError(f"the checkpoint's config has no usable '{name}'; expected that of a training run")
+        return value
 
     def digests(self, stem: str) -> tuple[str, ...]:
         """The digests of the files that hold `stem`; empty if none does."""
@@ -109,7 +133,11 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint `folder`, without looking at its tensor files."""
     path = folder / MANIFEST
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            raise CheckpointError(f"{path}: not a file of at most {MOST_BYTES:,} bytes, as manifests are")
         content = json.loads(path.read_bytes())
+        digest = _digest(content) if isinstance(content, dict) else None
     except FileNotFoundError:
         what = "has no manifest.json, so it is not a complete checkpoint" if folder.is_dir() else "no such checkpoint"
         raise CheckpointError(f"{folder}: {what}") from None
@@ -126,9 +154,34 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{path}: has format {number}, but this version of Falconet reads at most {FORMAT}; upgrade Falconet"
         )
-    if content.get("digest") != _digest(content):
+    if content.get("digest") != digest:
         raise CheckpointError(f"{path}: contents changed since it was written (digest mismatch)")
+    for text in _texts(content):
+        if not _is_text(text):
+            raise CheckpointError(f"{path}: holds the text {text!a:.80}; expected text that a file name may have")
     return _manifest(content, path)
+
+
+def _texts(content: object) -> Iterator[str]:
+    """Every text in it, keys included."""
+    left = [content]
+    while left:
+        match left.pop():
+            case str() as text:
+                yield text
+            case dict() as entries:
+                left += [*entries.keys(), *entries.values()]
+            case list() as values:
+                left += values
+
+
+def _is_text(text: str) -> bool:
+    """Whether the system could have it in a file name: no NUL, and half characters only as Python reads stray bytes."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def part_of(content: Mapping[str, Any], *, where: Path) -> Part:
@@ -136,8 +189,10 @@ def part_of(content: Mapping[str, Any], *, where: Path) -> Part:
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: a part is {type(content).__name__}, expected an object")
     shape = _typed(content, "shape", list, where)
-    if not all(type(length) is int and length >= 0 for length in shape):
-        raise CheckpointError(f"{where}: 'shape' is {shape}, expected lengths")
+    if len(shape) > 8 or not all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape):
+        raise CheckpointError(f"{where}: 'shape' is {shape!s:.80}, expected lengths")
+    if math.prod(max(1, length) for length in shape) > MOST_VALUES:
+        raise CheckpointError(f"{where}: 'shape' is {shape}, expected at most {MOST_VALUES:,} values")
     return Part(
         name=_typed(content, "name", str, where),
         shape=tuple(shape),
@@ -162,19 +217,27 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
     names = _typed(content, "class_names", list, path, [])
     if not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{path}: 'class_names' holds something other than names")
+    classes = _whole(content, "classes", path, least=1, most=MOST_CLASSES if names else MOST_UNNAMED)
+    if names and len(names) != classes:
+        raise CheckpointError(f"{path}: 'class_names' holds {len(names):,} names, expected {classes:,}, one per class")
+    _check_preprocessing(_typed(content, "preprocessing", dict, path, {}), path)
+    _check_runtime(_typed(content, "runtime", dict, path, {}), path)
+    for name, value in _typed(content, "metrics", dict, path, {}).items():
+        if not isinstance(value, int | float | None):
+            raise CheckpointError(f"{path}: the metric '{name}' is {type(value).__name__}, expected a number")
     for name, record in files.items():
         if Path(name).name != name or not name.endswith(SUFFIX) or not isinstance(record, dict):
             raise CheckpointError(f"{path}: 'files' names {name!r}, expected plain file names that end in {SUFFIX}")
     return Manifest(
         format=content["format"],
         model=_typed(content, "model", str, path),
-        classes=_typed(content, "classes", int, path),
+        classes=classes,
         progress=Progress(
-            **{key: _typed(progress, key, int, path) for key in ("epoch", "images", "update")},
-            phase=_typed(progress, "phase", int, path, 1),
+            **{key: _whole(progress, key, path) for key in ("epoch", "images", "update")},
+            phase=_whole(progress, "phase", path, least=1, default=1),
         ),
         class_names=tuple(names),
-        config=content.get("config"),
+        config=_config(content, path),
         plan=content.get("plan"),
         averaged=bool(content.get("averaged")),
         files={
@@ -185,6 +248,52 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         parts=_parts(content, path) if content["format"] == DIVIDED else {},
         **{key: _typed(content, key, dict, path, {}) for key in SECTIONS},
     )
+
+
+def _whole(
+    content: Mapping[str, Any], key: str, path: Path, *, least: int = 0, most: int = LARGEST, default: int | None = None
+) -> int:
+    value = _typed(content, key, int, path, default)
+    if not least <= value <= most:
+        raise CheckpointError(f"{path}: '{key}' is {value!s:.40}, expected {least:,} to {most:,}")
+    return value
+
+
+def _config(content: dict[str, Any], path: Path) -> dict[str, dict[str, Any]]:
+    """The options of its run; each has a value, which is text, a switch or a list of texts."""
+    found = content.get("config")
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: 'config' is {type(found).__name__}, expected dict")
+    for name, entry in found.items():
+        if not isinstance(entry, dict) or "value" not in entry:
+            raise CheckpointError(f"{path}: the option '{name}' in 'config' has no value")
+    return found
+
+
+def _check_preprocessing(stored: dict[str, Any], path: Path) -> None:
+    """Refuse numbers that no image can be prepared with; names and types are checked where it is used."""
+    for key in ("image_size", "resize"):
+        if isinstance(stored.get(key), int | float) and not 1 <= stored[key] <= MOST_SIDE:
+            raise CheckpointError(f"{path}: '{key}' is {stored[key]!s:.40}, expected 1 to {MOST_SIDE:,} pixels")
+    for key in ("mean", "std"):
+        values = stored.get(key)
+        for value in values if isinstance(values, list) else ():
+            bad = not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > LARGEST
+            if bad or (key == "std" and value < 1 / LARGEST):
+                expected = "finite numbers" if key == "mean" else "finite numbers above 0"
+                raise CheckpointError(f"{path}: '{key}' holds {value!s:.40}, expected {expected}")
+
+
+def _check_runtime(stored: dict[str, Any], path: Path) -> None:
+    """What a restored run takes over: threads and processes, which change bits, and the splits of its stages."""
+    for key in ("threads", "processes"):
+        if key in stored:
+            _whole(stored, key, path, least=1, most=MOST_THREADS)
+    splits = _typed(stored, "splits", list, path, [])
+    if not all(isinstance(name, str) for name in splits):
+        raise CheckpointError(f"{path}: 'splits' holds something other than names of layers")
 
 
 def _parts(content: dict[str, Any], path: Path) -> dict[str, list[Part]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import foreign, format
+from falconet.errors import CheckpointError
 from falconet.numerics.loss_scale import Scale
 from falconet.optim.ema import Ema
 from falconet.optim.offload import HostedState
@@ -60,8 +61,16 @@ class Progress:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Progress":
-        totals = Totals(**content["interval"]), Totals(**content["epoch"])
-        return cls(content["update"], *totals, unvalidated=content.get("unvalidated", False))
+        try:
+            totals = Totals(**content["interval"]), Totals(**content["epoch"])
+        except (LookupError, TypeError):
+            raise CheckpointError(
+                "the checkpoint's 'meter' lacks the totals of its run, so it cannot be continued"
+            ) from None
+        numbers = [content.get("update"), *(value for each in totals for value in asdict(each).values())]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise CheckpointError("the checkpoint's 'meter' holds something other than numbers")
+        return cls(content["update"], *totals, unvalidated=bool(content.get("unvalidated")))
 
 
 @dataclass

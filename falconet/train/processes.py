@@ -27,6 +27,7 @@ from falconet.report.styles import FALCONET, Conventions
 from falconet.train import run_folder
 from falconet.train.plan import Phase
 
+MOST_DIGITS = 15  # of a number in a checkpoint's config
 Restored = Checkpoint | None
 Options = Loaded[commands.TrainOptions]
 
@@ -145,13 +146,20 @@ def _asks_for_another_batch(loaded: Options) -> bool:
 
 def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
     """The accumulation that keeps the checkpoint's global batch on another number of replicas."""
-    total = accumulation * int(manifest.config.get("replicas", {"value": 1})["value"])
+    total = accumulation * (_number(manifest, "replicas") if "replicas" in manifest.config else 1)
     if total % replicas:
         raise ConfigError(
             f"--replicas: got {replicas}, which does not divide the {total} micro-batches per update that the"
             " checkpoint was trained with; expected a divisor, or --gradient-accumulation as well"
         )
     return total // replicas
+
+
+def _number(manifest: Manifest, option: str) -> int:
+    text = manifest.option(option)
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
+        raise CheckpointError(f"the checkpoint's config has {text!r:.40} for '{option}', expected a number")
+    return int(text)
 
 
 def _divided(loaded: Options, place: Place | None) -> Division:
@@ -245,7 +253,7 @@ def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) 
     if restored is None:
         return 1
     folder, manifest = restored
-    number, epochs = manifest.progress.phase, int(manifest.config["epoch"]["value"])
+    number, epochs = manifest.progress.phase, _number(manifest, "epoch")
     if number > len(phases):
         raise ConfigError(
             f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"

@@ -17,7 +17,7 @@ from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
 from falconet.data.buffers import Batch
-from falconet.errors import ConfigError, Interrupted, named_option
+from falconet.errors import CheckpointError, ConfigError, Interrupted, named_option
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
@@ -147,17 +147,19 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
 
 def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, folder: Path) -> None:
     """The state of one update rule means nothing to another even if the tensors fit; nor do other formats."""
-    trained, asked = manifest.config["optimizer"]["value"], options.optimizer.optimizer
+    trained, asked = manifest.option("optimizer"), options.optimizer.optimizer
     if trained != asked:
         raise ConfigError(f"--optimizer: got '{asked}', expected '{trained}', whose state {folder} holds")
     stored: list[str] = manifest.config.get("trainable", {"value": []})["value"]  # older checkpoints trained all
-    patterns, expected = " ".join(options.training.trainable), " ".join(stored)
+    patterns, expected = " ".join(options.training.trainable), " ".join(map(str, stored))
     if patterns != expected:
         raise ConfigError(
             f"--trainable: got '{patterns}', expected '{expected}', whose state {folder} holds; `falconet train"
             " --init-path` starts a new run with its weights"
         )
-    before, now = REGIMES[manifest.config["precision"]["value"]], REGIMES[options.machine.precision]
+    before, now = REGIMES.get(manifest.option("precision")), REGIMES[options.machine.precision]
+    if before is None:
+        raise CheckpointError(f"{folder}: its precision is '{manifest.option('precision')}', which is none of ours")
     if before.update != now.update:
         raise ConfigError(
             f"--precision: got '{now.name}', expected one that updates in the same format as '{before.name}', whose"
@@ -284,7 +286,7 @@ def _output(
     built: BuiltPhase, state: TrainState, session: Session, *, stopwatch: Stopwatch, best: Best | None
 ) -> Output:
     manifest = built.restored.manifest if built.restored else None
-    stored = manifest.content.get("best") if manifest else None
+    stored = manifest.best if manifest else None
     measurements = Measurements(
         session.sinks.metrics,
         update=state.progress.update,

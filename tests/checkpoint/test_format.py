@@ -90,7 +90,7 @@ def test_manifest_round_trips_its_content(tmp_path):
     assert manifest.progress == format.Progress(epoch=2, images=200, update=20)
     assert manifest.class_names == ("cat", "dog")
     assert (manifest.model, manifest.classes, manifest.plan) == ("resnet8-cifar", 2, [1, 2])
-    assert (manifest.runtime, manifest.config, manifest.averaged) == ({}, None, False)
+    assert (manifest.runtime, manifest.config, manifest.averaged) == ({}, {}, False)
     assert manifest.content["novelty"] == {"a": [1]}
 
 
@@ -177,7 +177,64 @@ WRONG_TYPES = {
     "progress": ({"epoch": 1.5, "images": 0, "update": 0}, "'epoch' is float, expected int"),
     "class_names": ([1, 2], "'class_names' holds something other than names"),
     "metrics": ([], "'metrics' is list, expected dict"),
+    "config": (["epoch"], "'config' is list, expected dict"),
 }
+IMAGES = {"image_size": 8, "resize": 8, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]}
+WRONG_VALUES = {
+    "a name with NUL": ({"class_names": ["cat", "d\0g"]}, r"holds the text 'd\\x00g'; expected text"),
+    "half a character": ({"model": "m\ud800"}, r"holds the text 'm\\ud800'"),
+    "half a character as a key": ({"metrics": {"\ud800": 1}}, r"holds the text '\\ud800'"),
+    "too few names": ({"class_names": ["cat"]}, "'class_names' holds 1 names, expected 2, one per class"),
+    "too many names": ({"class_names": ["a", "b", "c"]}, "'class_names' holds 3 names, expected 2"),
+    "no class": ({"classes": 0}, "'classes' is 0, expected 1 to 10,000"),
+    "classes without names": ({"classes": 10**8}, "'classes' is 100000000, expected 1 to 10,000"),
+    "an update before the first": ({"progress": {"epoch": 0, "images": 0, "update": -1}}, "'update' is -1, expected 0"),
+    "an update that no computer reaches": (
+        {"progress": {"epoch": 0, "images": 0, "update": 10**40}},
+        "'update' is 10000",
+    ),
+    "an option without a value": ({"config": {"epoch": {}}}, "the option 'epoch' in 'config' has no value"),
+    "an option that is a list": ({"config": {"epoch": [1]}}, "the option 'epoch' in 'config' has no value"),
+    "a metric that is text": ({"metrics": {"score": "high"}}, "the metric 'score' is str, expected a number"),
+    "too many threads": ({"runtime": {"threads": 10**9}}, "'threads' is 1000000000, expected 1 to 65,536"),
+    "splits that are numbers": ({"runtime": {"splits": [1]}}, "'splits' holds something other than names of layers"),
+    "std 0": ({"preprocessing": IMAGES | {"std": [0.2, 0, 0.2]}}, "'std' holds 0, expected finite numbers above 0"),
+    "negative std": ({"preprocessing": IMAGES | {"std": [0.2, 0.2, -1.0]}}, "'std' holds -1.0"),
+    "tiny std": ({"preprocessing": IMAGES | {"std": [0.2, 0.2, 1e-30]}}, "'std' holds 1e-30"),
+    "NaN std": ({"preprocessing": IMAGES | {"std": [float("nan"), 0.2, 0.2]}}, "'std' holds nan"),
+    "infinite mean": ({"preprocessing": IMAGES | {"mean": [float("inf"), 0, 0]}}, "'mean' holds inf, expected finite"),
+    "text for a mean": ({"preprocessing": IMAGES | {"mean": ["x", 0, 0]}}, "'mean' holds x, expected finite numbers"),
+    "an absurd size": (
+        {"preprocessing": IMAGES | {"image_size": 10**6}},
+        "'image_size' is 1000000, expected 1 to 16,384",
+    ),
+    "no size": ({"preprocessing": IMAGES | {"resize": 0}}, "'resize' is 0, expected 1 to 16,384 pixels"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_a_manifest_with_an_impossible_value_is_refused_in_one_line(tmp_path, changes, message):
+    format.write(tmp_path / "a", tensors(), content() | changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        format.read_manifest(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+    str(caught.value).encode()
+
+
+def test_names_of_files_that_are_not_utf8_are_kept(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    assert format.read_manifest(saved(tmp_path / "a", class_names=["cat", name])).class_names == ("cat", name)
+
+
+def test_a_manifest_that_is_a_pipe_or_endless_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match="not a file of at most 16,777,216 bytes"):
+        format.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").touch()
+    os.truncate(tmp_path / "manifest.json", 1 << 40)
+    with pytest.raises(CheckpointError, match="not a file of at most 16,777,216 bytes"):
+        format.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("key", WRONG_TYPES)

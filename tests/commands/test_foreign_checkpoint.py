@@ -38,6 +38,14 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def replaced(folder, **entries):
+    """The same with whole entries replaced."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text()) | entries
+    content["digest"] = manifest._digest(content)
+    path.write_text(json.dumps(content))
+
+
 def forge(folder, *, runtime=None, **config):
     """Another manifest for a checkpoint, with a digest that fits."""
     path = folder / "manifest.json"
@@ -201,3 +209,33 @@ def test_accuracy_table_is_written_through_no_link_unless_it_was_named(falconet,
     Path("named.csv").symlink_to("own.csv")
     assert falconet("validate --checkpoint-input-path dl --output named.csv").code == 0
     assert Path("own.csv").read_text().startswith("checkpoint,epoch,")
+
+
+SENSELESS = {
+    "an empty meter": {"meter": {}},
+    "a meter of words": {"meter": {"update": "x", "interval": {}, "epoch": {}}},
+    "a list of options": {"config": ["epoch"]},
+    "no options": {"config": {}},
+    "too few names": {"class_names": ["0"]},
+    "a hundred million classes": {"classes": 10**8},
+    "half a character": {"model": "m\ud800"},
+}
+
+
+@pytest.mark.parametrize("entries", SENSELESS.values(), ids=SENSELESS)
+@pytest.mark.parametrize("command", ["restore", "validate"])
+def test_a_senseless_manifest_is_one_line(falconet, trained, entries, command):
+    shutil.copytree(trained, "dl")
+    replaced(Path("dl/checkpoints") / NAME, **entries)
+    more = " --epoch 2" if command == "restore" else ""
+    answer = falconet(f"{command} --checkpoint-input-path dl/checkpoints/{NAME}{more}")
+    if command == "validate" and ("meter" in entries or entries == {"config": {}}):  # which it does without
+        assert answer.code == 0
+    else:
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+
+
+def test_a_best_validation_that_is_none_is_ignored(falconet, trained):
+    shutil.copytree(trained, "dl")
+    replaced(Path("dl/checkpoints") / NAME, best=["high"], metrics={})
+    assert falconet("restore --checkpoint-input-path dl --epoch 2").code == 0
