@@ -98,7 +98,8 @@ class Saving:
             else:
                 self._say(f"warning: {failed}; saving again")
                 self._insist()
-            self.output.style.saved(self.folder / self.name())
+            if not self.state.progress.unvalidated:  # else that comes first
+                self.output.style.saved(self.folder / self.name())
 
     def amend(self) -> None:
         """Add to the checkpoint of this update what was measured since it was saved."""
@@ -106,6 +107,7 @@ class Saving:
         content = self._content(update)
         changes = {key: content[key] for key in ("meter", "metrics", "best")}
         self.writer.amend(self._saved[update], changes, after=self._prune)
+        self.output.style.saved(self._saved[update])
 
     def finish(self) -> Path:
         """Wait for the last checkpoint; if it failed, try again, and pause until it is written."""
