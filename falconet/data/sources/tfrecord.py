@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax
 READ_FEATURES = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
 
 MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
+MOST_FIELDS = 100_000  # of a record; ImageNet's have about 60, and five per object
 WINDOW = 4096  # bytes read at once; usually all of a record except the image fits
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 Read = Callable[[int, int], bytes]  # offset, count
@@ -57,11 +59,12 @@ def parse_example(read: Read, size: int) -> Example:
     """The Example in a record of `size` bytes."""
     image: list[tuple[int, int]] = []
     small: dict[bytes, bytes] = {}  # all features except the image
-    for number, begin, end in _fields(read, 0, size):
-        for inner, entry, entry_end in _fields(read, begin, end) if number == 1 else ():
-            key, place, place_end = _entry(read, entry, entry_end) if inner == 1 else (b"", 0, 0)
+    fields = Fields(read)
+    for number, begin, end in fields.of(0, size):
+        for inner, entry, entry_end in fields.of(begin, end) if number == 1 else ():
+            key, place, place_end = _entry(fields, entry, entry_end) if inner == 1 else (b"", 0, 0)
             if key == IMAGE:
-                image = _values(read, place, place_end, kind=1)
+                image = list(islice(_values(fields, place, place_end, kind=1), 2))  # a second one is too many
             elif key in READ_FEATURES:
                 small[key] = read(place, min(place_end - place, MOST_SMALL))
     if not image or LABEL not in small:
@@ -89,31 +92,28 @@ def _boxes(small: dict[bytes, bytes]) -> BoxArray:
     return proper(np.array(sides, np.float32).T)
 
 
-def _entry(read: Read, begin: int, end: int) -> tuple[bytes, int, int]:
+def _entry(fields: "Fields", begin: int, end: int) -> tuple[bytes, int, int]:
     """Key and value range of one entry of the map."""
     key, place = b"", (end, end)
-    for number, inner, inner_end in _fields(read, begin, end):
+    for number, inner, inner_end in fields.of(begin, end):
         if number == 1:
-            key = read(inner, min(inner_end - inner, 64))  # longer keys are not ours
+            key = fields.read(inner, min(inner_end - inner, 64))  # longer keys are not ours
         elif number == 2:
             place = (inner, inner_end)
     return (key, *place)
 
 
-def _values(read: Read, begin: int, end: int, *, kind: int) -> list[tuple[int, int]]:
+def _values(fields: "Fields", begin: int, end: int, *, kind: int) -> Iterator[tuple[int, int]]:
     """The ranges of the values in a Feature with a list of this kind."""
-    return [
-        (inner, inner_end)
-        for number, values, values_end in _fields(read, begin, end)
-        if number == kind
-        for inner_number, inner, inner_end in _fields(read, values, values_end)
-        if inner_number == 1
-    ]
+    for number, values, values_end in fields.of(begin, end):
+        for inner_number, inner, inner_end in fields.of(values, values_end) if number == kind else ():
+            if inner_number == 1:
+                yield inner, inner_end
 
 
 def _lists(data: bytes, *, kind: int) -> list[bytes]:
     """The values of a Feature that was already read."""
-    places = _values(lambda at, count: data[at : at + count], 0, len(data), kind=kind)
+    places = _values(Fields(lambda at, count: data[at : at + count]), 0, len(data), kind=kind)
     return [data[begin:end] for begin, end in places]
 
 
@@ -136,27 +136,35 @@ def _floats(data: bytes) -> list[float]:
     return numbers
 
 
-def _fields(read: Read, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Number, begin and end of each field of a message; for a plain number, of its encoding."""
-    fields = []
-    while begin < end:
-        head = read(begin, min(20, end - begin))  # two varints at most
-        tag, at = _varint(head, 0)
-        wire = tag & 7
-        if wire == DELIMITED:
-            length, at = _varint(head, at)
-        elif wire == VARINT:
-            length = _varint(head, at)[1] - at
-        elif wire in (FIXED64, FIXED32):
-            length = 8 if wire == FIXED64 else 4
-        else:
-            raise MalformedError("not a tf.train.Example")
-        begin += at
-        if length > end - begin:
-            raise MalformedError("not a tf.train.Example")
-        fields.append((tag >> 3, begin, begin + length))
-        begin += length
-    return fields
+class Fields:
+    """The fields of messages, found one after the other, and of a record not more than an image can have."""
+
+    def __init__(self, read: Read) -> None:
+        self.read = read
+        self._left = MOST_FIELDS
+
+    def of(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Number, begin and end of each field of a message; for a plain number, of its encoding."""
+        while begin < end:
+            self._left -= 1
+            if self._left < 0:
+                raise MalformedError(f"more than {MOST_FIELDS:,} fields")
+            head = self.read(begin, min(20, end - begin))  # two varints at most
+            tag, at = _varint(head, 0)
+            wire = tag & 7
+            if wire == DELIMITED:
+                length, at = _varint(head, at)
+            elif wire == VARINT:
+                length = _varint(head, at)[1] - at
+            elif wire in (FIXED64, FIXED32):
+                length = 8 if wire == FIXED64 else 4
+            else:
+                raise MalformedError("not a tf.train.Example")
+            begin += at
+            if length > end - begin:
+                raise MalformedError("not a tf.train.Example")
+            yield tag >> 3, begin, begin + length
+            begin += length
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

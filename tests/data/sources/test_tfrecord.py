@@ -1,6 +1,8 @@
 """TFRecords written by tensorboard's writer and protobuf itself."""
 
 import struct
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -211,3 +213,40 @@ def test_indexing_does_not_read_the_images(records, monkeypatch):
     monkeypatch.setattr(tfrecord, "pread", lambda *place: read.append(len(plain(*place))) or plain(*place))
     layout.load_photos(records)
     assert sum(read) < 400_000
+
+
+def delimited(number, data):
+    """A protobuf field."""
+    length, head = len(data), bytearray([number << 3 | 2])
+    while length >= 0x80:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*head, length]) + data
+
+
+def entry(key, feature):
+    return delimited(1, delimited(1, delimited(1, key) + delimited(2, feature)))
+
+
+MANY = 5_000_000  # fields of two bytes
+CROWDED = {
+    "in the record": b"\x12\x00" * MANY,
+    "in the map": delimited(1, b"\x12\x00" * MANY),
+    "images": entry(b"image/encoded", delimited(1, b"\x0a\x00" * MANY)),
+    "lists of images": entry(b"image/encoded", b"\x12\x00" * MANY),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDED.values(), ids=CROWDED)
+def test_a_record_of_millions_of_fields_takes_little_memory_and_time(records, crowd):
+    path = records / "train-00001-of-00003"
+    layouts.write_records(path, [layouts.example(b"x", 1) + crowd])
+    tracemalloc.start()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(DataError, match=r"cannot be used: (more than 100,000 fields|2 images and 1 labels)"):
+            layout.load_photos(records)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+        assert time.monotonic() - begun < 20
+    finally:
+        tracemalloc.stop()
