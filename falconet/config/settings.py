@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -64,10 +64,13 @@ def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str)
     """Options written as YAML or JSON: text, numbers, booleans, and lists of them."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{source}: got {_kind(mapping)}, expected options, such as `epoch: 10`")
-    settings = []
+    settings, keys = [], dict[str, object]()
     for key, value in mapping.items():
         name = _known(str(key).replace("_", "-"), options, dashes="", where=f"{source}: ")
         settings.append(_from_value(name, value, options, source=source))
+        first = keys.setdefault(settings[-1].bare, key)
+        if first != key:
+            raise ConfigError(f"{source}: '{key}' is the same option as '{first}'; expected one of them")
     for setting in settings:
         _check_count(setting, options)
     return settings
@@ -81,7 +84,40 @@ def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
     return from_mapping(content, options, source=str(path))
 
 
-def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = yaml.BaseLoader) -> object:
+class Unrepeated(yaml.constructor.BaseConstructor):
+    """Refuses a key that a mapping has twice: YAML forbids it, and its reader would take the last without a word."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        left, seen = [node], set()
+        while left:
+            each = left.pop()
+            if id(each) in seen:  # an alias may lead back to it
+                continue
+            seen.add(id(each))
+            if isinstance(each, yaml.SequenceNode):
+                left += each.value
+            if isinstance(each, yaml.MappingNode):
+                _refuse_repeated(each)
+                left += [part for pair in each.value for part in pair]
+        return super().construct_document(node)
+
+
+def _refuse_repeated(mapping: yaml.MappingNode) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        if key.value in lines:
+            problem = f"'{key.value}' is given twice, first in line {lines[key.value]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        lines[key.value] = key.start_mark.line + 1
+
+
+class Texts(Unrepeated, yaml.BaseLoader):
+    """Every scalar as it is spelled."""
+
+
+def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = Texts) -> object:
     """A YAML document with every scalar as text, so that `16.16` and `1e-5` keep their spelling."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
@@ -123,11 +159,12 @@ def is_asked_for(source: str | None) -> bool:
 
 
 def _from_value(name: str, value: object, options: Mapping[str, Option], *, source: str) -> Setting:
-    if options[name].is_flag:
+    bare = name if name in options else name.removeprefix(_OFF)
+    if options[bare].is_flag:
         switch = str(value).lower()
         if switch not in ("true", "false"):
             raise ConfigError(f"{source}: {name}: got {value!r}, expected true or false")
-        return Setting(name if switch == "true" else f"{_OFF}{name}", (), source)
+        return Setting(bare if (switch == "true") == (name == bare) else f"{_OFF}{bare}", (), source)
     if isinstance(value, Mapping) or value is None:
         raise ConfigError(f"{source}: {name}: got {_kind(value)}, expected {options[name].expected()}")
     items = value if isinstance(value, list) else [value]

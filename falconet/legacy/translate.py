@@ -13,7 +13,7 @@ from falconet.config.commands import COMMANDS
 from falconet.config.effects import unused
 from falconet.config.fields import Option, options_of
 from falconet.config.load import parse
-from falconet.config.settings import LINE, Setting, read_yaml, spelled
+from falconet.config.settings import LINE, Setting, Unrepeated, read_yaml, spelled
 from falconet.errors import ConfigError, did_you_mean
 from falconet.legacy import popart, pytorch, tensorflow
 from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, truth
@@ -332,7 +332,7 @@ def _command(program: Program) -> str:
     return program.command(Values({option.name: option for option in program.rows}, {}, Place()))
 
 
-class _Texts(yaml.SafeLoader):
+class _Texts(Unrepeated, yaml.SafeLoader):
     """Every scalar as text, so that 16.16 stays 16.16; `<<` still merges, because the originals' files use it."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012, PyYAML's own way

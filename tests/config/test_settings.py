@@ -86,6 +86,11 @@ FILES = {
     "lr: {peak: 1}": "c.yaml: lr: got a mapping, expected a number, at least 0",
     "lr: 'x": "c.yaml, line 1: is not YAML",
     "lr_epoch_decay: [[1]]": "c.yaml: lr-epoch-decay: got a nested list",
+    "lr: 1\nepoch: 3\nlr: 2": "c.yaml, line 3: is not YAML: 'lr' is given twice, first in line 1",
+    "{lr: 1, lr: 2}": "c.yaml, line 1: is not YAML: 'lr' is given twice, first in line 1",
+    "lr-epoch-decay: 3\nlr_epoch_decay: 4": "c.yaml: 'lr_epoch_decay' is the same option as 'lr-epoch-decay'; expected",
+    "wandb: true\nno-wandb: true": "c.yaml: 'no-wandb' is the same option as 'wandb'; expected one of them",
+    "&a [*a, {x: 1, x: 2}]": "c.yaml, line 1: is not YAML: 'x' is given twice",
 }
 
 
@@ -225,3 +230,9 @@ def test_typo_of_an_alias_suggests_it():
 def test_command_without_data_has_no_alias_for_it():
     with pytest.raises(ConfigError, match="unknown option --imagenet-data-path"):
         from_line(["--imagenet-data-path", "x"], options_of(DoctorOptions))
+
+
+def test_a_switch_may_be_turned_off_by_either_spelling(tmp_path):
+    (tmp_path / "c.yaml").write_text("no-eight-bit-io: true\nno-antialias: false\ndataset_cache: true\n")
+    data = load(TrainOptions, from_config(str(tmp_path / "c.yaml"), OPTIONS)).options.data
+    assert (data.eight_bit_io, data.antialias, data.dataset_cache) == (False, True, True)
