@@ -28,6 +28,7 @@ from falconet.errors import (
     WorldError,
     did_you_mean,
     memory_shortage,
+    printable,
 )
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel.environment import is_first, is_one_of_several, said_here
@@ -138,7 +139,7 @@ def unwritten(error: OSError, program: str) -> int:
         message = f"{error.filename}: {error.strerror}; expected a file or folder that you may read and write"
     else:
         raise error
-    print(f"{program}: {message}", file=sys.stderr)  # noqa: T201
+    print(printable(f"{program}: {message}"), file=sys.stderr)  # noqa: T201
     return MISTAKE
 
 
@@ -160,4 +161,4 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def _complain(message: str, command: str) -> None:
-    print(f"falconet {command}".rstrip() + f": {message}", file=sys.stderr)  # noqa: T201
+    print(printable(f"falconet {command}".rstrip() + f": {message}"), file=sys.stderr)  # noqa: T201

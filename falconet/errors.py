@@ -12,6 +12,15 @@ _SHORTAGE = re.compile(r"out of memory|can't allocate memory|_STATUS_ALLOC_FAILE
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 
 
+# A file may have any name: what moves the cursor, starts a new line, or turns the direction of writing around.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text on one line, with characters that would act on a terminal escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UserError(Exception):
     """Something that the user can fix: `cli` prints it as one line and exits with `code`."""
 
@@ -19,7 +28,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """One line, even if a typed value has several."""
-        return super().__str__().replace("\n", "\\n")
+        return printable(super().__str__())
 
 
 class ConfigError(UserError):

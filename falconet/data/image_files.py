@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from falconet.errors import DataError
+from falconet.errors import DataError, printable
 
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -181,7 +181,7 @@ class BadImages:
                 return
             self._seen.add(where)
             count = self._count(where)
-            what = f"{where}: cannot be decoded ({reason})"
+            what = printable(f"{where}: cannot be decoded ({reason})")
             if self.allowed is None:
                 self._note(f"{what}; left out")
                 return

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from falconet import exits
+from falconet.errors import printable
 from falconet.parallel import environment
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class Lines(Console):
 
     is_closed = False
 
+    def print(self, *objects: Any, **named: Any) -> None:
+        """Print; the lines of a text, which may hold names of any file, act on no terminal."""
+        super().print(*(_inert(each) if isinstance(each, str) else each for each in objects), **named)
+
     def __exit__(self, kind: Any, error: Any, at: Any) -> None:
         """Catch the error of a closed terminal here, where all output is written, also that of the bar's thread."""
         try:
@@ -53,6 +58,10 @@ class Lines(Console):
         self.quiet = self.is_closed = True
 
 
+def _inert(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 class Screen:
     """Lines, with a progress bar of the whole run below them on a terminal.
 
@@ -63,7 +72,7 @@ class Screen:
         self.console = console or Lines(highlight=False, soft_wrap=True)
         self._aside: Lines | None = None
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
@@ -117,7 +126,7 @@ class Counting:
     def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
         self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:,.0f}"),
             TimeElapsedColumn(),
@@ -126,7 +135,7 @@ class Counting:
             transient=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(what, total=total)
+        self._task = self._bar.add_task(printable(what), total=total)
         self._what, self._total = what, total
         self._count, self._shown = 0, time.monotonic()
         self._every = GLANCE if self._console.is_terminal else SILENCE

@@ -23,7 +23,7 @@ from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError, DataError, Interrupted, LinkError
+from falconet.errors import ConfigError, DataError, Interrupted, LinkError, printable
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -69,7 +69,7 @@ class Evaluation:
 
 def left_out_line(names: Sequence[str]) -> str:
     """The images that no accuracy counts, by name."""
-    shown = ", ".join(names[:MOST_NAMED])
+    shown = printable(", ".join(names[:MOST_NAMED]))
     more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
     return f"left out of the validation, because they cannot be read: {counted(len(names), 'image')}: {shown}{more}"
 

@@ -6,7 +6,8 @@ import os
 import pytest
 from rich.console import Console
 
-from falconet.report.console import Lines, Screen
+from falconet.errors import UserError
+from falconet.report.console import Counting, Lines, Screen
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
 
@@ -149,3 +150,36 @@ def test_other_output_errors_are_raised():
 
     with pytest.raises(OSError, match="No space left"):
         Lines(file=Full()).print("a line")
+
+
+ACTING = {
+    "a colour": ("a\x1b[31mb", "a\\x1b[31mb"),
+    "over the line": ("a\rb\x08\x7f", "a\\rb\\x08\\x7f"),
+    "C1": ("a\x9b31mb\x85", "a\\x9b31mb\\x85"),
+    "backwards": ("a\u202egpj.exe\u2066", "a\\u202egpj.exe\\u2066"),
+    "separators": ("a\u2028b", "a\\u2028b"),
+    "other languages": (
+        "\u05e9\u05dc\u05d5\u05dd caf\xe9 \u65e5\u672c",
+        "\u05e9\u05dc\u05d5\u05dd caf\xe9 \u65e5\u672c",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "shown"), ACTING.values(), ids=ACTING)
+def test_names_of_files_do_not_act_on_the_terminal(name, shown):
+    text = io.StringIO()
+    Screen(Lines(file=text, force_terminal=True, width=120, highlight=False, soft_wrap=True)).line(name)
+    assert text.getvalue() == f"{shown}\n"
+    assert str(UserError(f"{name}\n: bad")) == f"{shown}\\n: bad"
+
+
+def test_the_counter_shows_names_as_they_are(monkeypatch):
+    text = io.StringIO()
+    monkeypatch.setattr(Lines, "is_terminal", True)
+    counting = Counting("indexing [red]a\x1b[31mb[/red]", total=3)
+    counting._console.file = text
+    with counting:
+        counting.add(3)
+    assert "[31m" in text.getvalue()
+    assert "\x1b[31m" not in text.getvalue()
+    assert "[red]a\\x1b" in text.getvalue()
