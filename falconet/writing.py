@@ -5,14 +5,22 @@ without following links: a run folder or a data folder may come from another per
 """
 
 import contextlib
+import fcntl
 import os
+import re
 import secrets
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from falconet.errors import LinkError
 
+SCRATCH = "falconet-"
+ABANDONED = 60.0  # seconds without a new file; the workers of a killed launcher end within half of that
+_OURS = re.compile(rf"{SCRATCH}[a-z0-9_]{{8}}")
 MODE, FOLDER_MODE = 0o666, 0o777  # before the umask
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -64,6 +72,36 @@ def probe(folder: Path) -> None:
     with _below(folder, f".writable-{secrets.token_hex(8)}") as (parent, name):
         os.close(os.open(name, _NEW, MODE, dir_fd=parent))
         os.unlink(name, dir_fd=parent)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[str]:
+    """A private folder in the temporary directory, removed at the end; what killed processes left goes first."""
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as name:
+        handle = os.open(name, _FOLDER)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks; nothing is swept there either
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield name
+        finally:
+            os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the scratch folders of this user that no process holds; the system frees the lock of a killed one."""
+    for path in folder.iterdir():
+        if not _OURS.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError):  # in use, another user's, or swept by another process as well
+            handle = os.open(path, _FOLDER | os.O_NOFOLLOW)
+            try:
+                state = os.fstat(handle)
+                if state.st_uid == os.geteuid() and time.time() - state.st_mtime >= ABANDONED:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:

@@ -1,7 +1,13 @@
 """Files below a folder: whatever lies there already, nothing outside of it is written."""
 
 import os
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -122,3 +128,73 @@ def test_concurrent_writers_leave_one_whole_text(places):
         each.join()
     assert (folder / "file").read_text() in texts
     assert names(folder) == ["file"]
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The temporary directory, in which everything is two minutes old."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def make(name, *, seconds=120.0):
+        folder = tmp_path / "tmp" / name
+        folder.mkdir()
+        (folder / "file").write_text("x")
+        os.utime(folder, (time.time() - seconds,) * 2)
+        return folder
+
+    return make
+
+
+def test_a_scratch_folder_is_private_and_removed(temporary):
+    with writing.scratch() as name:
+        assert stat.S_IMODE(Path(name).stat().st_mode) == 0o700
+        assert Path(name).name.startswith("falconet-")
+    assert not Path(name).exists()
+
+
+HOLD = "from falconet import writing\nwith writing.scratch() as name: print(name, flush=True); input()"
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": tempfile.gettempdir()},
+    )  # fmt: skip
+    left = Path(killed.stdout.readline().strip())
+    os.utime(left, (0, 0))
+    with writing.scratch():
+        assert left.is_dir(), "its process still lives"
+    killed.kill()
+    killed.wait()
+    with writing.scratch():
+        assert not left.exists()
+
+
+def test_only_abandoned_folders_of_ours_are_removed(temporary, tmp_path):
+    other = {
+        temporary(name)
+        for name in ("falconet-mine", "falconet-abcd1234x", "torchelastic_abcd1234", "falconet-ABCD1234")
+    }
+    young = temporary("falconet-abcd1234", seconds=5.0)
+    target = temporary("target")
+    link = target.with_name("falconet-link5678")
+    link.symlink_to(target)
+    os.utime(link, (0, 0), follow_symlinks=False)
+    (file := target.with_name("falconet-file5678")).write_text("x")
+    os.utime(file, (0, 0))
+    old = temporary("falconet-olda5678")
+    (old / "link").symlink_to(target)
+    os.utime(old, (0, 0))
+    with writing.scratch():
+        pass
+    assert not old.exists()
+    assert all(path.exists() for path in (*other, young, target / "file", link, file))
+
+
+def test_a_folder_of_another_user_is_left_alone(temporary, monkeypatch):
+    old = temporary("falconet-olda5678")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with writing.scratch():
+        pass
+    assert old.exists()

@@ -1,7 +1,6 @@
 """`falconet bench serve`: measure the throughput and latency of a served model, as clients see them."""
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from falconet import writing
 from falconet.bench import load_test
 from falconet.bench.client import Job, Outcome
 from falconet.bench.execution import terminated_as_interrupted
@@ -43,8 +43,7 @@ def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) 
     line, screen = loaded.line, Screen()
     options = _options(loaded, screen)
     _note_unused(options, line, screen)
-    folder = tempfile.TemporaryDirectory(prefix="falconet-")
-    with terminated_as_interrupted(), folder as home, _target(options, line) as target:
+    with terminated_as_interrupted(), writing.scratch() as home, _target(options, line) as target:
         tensors = Tensors.of(target)
         job = _job(options, target, tensors, Path(home))
         if options.load.check_answers:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from PIL import Image
 
 import falconet
+from falconet import writing
 from falconet.commands import selftest
 from falconet.config.commands import DoctorOptions
 from falconet.config.fields import value_or
@@ -110,7 +110,7 @@ def _check_processes(options: DoctorOptions, place: Place | None) -> int:
 
 def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
     """Images per second of each decoder, and which one to use, in words."""
-    with tempfile.TemporaryDirectory() as folder:
+    with writing.scratch() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
     threads = counted(input.workers(Data()), "thread")
     yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images per second:"

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from falconet import exits
+from falconet import exits, writing
 from falconet.errors import Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED, MISTAKE
 from falconet.parallel import environment, rendezvous
@@ -66,7 +65,7 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR",
     }
     # Mode 0700 and an unpredictable name; new for each attempt, without the files of dead workers.
-    with tempfile.TemporaryDirectory(prefix="falconet-") as folder, _variables({**own, environment.MEETING: folder}):
+    with writing.scratch() as folder, _variables({**own, environment.MEETING: folder}):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

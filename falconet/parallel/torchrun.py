@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import uuid
 from argparse import Namespace
@@ -15,6 +14,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
+from falconet import writing
 from falconet.errors import Interrupted
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel import environment, rendezvous
@@ -25,7 +25,7 @@ from falconet.parallel.network import listener
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the workers of this host to their end; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with tempfile.TemporaryDirectory(prefix="falconet-") as logs:
+    with writing.scratch() as logs:
         own = [f"--log-dir={logs}", f"--signals-to-handle={heeded()}"]  # otherwise torchrun leaves a folder in /tmp
         args = parse_args([*own, *words])  # type: ignore[no-untyped-call]
         if args.rdzv_backend not in ("static", "c10d"):
