@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from falconet import writing
-from falconet.errors import ConfigError
+from falconet.errors import NO_ROOM, ConfigError
 
 BINS = 64
 _FACTS = 5  # numbers before the counts: minimum, maximum, number of values, sum, sum of squares
@@ -55,14 +55,14 @@ class JsonLines:
     """metrics.jsonl: one JSON object per line. A restored run appends; the last line of an update is the valid one."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _appended(path)
+        self._lines = _Growing(path)
 
     def write(self, update: int, metrics: Metrics) -> None:
         plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        self._file.write(json.dumps({"update": update, **plain}) + "\n")
+        self._lines.add({"update": update, **plain})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class UpdateTimes:
@@ -72,22 +72,40 @@ class UpdateTimes:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = _appended(path)
+        self._lines = _Growing(path)
 
     def write(self, update: int, seconds: Sequence[float]) -> None:
         times = [round(1000 * one, 3) for one in seconds]
-        self._file.write(json.dumps({"update": update, "milliseconds": times}) + "\n")
+        self._lines.add({"update": update, "milliseconds": times})
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
-def _appended(path: Path) -> TextIO:
-    """Open a file to append lines, without the half-written one that a killed process may have left."""
-    handle = writing.growing(path.parent, path.name)
-    with os.fdopen(handle, "rb", closefd=False) as file:
-        os.ftruncate(handle, file.read().rfind(b"\n") + 1)
-    return os.fdopen(handle, "a", encoding="utf-8", buffering=1)
+class _Growing:
+    """A file that grows by whole lines. What a full disk does not take is kept, and written before the next line."""
+
+    def __init__(self, path: Path) -> None:
+        handle = writing.growing(path.parent, path.name)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            os.ftruncate(handle, file.read().rfind(b"\n") + 1)  # a killed process may have left half a line
+        self._file, self._left = os.fdopen(handle, "ab", buffering=0), b""
+
+    def add(self, content: Mapping[str, object]) -> None:
+        self._left += json.dumps(content).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+    def close(self) -> None:
+        with self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._left:
+            self._left = self._left[self._file.write(self._left) :]
 
 
 class TensorBoard:

@@ -1,6 +1,7 @@
 """metrics.jsonl is strict JSON lines and only grows; the other sinks report what they need."""
 
 import json
+import resource
 import sys
 
 import pytest
@@ -176,3 +177,36 @@ def test_all_sinks_are_closed_even_if_one_raises(tmp_path):
     for sink in (first, last):
         with pytest.raises(ValueError, match="closed file"):
             sink.write(1, {})
+
+
+@pytest.fixture
+def little_room():
+    """Files may have 4,000 bytes, until `more` is called; a full disk answers in the same way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+
+    def more():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield more
+    more()
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, little_room):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for update in range(200):
+        sink.write(update, {"train/loss": 0.5})
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 4000
+    little_room()
+    sink.write(200, {"train/loss": 0.5})
+    sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(201))
+
+
+def test_metrics_that_were_never_written_are_an_error_at_the_end(tmp_path, little_room):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for update in range(200):
+        sink.write(update, {"train/loss": 0.5})
+    with pytest.raises(OSError, match="File too large"):
+        sink.close()
