@@ -59,8 +59,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             )
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}; expected only names and tensors")
-        if value.layout is not torch.strided or value.device.type != "cpu":
-            raise CheckpointError(f"{path}: '{key}' has no values of its own; expected plain tensors")
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.is_complex():
+            raise CheckpointError(f"{path}: '{key}' is sparse, complex or without values; expected plain tensors")
         name = PREFIX.sub("", key.replace("_orig_mod.", ""))  # added by torch.compile, at any depth
         if name in weights:
             raise CheckpointError(f"{path}: two tensors are called '{name}' after removing wrapper prefixes")

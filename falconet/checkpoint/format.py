@@ -134,9 +134,13 @@ def _read(path: Path) -> dict[str, Tensor]:
     with named(path):
         data = path.read_bytes()  # not mmap: truncating a mapped file later would crash the process
     try:
-        return safetensors.torch.load(data)
+        found = safetensors.torch.load(data)
     except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: not safetensors ({' '.join(str(error).split())})") from error
+    for name, tensor in found.items():
+        if tensor.is_complex():
+            raise CheckpointError(f"{path}: '{name}' holds complex numbers; expected real ones")
+    return found
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -60,6 +60,9 @@ class _Remembered:
         if missing:
             raise CheckpointError(f"loss scale: '{min(missing)}' is missing; was the run's scale of another kind?")
         for name, tensor in self.state_tensors().items():
+            if tensors[name].shape != tensor.shape:
+                raise CheckpointError(f"loss scale: '{name}' has another shape than {list(tensor.shape)}")
+        for name, tensor in self.state_tensors().items():
             tensor.copy_(tensors[name])
 
 

@@ -45,7 +45,11 @@ def load_state_tensors(
     check_names(tensors, expected=[*untouched, *full], what="optimizer state")
     for name, p in trained.items():
         for slot in slots[name]:
-            check_shape(tensors[f"{slot}/{name}"], like=_like(p, slot), name=f"optimizer state '{slot}/{name}'")
+            stored = tensors[f"{slot}/{name}"]
+            check_shape(stored, like=_like(p, slot), name=f"optimizer state '{slot}/{name}'")
+            if slot != "step" and not stored.is_floating_point():
+                kind = str(stored.dtype).removeprefix("torch.")
+                raise CheckpointError(f"optimizer state '{slot}/{name}': got {kind}, expected floating-point numbers")
     optimizer.state.clear()
     counted_on_device = _counted_on_device(optimizer)
     for name, p in trained.items():

@@ -152,6 +152,7 @@ NONSENSE = {
     "a number for a name": (as_torch_file({3: torch.ones(1)}), "a tensor is called by a int; expected only names"),
     "a tensor without values": (as_torch_file({"w": torch.ones(1, device="meta")}), "it would import torch"),
     "a sparse tensor": (as_torch_file({"w": torch.eye(3).to_sparse()}), "it would import torch"),
+    "complex numbers": (as_torch_file({"w": torch.ones(2, dtype=torch.complex64)}), "sparse, complex or without"),
     "itself": (as_torch_file(endless()), "its weights are wrapped more than 8 times"),
     "copies of copies": (pickled(copying()), TORN),
     "a storage beyond its bytes": (beyond(), TORN),

@@ -460,3 +460,9 @@ def test_checkpoints_of_another_run_and_folders_with_other_things_are_not_remove
     (mine[0] / "notes.txt").write_text("mine")
     assert format.prune(tmp_path, keep=1, run="mine") == [mine[1]]
     assert [p.exists() for p in (*mine, other, unmarked)] == [True, False, True, True, True]
+
+
+def test_complex_numbers_are_refused(tmp_path):
+    format.write(tmp_path / "a", {"model": {"x": torch.ones(2, dtype=torch.complex64)}}, content())
+    with pytest.raises(CheckpointError, match="'x' holds complex numbers; expected real ones"):
+        model_of(tmp_path / "a")

@@ -1,6 +1,5 @@
 """Checkpoints changed at random load or are refused in one line; runs killed while they save leave whole ones."""
 
-import copy
 import hashlib
 import json
 import math
@@ -59,6 +58,7 @@ JUNK = (
         {"value": None},
     ),
 )
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U16", "U8", "BOOL", "F8_E4M3", "C64", "X9")
 NAME = "resnet8-cifar_generated_1"
 
 
@@ -87,7 +87,7 @@ def places(content, *, at=()):
 
 def changed(content, draw):
     """A document with one to three random changes."""
-    content = copy.deepcopy(content)
+    content = json.loads(json.dumps(content))
     for _ in range(draw.randint(1, 3)):
         *path, last = draw.choice(list(places(content)))
         inner = content
@@ -96,6 +96,7 @@ def changed(content, draw):
         value = draw.choice((*JUNK, nests(draw.choice((5, 500)))))
         if "config" in path or last == "config":  # an option may ask for anything, as one that is typed may
             value = draw.choice([junk for junk in JUNK if not isinstance(junk, int) or junk in (0, 1)])
+        value = json.loads(json.dumps(value))  # a copy: else a second change may put it into itself
         if isinstance(inner, dict) and draw.random() < 0.2:
             del inner[last]
         elif isinstance(inner, dict) and draw.random() < 0.2:
@@ -137,7 +138,12 @@ def mutate(folder, draw):
         case 3:
             data = tensors.read_bytes()
             size = struct.unpack("<Q", data[:8])[0]
-            head = json.dumps(changed(json.loads(data[8 : 8 + size]), draw)).encode()
+            entries = json.loads(data[8 : 8 + size])
+            if draw.random() < 0.7:  # the same bytes as numbers of another kind
+                kinds = draw.sample(DTYPES, 2)
+                for entry in entries.values():
+                    entry["dtype"] = draw.choice((entry["dtype"], *kinds))
+            head = json.dumps(entries if draw.random() < 0.5 else changed(entries, draw)).encode()
             tensors.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
             forged(folder, content)
         case _:

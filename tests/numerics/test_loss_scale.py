@@ -191,6 +191,14 @@ def test_restored_fixed_scale_follows_the_options():
     assert (now.value.item(), now.skipped.item()) == (256.0, 1)
 
 
+def test_state_of_another_shape_is_refused_and_changes_nothing():
+    scale = FixedScale(128.0, device=CPU)
+    stored = FixedScale(256.0, device=CPU).state_tensors()
+    with pytest.raises(CheckpointError, match="loss scale: 'history' has another shape than"):
+        scale.load_state_tensors(stored | {"history": stored["history"].view(1, -1)})
+    assert scale.value == 128.0
+
+
 def test_state_of_another_kind_is_refused_and_changes_nothing():
     fixed, scale = FixedScale(128.0, device=CPU), automatic()
     with pytest.raises(CheckpointError, match="loss scale: 'counts' is missing; was the run's scale of another kind"):

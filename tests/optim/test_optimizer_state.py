@@ -159,6 +159,10 @@ MISTAKES = {
         lambda s: {**s, "velocity/head.weight": torch.ones(10, 8)},
         "optimizer state 'velocity/head.weight': got shape 10 x 8, expected 5 x 8; is the checkpoint of another model?",
     ),
+    "whole numbers": (
+        lambda s: {**s, "velocity/head.weight": torch.ones(5, 8, dtype=torch.int32)},
+        "optimizer state 'velocity/head.weight': got int32, expected floating-point numbers",
+    ),
     "a number": (
         lambda s: {**s, "velocity/head.weight": torch.ones(())},
         "got shape a single number, expected 5 x 8",
