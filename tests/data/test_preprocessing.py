@@ -32,9 +32,20 @@ def test_preprocessing_survives_json():
 
 MISTAKES = {
     "preprocessing: unknown entry 'image_sise'; did you mean 'image_size'?": {"image_sise": 1},
-    "preprocessing: image_size: got '224', expected a whole number above 0": {"image_size": "224"},
-    "preprocessing: resize: got 0, expected a whole number above 0": {"resize": 0},
-    "preprocessing: mean: got [0.5], expected three numbers": {"mean": [0.5]},
+    "preprocessing: image_size: got '224', expected a whole number, 1 to 4096": {"image_size": "224"},
+    "preprocessing: image_size: got 1000000, expected a whole number, 1 to 4096": {"image_size": 10**6},
+    "preprocessing: resize: got 0, expected a whole number, 1 to 4096": {"resize": 0},
+    "preprocessing: mean: got [0.5], expected three numbers, -1e+06 to 1e+06": {"mean": [0.5]},
+    "preprocessing: mean: got [0, 0, nan], expected three numbers, -1e+06 to 1e+06": {"mean": [0, 0, math.nan]},
+    "preprocessing: mean: got [0, 0, inf], expected three numbers, -1e+06 to 1e+06": {"mean": [0, 0, math.inf]},
+    "preprocessing: std: got [1, 1, 0], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, 0]},
+    "preprocessing: std: got [1, 1, -1], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, -1]},
+    "preprocessing: std: got [1, 1, nan], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, math.nan]},
+    "preprocessing: std: got [1, 1, inf], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, math.inf]},
+    "preprocessing: std: got [1, 1, 1e-300], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, 1e-300]},
+    "preprocessing: std: got [1, 1, 1, 1], expected three numbers, 1e-06 to 1e+06": {"std": [1] * 4},
+    "preprocessing: std: got [1, 1, True], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, True]},
+    "preprocessing: std: got [1, 1, {}], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, {}]},
     "preprocessing: interpolation: got 'cubic', expected 'bilinear'": {"interpolation": "cubic"},
 }
 
