@@ -2,10 +2,19 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+# A file may have any name: what moves the cursor, starts a new line, or turns the direction of writing around.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text on one line, with characters that would act on a terminal escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
@@ -13,7 +22,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """One line, even if a typed value has several."""
-        return super().__str__().replace("\n", "\\n")
+        return printable(super().__str__())
 
 
 class ConfigError(UserError):
