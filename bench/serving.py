@@ -36,7 +36,7 @@ from falconet.config.commands import ServeOptions
 from falconet.config.load import read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.infer.predictor import Pixels, Predictor, Scores, open_classifier
-from falconet.serve import app
+from falconet.serve import app, connections
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.protocol import Served
 
@@ -64,9 +64,9 @@ def serve_nothing(args: argparse.Namespace) -> None:
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
         return [app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=0.0) for way in ways]
 
-    with app.Address(host="127.0.0.1", port=0).open() as listening:
-        print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)
-        asyncio.run(app.serve(fronts, listening))
+    with connections.Address(host="127.0.0.1", port=0).open() as listening:
+        line = f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: "
+        asyncio.run(connections.serve(fronts, listening, drain_seconds=20.0, started=lambda: print(line, flush=True)))
     batcher.close()
 
 

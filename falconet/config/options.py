@@ -569,6 +569,8 @@ class Serving:
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that may wait; further requests are refused with status 503; auto: 16 x --max-batch."""
+    drain_timeout: Annotated[float, AtLeast(0)] = 20.0
+    """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
     front_ends: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
     capture: bool = True
