@@ -260,11 +260,11 @@ def furthest(found, expected):
     """The name and size of the largest difference between two states, relative to its tensor's largest value."""
     assert found.keys() == expected.keys()
     off = {}
-    for name, wanted in expected.items():
-        assert found[name].dtype == wanted.dtype, name
-        if wanted.numel():
-            size = wanted.double().abs().max().clamp(min=1e-6)
-            off[name] = float((found[name].double() - wanted.double()).abs().max() / size)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        if tensor.numel():
+            size = tensor.double().abs().max().clamp(min=1e-6)
+            off[name] = float((found[name].double() - tensor.double()).abs().max() / size)
     return max(off.items(), key=lambda item: item[1])
 
 

@@ -40,9 +40,9 @@ def run(capfd, tmp_path, monkeypatch):
 def requires_in_order(text, table):
     """Every line of the table is in the text, one after the other."""
     lines = iter(text.splitlines())
-    for wanted in table.strip("\n").splitlines():
-        pattern = re.escape(wanted).replace(r"\{\}", r" *(?:-?[\d.]+(?:e[+-]?\d+)?|nan)").replace(r"\.\.\.", ".*")
-        assert any(re.fullmatch(pattern, line) for line in lines), f"not there, or too early: {wanted}"
+    for expected in table.strip("\n").splitlines():
+        pattern = re.escape(expected).replace(r"\{\}", r" *(?:-?[\d.]+(?:e[+-]?\d+)?|nan)").replace(r"\.\.\.", ".*")
+        assert any(re.fullmatch(pattern, line) for line in lines), f"not there, or too early: {expected}"
 
 
 def rows(path):

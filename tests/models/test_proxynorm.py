@@ -67,9 +67,9 @@ def test_samples_are_quantiles_of_the_normal_distribution():
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_moments_equal_gaussian_integrals(channel, activation):
     mean, rstd = proxy_moments(factors_of([channel]), samples(), activation=activation, eps=EPS)
-    wanted, variance = normal_integrals(channel, activation)
+    expected, variance = normal_integrals(channel, activation)
     spread = math.sqrt(variance + EPS)  # what the mean is a part of
-    assert abs(mean.item() - wanted) < 0.01 * spread  # 200 samples have 0.99 of a normal's variance
+    assert abs(mean.item() - expected) < 0.01 * spread  # 200 samples have 0.99 of a normal's variance
     assert rstd.item() == pytest.approx(1 / spread, rel=0.01)
 
 
@@ -110,8 +110,8 @@ def test_output_follows_the_papers_formula(activation, compute, dtype):
     x = torch.randn(3, len(CHANNELS), 5, 4, generator=noise).to(dtype).contiguous(memory_format=torch.channels_last)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = compute(x, factors_of(CHANNELS, wide), samples(wide), activation=activation, eps=EPS)
-    wanted = torch.from_numpy(by_definition(x.double().numpy(), np.array(CHANNELS, dtype=float).T, activation))
-    torch.testing.assert_close(y.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(wide).eps)
+    expected = torch.from_numpy(by_definition(x.double().numpy(), np.array(CHANNELS, dtype=float).T, activation))
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(wide).eps)
     assert y.dtype == dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
 
@@ -128,8 +128,8 @@ def test_gradients_equal_finite_differences_and_the_plain_formula(activation):
     assert torch.autograd.gradcheck(recomputed, (x, factors))
     dy = torch.randn(x.shape, generator=noise, dtype=torch.float64)
     plain = plain_proxy_norm(x, factors, samples(), activation=activation, eps=EPS)
-    wanted = torch.autograd.grad(plain, (x, factors), dy)
-    for mine, theirs in zip(torch.autograd.grad(recomputed(x, factors), (x, factors), dy), wanted, strict=True):
+    expected = torch.autograd.grad(plain, (x, factors), dy)
+    for mine, theirs in zip(torch.autograd.grad(recomputed(x, factors), (x, factors), dy), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -233,8 +233,8 @@ def test_first_layers_of_a_model_follow_the_definition():
     before = nn.functional.group_norm(model.conv_stem(x), 4, eps=model.bn1.eps)
     act = model.bn1.act
     factors = torch.stack((act.weight, act.bias, act.proxy_scale, act.proxy_shift)).detach().double().numpy()
-    wanted = by_definition(before.detach().double().numpy(), factors, "silu")
-    np.testing.assert_allclose(model.bn1(model.conv_stem(x)).detach().numpy(), wanted, rtol=1e-4, atol=1e-4)
+    expected = by_definition(before.detach().double().numpy(), factors, "silu")
+    np.testing.assert_allclose(model.bn1(model.conv_stem(x)).detach().numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_model_without_activations_after_its_norms_is_refused():
@@ -313,9 +313,9 @@ def test_gpu_result_is_exact_up_to_rounding(shape, activation, dtype):
     found = [y, *torch.autograd.grad(y, leaves, dy)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     plain = plain_proxy_norm(*exact, samples().cuda(), activation=activation, eps=EPS)
-    wanted = [plain, *torch.autograd.grad(plain, exact, dy.double())]
+    expected = [plain, *torch.autograd.grad(plain, exact, dy.double())]
     assert y.dtype == dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
-    for mine, theirs, rounding in zip(found, wanted, (dtype, dtype, torch.float32), strict=True):
+    for mine, theirs, rounding in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
         error = (mine.double() - theirs).abs().max() / theirs.abs().max()
         assert error < max(1e-5, 2 * torch.finfo(rounding).eps)

@@ -117,8 +117,8 @@ def test_trust_ratio_kernels_equal_float64(dtype, interpreter):
     found = fused_updates.trust_ratios(group, trust, scale=torch.tensor(4.0), tables=Tables(chunk=512))
     for w, g, (ratio, again) in zip(group.weights, group.grads, found.tolist(), strict=True):
         size, slope = w.double().norm().item(), g.double().norm().item() / 4
-        wanted = 0.01 * size / (slope + 0.1 * size + 1e-6) if size and slope else 1.0
-        assert ratio == again == pytest.approx(wanted, rel=1e-6)
+        expected = 0.01 * size / (slope + 0.1 * size + 1e-6) if size and slope else 1.0
+        assert ratio == again == pytest.approx(expected, rel=1e-6)
 
 
 @given(by=st.integers(2, 2**24), number=st.integers(0, 2**31 - 1))
