@@ -199,6 +199,7 @@ def test_the_pytorch_program_logs_where_it_saves(falconet):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_workers_keep_the_conventions_of_the_program_that_starts_them(tmp_path):
     launcher = (sys.executable, "-m", "falconet.legacy.programs", "tensorflow")
     code, out, err = finish(begin(f"train {TINY} --epoch 1 --replicas 2 --run-dir r", tmp_path, launcher=launcher))

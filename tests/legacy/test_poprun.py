@@ -66,11 +66,12 @@ def test_falconet_trains_under_poprun_and_notes_what_has_no_effect(tmp_path):
 
 
 MISTAKES = {
-    "of stages": (
+    "of stages": pytest.param(
         "--num-replicas 1 --ipus-per-replica 2",
         [*FALCONET, "train", *TINY.split()],
         "falconet train: the launcher was asked for 2 processes per replica, but the model is in 1 stage; expected 1,"
         " or 1 --pipeline-splits\n",
+        marks=pytest.mark.slow,
     ),
     "of the program": (
         "--num-replicas 2",

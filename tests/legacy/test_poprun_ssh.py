@@ -16,8 +16,9 @@ from watched import is_gone
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.slow,
     pytest.mark.skipif(not SSHD or not shutil.which("ssh-keygen"), reason="sshd and ssh-keygen are not installed"),
-    pytest.mark.skipif(os.getuid() == 0 and not Path("/run/sshd").exists(), reason="sshd wants the folder /run/sshd"),
+    pytest.mark.skipif(os.getuid() == 0 and not Path("/run/sshd").exists(), reason="sshd needs the folder /run/sshd"),
 ]
 HOSTS = ["127.0.0.2", "127.0.0.3"]  # not 127.0.0.1, which would be this host
 LIMIT = 300

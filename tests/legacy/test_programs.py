@@ -1,6 +1,7 @@
 """The originals' scripts, run as people type them: inside their folders, for a few updates on generated images."""
 
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -90,23 +91,25 @@ PIPELINED = {
     "tensorflow": (
         "tf1:train.py",
         f"--generated-data --dataset cifar-10 --model-size 8 --iterations 2 --batch-size 2 {STAGED} --precision 32.32",
+        r"^step: .* img/sec: ",
     ),
     "pytorch": (
         "pytorch:train.py",
         "--data generated --model resnet18 --iterations 1 --epoch 1 --micro-batch-size 2 --gradient-accumulation 2"
         " --pipeline-splits layer3/0 --norm-type group --precision 32.32 --validation-mode none -- --image-size 32",
+        r"^\[INFO\] throughput: *(.*?) samples\/sec$",
     ),
 }
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("program", "line"),
+    ("program", "line", "pattern"),
     [PIPELINED["tensorflow"], pytest.param(*PIPELINED["pytorch"], marks=pytest.mark.slow)],
     ids=PIPELINED,
 )
-def test_a_pipelined_program_trains(program, line, tmp_path):
-    """As a process of its own: it starts workers, one a stage."""
+def test_a_pipelined_program_trains(program, line, pattern, tmp_path):
+    """As a separate process: it starts a worker per stage."""
     run = subprocess.run(
         [sys.executable, PROGRAMS[program], *shlex.split(line)],
         cwd=tmp_path,
@@ -116,6 +119,7 @@ def test_a_pipelined_program_trains(program, line, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "pipeline of 2 stages, grouped: 2 micro-batches per update" in run.stdout
+    assert re.search(pattern, run.stdout, re.M), "the workers print as the program did"
 
 
 INFERRED = {

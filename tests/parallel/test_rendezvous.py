@@ -101,7 +101,7 @@ def run_ids(pids):
 POPRUN = (sys.executable, "-m", "falconet.legacy.poprun", "--num-replicas=2", sys.executable, "-m", "falconet")
 JOBS = {  # and how many stores a port leads to: that of poprun's first worker
     "our launcher": ((sys.executable, "-m", "falconet"), "--replicas 2", 0),
-    "poprun": (POPRUN, "", 1),
+    "poprun": pytest.param(POPRUN, "", 1, marks=pytest.mark.slow),
 }
 
 
@@ -241,7 +241,7 @@ def begin_two(tmp_path, *how):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_agents_of_several_hosts_meet_at_the_address_alone_and_run_no_pickle(tmp_path, backend):
     port = gloo.free_port()
     elastic = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
