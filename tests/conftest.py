@@ -42,12 +42,12 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that run whole commands; sort files that start processes first, because they take longest."""
+    """Mark tests that run whole commands; sort files by how long they take, so that the workers end together."""
     for item in items:
-        if {"falconet", "trained"} & set(getattr(item, "fixturenames", ())):
+        if {"falconet", "original", "trained"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
-    slow = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: item.path not in slow)
+    longest = [{item.path for item in items if item.get_closest_marker(mark)} for mark in ("dist", "run")]
+    items.sort(key=lambda item: [item.path not in paths for paths in longest])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,8 @@ import pytest
 
 from falconet.legacy.programs import main
 
+pytestmark = pytest.mark.run
+
 COMPAT = Path(__file__).parents[1] / "compat"
 HERE = "--device cpu --threads 1 --dataloader-workers 1"
 FOLDERS = {"pytorch": "pytorch/train", "tf1": "tensorflow", "popart": "popart"}

@@ -139,6 +139,7 @@ def test_plan_lists_what_would_run_and_its_devices(falconet):
     assert not Path("bench-results").exists()
 
 
+@pytest.mark.run
 def test_ctrl_c_keeps_results(tmp_path):
     slow = 'slow_gen:\n  cmd: python3 -c "import time; print(1, flush=True); time.sleep(600)"\n'
     path = spec(tmp_path, 1, 2, 3, extra=slow)

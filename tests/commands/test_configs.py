@@ -60,6 +60,7 @@ def test_every_config_does_one_update_on_generated_data(falconet, name):
     shutil.rmtree("runs")  # a hundred megabytes a config, which pytest would keep
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("names", alike(architecture), ids=lambda names: names[0])
 def test_layers_that_a_config_names_exist(names):
     options = OPTIONS[names[0]]

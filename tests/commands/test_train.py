@@ -192,6 +192,7 @@ def test_tensorboard_and_wandb_are_written_when_asked_for(falconet, monkeypatch,
     assert {"train/loss", "validation/accuracy"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.run
 def test_wandb_works_offline(tmp_path):
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]

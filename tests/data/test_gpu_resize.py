@@ -38,6 +38,7 @@ CASES = {  # width, height, box, flipped
 }
 
 
+@pytest.mark.run
 def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
     random = np.random.default_rng(0)
     pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in CASES.values()]

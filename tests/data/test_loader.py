@@ -267,6 +267,7 @@ def fed(loading, buffers, epoch):
     return found
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("ahead", [1, 192 * 7, 1 << 30])
 @pytest.mark.parametrize("rows", [None, 1, 4, 5])
 def test_buffers_used_again_and_the_size_of_parts_change_no_batch(file_source, rows, ahead):
@@ -323,6 +324,7 @@ def soak(source, batches):
     return np.polyfit(np.arange(len(settled)), settled, 1)[0]
 
 
+@pytest.mark.run
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
 def test_memory_stays_flat_over_1500_batches(jpeg_source):
     threads = set(threading.enumerate())

@@ -155,6 +155,7 @@ def test_a_program_measures_a_server(original):
     assert "served to 1 client, SYNC" in out
 
 
+@pytest.mark.run
 def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
     code, out, err = original(
         "pytorch:datasets/host_benchmark.py",

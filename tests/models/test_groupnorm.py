@@ -53,6 +53,7 @@ def interpreted():
     return json.loads(done.stdout)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_as_exact_as_fp32(case, interpreted):
     # At 1000 fp32's spacing is 6e-5; sums of squares around 0 would lose a variance of 1 altogether.

@@ -161,6 +161,7 @@ def test_meta_tensors_are_accepted(keep):
     assert (out.shape, out.dtype, out.device) == (images.shape, torch.float16, images.device)
 
 
+@pytest.mark.run
 def test_compiler_makes_one_graph():
     layer = ProxyNorm(6, activation="silu")
     x = torch.randn(2, 6, 3, 3, requires_grad=True)
@@ -184,6 +185,7 @@ def proxied(name="efficientnet-cifar", *, device=None, **options):
 SIZES = [*((f"efficientnet-b{size}", 1) for size in (0, 2, 4, 7)), ("efficientnet-b4", 16), ("efficientnet-cifar", 16)]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "group_dim"), SIZES)
 def test_every_activation_after_a_norm_is_normalised_and_other_norms_lose_their_shift(name, group_dim):
     model, plain = (
@@ -260,6 +262,7 @@ def test_weight_decay_spares_scales_and_shifts_but_not_those_of_the_gaussian():
     assert all(weight.ndim == 1 for name, weight in model.named_parameters() if name in own)
 
 
+@pytest.mark.run
 def test_stages_and_recomputation_change_no_bit():
     model, whole = proxied().train(), proxied().train()
     stages = [stage.module for stage in splits.split(model, ["blocks/1/0/bn1", "blocks/3/0", "conv_head"])]
@@ -291,6 +294,7 @@ def interpreted():
     return json.loads(done.stdout)
 
 
+@pytest.mark.run
 def test_kernels_are_as_exact_as_fp32(interpreted):
     assert len(interpreted) == 6
     for case, errors in interpreted.items():

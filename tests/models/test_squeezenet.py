@@ -69,6 +69,7 @@ def test_stages_are_bit_for_bit_equal(bypass):
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 @pytest.mark.parametrize("bypass", [False, True])
 def test_few_images_are_learned_by_heart(name, bypass):

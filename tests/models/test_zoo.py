@@ -54,6 +54,7 @@ def norm_eps(model):
     return {layer.eps for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_logits_and_parameters_equal_torchvisions(name):
     with torch.device("meta"):
@@ -102,6 +103,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "rate"), DROPOUT.items())
 def test_dropout_before_the_classifier_is_a_module(name, rate):
     model = on_meta(name)

@@ -81,6 +81,7 @@ TYPES = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "lars"])
 def test_kernel_equals_the_plain_rule_bit_for_bit(name, type_, interpreter):
@@ -105,6 +106,7 @@ def test_lars_kernel_equals_the_plain_rule_with_the_same_norms(type_, interprete
     check_equal(plain, fused, first, second)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_trust_ratio_kernels_equal_float64(dtype, interpreter):
     from falconet.numerics.kernels import fused_updates

@@ -166,6 +166,7 @@ def test_gradients_are_divided_by_the_scale_in_fp32(name, network):
         check_one_update(name, model, optimizer, grads=grads, lr=3.0, slack=0.51)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", NAMES)
 def test_stochastic_rounding_follows_fp32_on_average(name, dtype, network):

@@ -103,6 +103,7 @@ def test_another_compiler_builds_it_without_a_warning(tmp_path, monkeypatch):
     build.build(tmp_path, flags=(*build.FLAGS, *WARNINGS, "-Werror"))
 
 
+@pytest.mark.run
 def test_it_builds_without_a_warning(library, tmp_path):
     made = build.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
     assert binding.Library(made).sources == library.sources

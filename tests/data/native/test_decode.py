@@ -124,6 +124,7 @@ def test_only_the_row_of_the_image_is_written(library, tmp_path, photo, jpeg):
         assert (out[[0, 2]] == 77).all()
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("reduction", [1, 2, 4, 8, 16, 24])
 def test_large_photos_are_reduced_while_decoding_and_still_agree(library, tmp_path, photo, jpeg, reduction):
     """A half, quarter or eighth of the transform from 4, 8 or 16 times the output on."""
