@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the command line in this process, small data, and the watch over hanging tests."""
+"""Fixtures shared by all tests: the command line in this process, small data, and a time limit."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the processes in tests/parallel run; importable, because they are other processes."""
+"""What the processes in tests/parallel run; in a module, because they are started elsewhere and import it."""
 
 import copy
 import math
@@ -368,7 +368,7 @@ def alone(scenario, *args):
 
 
 def bad_images(world, allowed):
-    """Each process finds one bad image of its own and one that all find; the notes of each."""
+    """Each process finds one bad image that the others do not have, and one that all have; returns its notes."""
     notes = []
     bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
     for name in (os.fsdecode(b"own-%d-caf\xe9.png" % world.rank), "shared.png"):

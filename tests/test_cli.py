@@ -46,7 +46,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("line", "expected"), ANSWERS.items())
-def test_line_gets_its_answer(falconet, line, expected):
+def test_a_line_gets_its_exit_code_and_answer(falconet, line, expected):
     answer = falconet(line)
     assert answer.code == expected[0]
     assert expected[1] in answer.out + answer.err

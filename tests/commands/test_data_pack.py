@@ -35,7 +35,7 @@ def test_pack_reports_what_it_did_and_verify_finds_it_whole(falconet, root):
     assert falconet("data verify packed").out == "packed: 6 shards, 24 images: all checksums match\n"
 
 
-def test_file_that_is_no_image_is_named_and_counted(falconet, root):
+def test_a_file_that_is_not_an_image_is_named_and_counted(falconet, root):
     path = next((root / "train").rglob("*.JPEG"))
     path.write_text("hello")
     answer = falconet(f"data pack {root} packed")

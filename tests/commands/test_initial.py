@@ -1,4 +1,4 @@
-"""`falconet train` that begins with the weights of another run, and with a share of the data."""
+"""`falconet train` starting with the weights of another run, and with a share of the data."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from falconet.checkpoint import format
 from tiny import TINY
 
-STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights stay where they begin
+STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights never change
 
 
 def weights(run):

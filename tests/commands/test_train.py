@@ -266,7 +266,7 @@ def test_run_without_a_terminal_reports_its_start(falconet):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
+def test_a_second_signal_reports_what_is_lost(falconet, monkeypatch, saved):
     def twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

@@ -121,7 +121,7 @@ def test_the_line_of_a_batch_names_the_instance_when_there_are_several():
     assert pytorch_batch(TimedBatch(100.0, 40.0, 1, 4)) == alone.replace("  ", " [instance2/4] ", 1)
 
 
-def test_the_pytorch_summary_is_what_is_worked_out_by_hand():
+def test_the_pytorch_summary_equals_one_worked_out_by_hand():
     assert pytorch_predictions(FOUND) == [
         f"[INFO] {'-' * 91}",
         "[INFO] resnet50 results:",

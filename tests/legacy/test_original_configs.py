@@ -184,7 +184,7 @@ def test_the_configs_of_the_tensorflow_program_are_what_its_formulas_give():
 
 
 @pytest.mark.run
-def test_the_same_typed_in_the_tensorflow_programs_folder():
+def test_configs_typed_in_the_tensorflow_programs_folder_are_the_same():
     place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
 
     def typed(name):

@@ -98,7 +98,7 @@ def test_stages_that_the_program_does_not_have_are_refused(tmp_path):
     assert mistake.startswith("falconet train: the launcher was asked for 4096 processes per replica, but the model is")
 
 
-def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+def test_an_unreachable_host_is_named(tmp_path):
     shell = tmp_path / "shell"
     shell.write_text('#!/bin/sh\n[ "$1" = there ] && exit 0\necho "no route to $1" >&2; exit 255\n')
     shell.chmod(0o755)

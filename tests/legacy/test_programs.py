@@ -58,7 +58,7 @@ def test_every_script_runs_its_program(monkeypatch):
     assert started == {program: str(script) for program, script in PROGRAMS.items()}
 
 
-def test_every_script_is_of_a_program():
+def test_every_script_belongs_to_a_program():
     scripts = {
         path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py", "make_samples.py")
     }
@@ -144,7 +144,7 @@ def test_a_program_measures_inference(original, program, line):
 
 @pytest.mark.dist
 def test_a_program_measures_a_server(original):
-    """As the spec of the originals starts it, but for the size."""
+    """As the originals' spec starts it, except for the size."""
     code, out, err = original(
         "pytorch:inference/run_benchmark_with_triton_server.py",
         "-s -k 'test_single_model[resnet50-resnet50-RequestType.SYNC-1]' --benchmark_only=true ../tests/tritonserver/"

@@ -192,17 +192,17 @@ def test_every_activation_after_a_norm_is_normalised_and_other_norms_lose_their_
         proxied(name, device="meta", efficientnet_group_dim=group_dim, proxy_norm=proxy) for proxy in (True, False)
     )
     layers = dict(model.named_modules())
-    behind = {path: layer for path, layer in layers.items() if isinstance(layer, ProxyNorm)}
+    added_layers = {path: layer for path, layer in layers.items() if isinstance(layer, ProxyNorm)}
     active = {
         path for path, layer in plain.named_modules() if hasattr(layer, "num_groups") and layer.act.__class__ is nn.SiLU
     }
-    assert {path.removesuffix(".act") for path in behind} == active
+    assert {path.removesuffix(".act") for path in added_layers} == active
     bare = [layer for path, layer in layers.items() if isinstance(layer, nn.GroupNorm) and path not in active]
     assert all(layers[path].weight is None and layers[path].bias is None for path in active)
     assert bare
     assert all(layer.weight is not None and layer.bias is None for layer in bare)
     # Two more numbers for each channel with an activation, one less for each without.
-    added = sum(2 * layer.num_features for layer in behind.values()) - sum(layer.num_channels for layer in bare)
+    added = sum(2 * layer.num_features for layer in added_layers.values()) - sum(layer.num_channels for layer in bare)
     assert zoo.count_parameters(model) == zoo.count_parameters(plain) + added
 
 

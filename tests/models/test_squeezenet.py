@@ -72,7 +72,7 @@ def test_stages_are_bit_for_bit_equal(bypass):
 @pytest.mark.run
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 @pytest.mark.parametrize("bypass", [False, True])
-def test_few_images_are_learned_by_heart(name, bypass):
+def test_a_network_overfits_a_few_images(name, bypass):
     """With torchvision's initial weights and a relu after ten logits it hardly ever does (docs/maintaining/log.md)."""
     torch.manual_seed(0)
     model = zoo.build(name, classes=4, seed=0, squeezenet_bypass=bypass).eval()  # without dropout

@@ -54,7 +54,7 @@ def test_one_process_with_the_same_global_batch_logs_the_same_losses(straight, f
 
 
 def kill_unnoticed(killed, other):
-    """The other one finds out only after the launcher, which asks it to end: it got no core meanwhile."""
+    """The other worker notices only after the launcher has asked it to end, as on a machine where it got no core."""
     os.kill(other, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
     wait_for(lambda: is_pending(signal.SIGTERM, other), "the launcher to end the other")

@@ -122,13 +122,13 @@ def test_no_other_host_reaches_a_job_of_one_host_and_no_pickle_is_run(tmp_path, 
     assert [stat.S_IMODE(path.stat().st_mode) for path in private] == [0o700] * len(private)
     trace, before = tmp_path / "trace", max(updates(tmp_path / "r"))
     assert attack(found, trace, run_ids(everyone)) == stores
-    time.sleep(2)  # torch's agent reads its store every 0.1 s, and a state of its own every second
+    time.sleep(2)  # torch's agent reads its store every 0.1 s, and its rendezvous state every second
     wait_for(lambda: max(updates(tmp_path / "r")) > before + 3, "more updates")
     job.send_signal(signal.SIGINT)
     code, out, err = finish(job)
     assert (code, err) == (130, ""), out
     assert not trace.exists(), "the pickle was run"
-    assert list(folders.iterdir()) == [], "nothing is left behind"
+    assert list(folders.iterdir()) == [], "files remain"
 
 
 @pytest.mark.dist
@@ -195,7 +195,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
-def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tmp_path, content):
+def test_a_foreign_state_is_refused_in_one_line_and_never_run(tmp_path, content):
     store, trace = HashStore(), tmp_path / "trace"
     backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     assert backend.get_state() is None
@@ -209,7 +209,7 @@ def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tm
     assert not trace.exists()
 
 
-def test_what_is_stored_is_text(tmp_path):
+def test_the_store_holds_text(tmp_path):
     store = HashStore()
     backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     state, token, has_set = backend.set_state(pickle.dumps(some_state()))

@@ -25,40 +25,40 @@ def elsewhere(tmp_path, monkeypatch):
     binding.load.cache_clear()
 
 
-def test_the_library_is_there_without_a_reason(library):
+def test_the_built_library_is_loaded(library):
     assert native.library() is library
     assert native.why_not() == ""
     assert library.processor in ("avx2", "portable")
 
 
-def test_not_built(elsewhere):
+def test_a_missing_library_is_explained(elsewhere):
     (elsewhere / build.LIBRARY).unlink(missing_ok=True)
     assert native.library() is None
     assert native.why_not() == "not built; `python -m falconet.data.native.build` builds it with a C++ compiler"
 
 
-def test_built_from_other_sources(library, elsewhere):
+def test_a_library_built_from_other_sources_is_not_loaded(library, elsewhere):
     with (elsewhere / "src" / "axis.cpp").open("a") as file:
         file.write("// changed\n")
     assert native.library() is None
     assert native.why_not() == "built from other sources; run `python -m falconet.data.native.build`"
 
 
-def test_a_library_of_another_kind(elsewhere):
+def test_a_file_that_is_not_a_library_is_not_loaded(elsewhere):
     (elsewhere / build.LIBRARY).write_bytes(b"not a library")
     assert native.library() is None
     assert native.why_not().startswith("cannot be loaded (")
     assert "\n" not in native.why_not()
 
 
-def test_switched_off(monkeypatch):
+def test_a_variable_switches_the_library_off(monkeypatch):
     monkeypatch.setenv("FALCONET_NATIVE", "0")
     binding.load.cache_clear()
     assert (native.library(), native.why_not()) == (None, "switched off by FALCONET_NATIVE=0")
     binding.load.cache_clear()
 
 
-def test_no_compiler(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(
@@ -81,7 +81,7 @@ def test_the_users_compiler_comes_first(tmp_path, monkeypatch):
     assert build.compiler() == str(mine)
 
 
-def test_the_command_says_in_one_line_why_it_failed(tmp_path):
+def test_the_build_command_reports_a_failure_in_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, build.__file__], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )

@@ -106,7 +106,7 @@ def test_every_shape_is_decoded(library, tmp_path, photo, jpeg, shape, sampling)
 
 @pytest.mark.parametrize("size", [1, 7, 31, 32, 33, 112, 225])
 @pytest.mark.parametrize("planar", [False, True])
-def test_every_output_size_and_layout(library, tmp_path, photo, jpeg, size, planar):
+def test_every_output_size_and_layout_agrees_with_pillow(library, tmp_path, photo, jpeg, size, planar):
     data, box = jpeg(photo(300, 260, 6), quality=92), (20, 30, 280, 250)
     pixels, status, _ = decoded(library, tmp_path, data, box, size=size, planar=planar, flip=True)
     expected = pillows(data, box, size=size, flip=True)

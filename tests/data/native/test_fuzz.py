@@ -120,7 +120,7 @@ def test_hostile_ranges_are_harmless(tmp_path):
     assert inputs(fuzzer(tmp_path, HERE / "fuzz_ranges.cpp", corpus=seeds, seconds=3), seconds=3) > 500
 
 
-def test_changed_bytes_are_decoded_alike_or_refused_alike(library, corpus, tmp_path):
+def test_both_inner_loops_agree_on_changed_bytes(library, corpus, tmp_path):
     """By the library itself: both kinds of inner loops answer the same, and neither ends the process."""
     rng = np.random.default_rng(0)
     images = [path.read_bytes() for path in sorted(corpus.iterdir())]

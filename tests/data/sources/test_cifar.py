@@ -79,7 +79,7 @@ def test_a_python_file_is_read_as_torchvision_reads_it(tmp_path, monkeypatch):
     (tmp_path / "cifar-10-batches-py/batches.meta").write_bytes(pickle.dumps(meta))
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: True)
-    for path in (tmp_path / "cifar-10-batches-py").glob("*_batch*"):  # torchvision wants text keys
+    for path in (tmp_path / "cifar-10-batches-py").glob("*_batch*"):  # torchvision needs text keys
         content = pickle.loads(path.read_bytes())
         path.write_bytes(pickle.dumps({key.decode(): value for key, value in content.items()}, protocol=4))
     expected = CIFAR10(tmp_path, train=True)
