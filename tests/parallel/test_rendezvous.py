@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import gloo
 import replica_scenarios
 from falconet.parallel import network, rendezvous
-from runs import begin, finish, updates, wait_for
+from runs import LIMIT, begin, finish, updates, wait_for
 from tiny import TINY
 from watched import descendants
 
@@ -62,19 +64,24 @@ class Touching:
         return os.system, (f"touch {self.path}",)
 
 
-def attack(found, trace, run_ids):
-    """Write a pickle to wherever a rendezvous of torch's reads one, in every store that answers; returns their number.
+def attack(found, trace, run_ids, *, timeout=5):
+    """Write a pickle to wherever torch's rendezvous reads one, in every store that answers; returns their number.
 
-    In the words of TCPStore's protocol: its own client waits for ever for an answer of gloo's ports.
+    By TCPStore's protocol, because its client would wait for ever for an answer from gloo's ports.
     """
-    bad, stores = b64encode(pickle.dumps(Touching(trace))), 0
-    for address, port in found:
-        for name in run_ids:
-            key = f"/torch.rendezvous.{name}".encode()  # every key of a client begins so
-            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2) as line:
-                line.sendall(VALIDATE + SET + sized(key) + sized(bad) + GET + sized(key))
-                stores += line.recv(1 << 20).endswith(bad)
-    return stores
+    bad = b64encode(pickle.dumps(Touching(trace)))
+
+    def wrote(place, name):
+        key = f"/torch.rendezvous.{name}".encode()  # every key of a client starts with a slash
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=timeout) as line:
+            line.sendall(VALIDATE + SET + sized(key) + sized(bad) + GET + sized(key))
+            return line.recv(1 << 20).endswith(bad)
+        return False
+
+    attempts = list(itertools.product(found, run_ids))
+    assert attempts
+    with ThreadPoolExecutor(max_workers=len(attempts)) as threads:
+        return sum(threads.map(lambda attempt: wrote(*attempt), attempts))
 
 
 VALIDATE, SET, GET = (
@@ -252,7 +259,7 @@ def test_agents_of_several_hosts_meet_at_the_address_alone_and_run_no_pickle(tmp
     found, trace = listening_at(everyone), tmp_path / "trace"
     assert ("127.0.0.1", port) in found, [agent.communicate() for agent in agents if agent.poll() is not None]
     assert {address for address, _ in found if is_open_to_others(address)} == set()
-    assert attack([("127.0.0.1", port)], trace, run_ids(everyone)) > 0
+    assert attack([("127.0.0.1", port)], trace, run_ids(everyone), timeout=LIMIT) > 0
     time.sleep(3)  # torch's agent reads the state every second
     if backend == "static":
         assert [agent.poll() for agent in agents] == [None, None], "the key means nothing there"
