@@ -65,11 +65,17 @@ DRAWN = "--weight-init channels --zero-init none"
 
 
 @pytest.mark.dist
-def test_initial_weights_depend_on_the_seed_in_stages_too(falconet, tmp_path):
+@pytest.mark.slow
+def test_initial_weights_are_the_same_in_stages(falconet, tmp_path):
     for run, line in {"a": "", "b": "--pipeline-splits layer2"}.items():
         answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir {run} --validation-mode none {line}")
         assert answer.code == 0, answer.err
     assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_initial_weights_follow_the_options(falconet, tmp_path):
+    answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir a --validation-mode none")
+    assert answer.code == 0, answer.err
     found = weights(tmp_path / "a")
     assert (
         found["layer3.0.conv2.weight"].abs().max()

@@ -130,6 +130,7 @@ def test_temporary_contradicts_named_folders(falconet, line, message):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_temporary_run_of_two_processes_leaves_nothing(falconet, temporary, monkeypatch):
     monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
     answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")

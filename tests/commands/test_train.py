@@ -200,7 +200,7 @@ def test_wandb_works_offline(tmp_path):
     assert list((tmp_path / "r/wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupted_run_saves_reports_how_to_continue_and_exits_130(tmp_path, number, falconet):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "5000", "--run-dir", "r"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

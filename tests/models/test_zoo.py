@@ -54,8 +54,12 @@ def norm_eps(model):
     return {layer.eps for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
 
 
+# Deeper and wider by the same formulas; their parameters and layers are compared without computing, too.
+LARGE = {"efficientnet-b5", "efficientnet-b6", "efficientnet-b7", "resnet152", "resnext101"}
+
+
 @pytest.mark.run
-@pytest.mark.parametrize("name", TORCHVISION)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in TORCHVISION])
 def test_logits_and_parameters_equal_torchvisions(name):
     with torch.device("meta"):
         theirs = TORCHVISION[name](num_classes=7)

@@ -161,6 +161,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
     assert all(map(is_gone, workers))
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_all_at_once_and_reports_what_is_lost(tmp_path):
     line = f"train {LINE} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r"
     process = begin(line, tmp_path, variables=standing(tmp_path, update=3))
