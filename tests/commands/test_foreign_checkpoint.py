@@ -1,4 +1,4 @@
-"""A checkpoint of another person chooses how training goes on, and neither where nor what is removed or sent."""
+"""A checkpoint from another person decides how training continues, not where files go or what is removed or sent."""
 
 import json
 import shutil

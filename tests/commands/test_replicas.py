@@ -83,7 +83,7 @@ def test_another_process_reports_its_own_mistake(falconet, monkeypatch):
 @pytest.mark.parametrize(
     ("first", "said"), [(True, "falconet restore: rank 1: nowhere: no such file or folder\n"), (False, "")]
 )
-def test_under_our_launcher_a_file_says_whether_the_first_waits(falconet, monkeypatch, tmp_path, first, said):
+def test_under_our_launcher_a_file_shows_whether_the_first_process_waits(falconet, monkeypatch, tmp_path, first, said):
     place = {"RANK": "1", "WORLD_SIZE": "2", environment.MEETING: str(tmp_path)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

@@ -153,7 +153,7 @@ def test_a_mistake_in_a_file_of_configs_is_answered_in_one_line(tmp_path, text, 
 
 
 def test_parts_without_effect_of_an_option_are_not_noted():
-    """--batch-norm also says how fast statistics move, which no prediction needs; nobody typed that."""
+    """--batch-norm also sets the momentum of the statistics, which predictions do not use and the line did not name."""
     line = ["--dataset", "imagenet", "--synthetic-data", "--batch-norm"]
     translation = translate("tf1:validation.py", line)
     assert "batchnorm-momentum" not in {setting.option for setting in translation.settings}

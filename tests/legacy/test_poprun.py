@@ -66,11 +66,12 @@ def test_falconet_trains_under_poprun_and_notes_what_has_no_effect(tmp_path):
 
 
 MISTAKES = {
-    "of stages": (
+    "of stages": pytest.param(
         "--num-replicas 1 --ipus-per-replica 2",
         [*FALCONET, "train", *TINY.split()],
         "falconet train: the launcher was asked for 2 processes per replica, but the model is in 1 stage; expected 1,"
         " or 1 --pipeline-splits\n",
+        marks=pytest.mark.slow,
     ),
     "of the program": (
         "--num-replicas 2",
@@ -97,7 +98,7 @@ def test_stages_that_the_program_does_not_have_are_refused(tmp_path):
     assert mistake.startswith("falconet train: the launcher was asked for 4096 processes per replica, but the model is")
 
 
-def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+def test_an_unreachable_host_is_named(tmp_path):
     shell = tmp_path / "shell"
     shell.write_text('#!/bin/sh\n[ "$1" = there ] && exit 0\necho "no route to $1" >&2; exit 255\n')
     shell.chmod(0o755)

@@ -76,6 +76,7 @@ LIMITS = {  # bytes that one file may have, and more options; the weights have 3
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("limit", "more", "words"), LIMITS.values(), ids=LIMITS)
 def test_a_file_size_limit_gives_one_line_with_how_to_continue(tmp_path, limit, more, words):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), *more.split(), "--run-dir", "r"]

@@ -50,13 +50,13 @@ def test_log_points_are_evenly_spread_and_end_with_the_epoch(epochs, updates, lo
 @given(some_epochs, some_updates, st.integers(1, 8), st.sampled_from(["none", "during", "after"]))
 def test_validation_runs_at_its_frequency_and_at_the_end_never_within_an_epoch(epochs, updates, frequency, mode):
     made = plan(epochs=epochs, updates_per_epoch=updates, validation_mode=mode, validation_frequency=frequency)
-    wanted = {
+    expected = {
         "none": set(),
         "after": {epochs},
         "during": {epoch for epoch in range(1, epochs + 1) if epoch % frequency == 0} | {epochs},
     }[mode]
     found = points(made.validates_at, epochs, updates)
-    assert found == [[updates] if epoch in wanted else [] for epoch in range(1, epochs + 1)]
+    assert found == [[updates] if epoch in expected else [] for epoch in range(1, epochs + 1)]
 
 
 @given(some_epochs, some_updates, st.floats(0.01, 10))
@@ -81,8 +81,8 @@ def test_a_save_frequency_in_whole_epochs_saves_at_their_ends(epochs, updates, e
     saved = points(
         plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every)).saves_at, epochs, updates
     )
-    wanted = [epoch % every == 0 or epoch == epochs for epoch in range(1, epochs + 1)]
-    assert saved == [[updates] if ends else [] for ends in wanted]
+    expected = [epoch % every == 0 or epoch == epochs for epoch in range(1, epochs + 1)]
+    assert saved == [[updates] if ends else [] for ends in expected]
 
 
 @given(some_epochs, some_updates, st.integers(1, 8), st.integers(1, 30))
