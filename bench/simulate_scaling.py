@@ -1,6 +1,6 @@
-"""Predicts ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
+"""Predict ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
 
-Prints the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
+Print the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
 A model, not a measurement: we had one GPU.
 """
 
