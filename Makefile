@@ -54,7 +54,7 @@ get-turbojpeg:
 	@echo "nothing to fetch: the decoder's source is in falconet/data/native/src"
 
 build-turbojpeg: .venv/installed
-	$(BIN)/python -m falconet.data.native.build
+	$(BIN)/python -m falconet.data.native.compile
 
 install-turbojpeg: get-turbojpeg build-turbojpeg
 

@@ -12,8 +12,8 @@ NATIVE = Path("falconet/data/native")
 
 
 def native_build() -> ModuleType:
-    """falconet/data/native/build.py by its path: the package cannot be imported before it is installed."""
-    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / NATIVE / "build.py")
+    """falconet/data/native/compile.py by its path: the package cannot be imported before it is installed."""
+    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / NATIVE / "compile.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

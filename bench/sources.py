@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from falconet.data import layout
 from falconet.data.crops import Augment, Crops
 from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import Reader, reader_for
-from falconet.data.sources import photos
 from falconet.data.sources.bounding_boxes import without_objects
 
 PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -49,7 +49,7 @@ def measure_listing(count: int) -> None:
             os.utime(path.parent, (0, 0))
         for when in ("listed", "from the index"):
             before, began = memory(), time.perf_counter()
-            splits = photos.load_photos(Path(folder))
+            splits = layout.load_photos(Path(folder))
             took, images = time.perf_counter() - began, len(splits.train) + len(splits.validation)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(
@@ -60,7 +60,7 @@ def measure_listing(count: int) -> None:
 
 
 def reader_of(root: Path) -> tuple[Reader, int]:
-    source = without_objects(photos.load_photos(root)).train
+    source = without_objects(layout.load_photos(root)).train
     bad = BadImages(0, note=print)
     return reader_for(source, crops=Crops(preprocessing=PREPROCESSING, augment=AUGMENT, seed=1), bad=bad), len(source)
 

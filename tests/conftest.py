@@ -75,7 +75,7 @@ def no_processes_left() -> Iterator[None]:
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to have two cores: their number decides how many processes run."""
-    monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
+    monkeypatch.setattr("falconet.parallel.world.cores", lambda processes=1: 2)
 
 
 @pytest.fixture

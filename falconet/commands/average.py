@@ -6,8 +6,8 @@ from itertools import islice
 from pathlib import Path
 
 from falconet.checkpoint import format
-from falconet.checkpoint.average import average, select
 from falconet.checkpoint.foreign import load_weights
+from falconet.checkpoint.weight_average import average, select
 from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.load import Loaded, load_options, of_command, unused_notes
 from falconet.config.rules import boxes_used
@@ -17,7 +17,7 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
-from falconet.parallel import resources
+from falconet.parallel.world import open_machine
 from falconet.report.console import Say, Screen, counted
 from falconet.train import save, saved_model
 from falconet.train.evaluate import reestimate
@@ -85,7 +85,7 @@ def _reestimate_batchnorm(
     opened: saved_model.Opened, folder: Path, line: Sequence[Setting], *, images: int, note: Say
 ) -> None:
     """Re-estimate batch norm's statistics on `images` training images, at most one epoch, prepared as in training."""
-    world = resources.open_machine(opened.options.machine)
+    world = open_machine(opened.options.machine)
     shared = of_command(TrainOptions, line)
     own = [setting for setting in shared if not setting.option.startswith(("weight-avg", "checkpoint"))]
     loaded = load_options(TrainOptions, own, format.read_manifest(folder).config)

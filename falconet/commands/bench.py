@@ -7,7 +7,7 @@ from pathlib import Path
 
 import falconet
 from falconet import writing
-from falconet.bench import compare, results, runner
+from falconet.bench import results, runner
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
 from falconet.config.load import Loaded
@@ -49,14 +49,14 @@ def machine() -> dict[str, object]:
     """What the numbers depend on."""
     import torch
 
-    from falconet.parallel import resources
+    from falconet.parallel import world
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
     return {
         "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
         "processor": _processor(),
-        "cores": resources.cores(),
+        "cores": world.cores(),
         "falconet": falconet.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -68,10 +68,10 @@ def devices_here() -> int:
     """Processes that can run at the same time: one per CUDA device, or as many as the trainer allows on a CPU."""
     import torch
 
-    from falconet.parallel import resources
+    from falconet.parallel import world
     from falconet.parallel.division import PROCESSES_PER_CORE
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * resources.cores()
+    return torch.cuda.device_count() if torch.cuda.is_available() else PROCESSES_PER_CORE * world.cores()
 
 
 def _specs(options: Bench) -> tuple[str, ...]:
@@ -155,8 +155,8 @@ def _compare(
 ) -> bool:
     """Print what changed; returns whether anything lost more than the margin."""
     earlier, there = old
-    comparisons = list(compare.compare(earlier, measured))
-    text = compare.markdown(comparisons, margin=options.margin)
+    comparisons = list(results.compare(earlier, measured))
+    text = results.comparison_markdown(comparisons, margin=options.margin)
     writing.replace(folder, "comparison.md", text)
     screen.line("")
     here = machine()

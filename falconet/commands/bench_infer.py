@@ -30,9 +30,9 @@ from falconet.numerics.precision import (
     describe_workspace,
     limit_workspace,
 )
-from falconet.parallel import environment, resources
+from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE
-from falconet.parallel.world import World, device_kind
+from falconet.parallel.world import World, cores, device_kind, open_machine
 from falconet.report import console
 from falconet.report import inference as lines
 from falconet.report.console import Say, are, counted
@@ -65,7 +65,7 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
             argv=["bench", "infer", *typed(line)], program=conventions.program, processes=min(asked, here), restarts=0
         )
         return launch(workers, progress=lambda: None, say=console.spoken())
-    with resources.open_machine(options.machine, place=place) as world:
+    with open_machine(options.machine, place=place) as world:
         if asked > world.size:
             console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
         subject = _open(options, line, world)
@@ -118,7 +118,7 @@ def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
 
 def _devices(options: InferOptions) -> int:
     cuda = device_kind(options.machine.device) == "cuda"
-    return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * resources.cores()
+    return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * cores()
 
 
 def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:

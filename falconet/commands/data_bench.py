@@ -21,8 +21,7 @@ from falconet.data.storage import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
-from falconet.parallel import resources
-from falconet.parallel.world import World
+from falconet.parallel.world import World, cores, open_machine
 from falconet.report import console
 from falconet.report.console import Say
 
@@ -34,7 +33,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     say = console.spoken()
     for note in unused_notes(options, loaded.line):
         say(note)
-    world = resources.open_machine(options.machine)
+    world = open_machine(options.machine)
     images = open_dataset(
         options.data,
         model=options.model.model,
@@ -52,12 +51,10 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     _show(stages, say)
     rates = []
     for rate in measure.passes(pipeline, options.bench.passes):
-        say(f"Throughput of the iteration:{rate:.1f} img/sec")  # as host_benchmark.py prints it
+        say(f"Throughput of the iteration:{rate:.1f} img/sec")
         rates.append(rate)
     if rates:
-        say(
-            f"mean throughput: {fmean(rates):.1f} imgs/sec"
-        )  # as the TensorFlow program's --dataset-benchmark printed it
+        say(f"mean throughput: {fmean(rates):.1f} imgs/sec")
     if options.bench.output is not None:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")
@@ -104,7 +101,7 @@ def _write(
         "micro_batch_size": options.data.micro_batch_size,
         "workers": input.workers(options.data),
         "device": str(world.device),
-        "cores": resources.cores(),
+        "cores": cores(),
         "versions": {
             "falconet": falconet.__version__,
             "torch": torch.__version__,

@@ -9,7 +9,7 @@ from falconet.data import native, packing
 from falconet.data.sources import folder
 from falconet.data.storage import FileSource
 from falconet.errors import DataError, Interrupted
-from falconet.parallel import resources
+from falconet.parallel import world
 from falconet.report.console import Counting, Screen, are, counted
 
 MOST_NAMED = 20  # files that cannot be decoded
@@ -27,7 +27,7 @@ def run(loaded: Loaded[PackOptions]) -> int:
     _check_target(target, shards)
     if not recipe.marked:
         say(f"no restart markers, so decoding will not be faster: no native decoder here ({native.why_not()})")
-    packer = packing.Packer(target, recipe=recipe, workers=value_or(options.workers, resources.cores()))
+    packer = packing.Packer(target, recipe=recipe, workers=value_or(options.workers, world.cores()))
     whole = 0
     try:
         with (

@@ -27,9 +27,9 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.readers import PillowReader, reader_for
 from falconet.data.storage import FileSource
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel import environment, resources
+from falconet.parallel import environment
 from falconet.parallel.environment import Place
-from falconet.parallel.world import device_kind, open_world
+from falconet.parallel.world import cores, device_kind, open_world
 from falconet.report import console
 from falconet.report.console import counted
 
@@ -76,7 +76,7 @@ def machine() -> list[str]:
     devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
     return [
         f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"{counted(resources.cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
+        f"{counted(cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
         f"photos are decoded by {input.decoder()}",
     ]
 
@@ -92,7 +92,7 @@ def processes(options: DoctorOptions) -> int:
 
 def _check_processes(options: DoctorOptions, place: Place | None) -> int:
     """Run every check and report it on the first process; exit code 2 if one fails."""
-    threads = value_or(options.machine.threads, resources.cores())
+    threads = value_or(options.machine.threads, cores())
     with open_world(options.machine.device, threads=threads, deterministic=True, place=place, timeout=TIMEOUT) as world:
         say = console.screen_of(world).line
         say(f"{counted(world.size, 'process')} on {world.device.type}")

@@ -9,8 +9,8 @@ from typing import Any
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
+from falconet.config.fields import require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
-from falconet.config.paths import require_folder, require_photos
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 

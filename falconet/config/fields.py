@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from falconet.errors import DataError
+
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
 UNSET = "None"  # what is typed to remove a stored value
@@ -243,3 +245,12 @@ def _letters(part: Any) -> str:
         choices = ",".join(map(str, get_args(part)))
         return f"{{{choices}}}" if "," in choices else choices
     return {"int": "N", "float": "X", "Path": "PATH"}.get(part.__name__, "TEXT")
+
+
+def require_folder(folder: Path, expected: str) -> None:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected {expected}")
+
+
+def require_photos(folder: Path) -> None:
+    require_folder(folder, "one with train/ and val/")

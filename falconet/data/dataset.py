@@ -1,6 +1,7 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -8,15 +9,21 @@ import torch
 
 from falconet.config.fields import value_or
 from falconet.config.options import Augmentation, Data, reduced_size
+from falconet.data import layout
 from falconet.data.crops import Augment, Crops
-from falconet.data.preprocessing import Channels, Normalise, Preprocessing, normaliser
-from falconet.data.sources import bounding_boxes, builtin, cifar, photos
-from falconet.data.sources.published import published
-from falconet.data.storage import ArraySource, Source, Splits
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
+from falconet.data.shards import Shards
+from falconet.data.sources import bounding_boxes, builtin, cifar
+from falconet.data.storage import ArraySource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
 from falconet.report.console import counted
 
+IMAGENET_CLASSES = 1000
+# Images of ILSVRC 2012, and bytes per file on average: the size of the published archive over its images.
+IMAGENET_TRAIN = (1_281_167, 115_440)
+IMAGENET_VALIDATION = (50_000, 134_898)
+CIFAR_TRAIN, CIFAR_VALIDATION = 50_000, 10_000
 DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/maintaining/log.md)
 
 UseObjects = Literal["no", "if there", "yes"]
@@ -156,7 +163,7 @@ def _opened(data: Data, use_objects: UseObjects) -> Splits:
         return cifar.load(data.data_dir, kind=data.data)
     if data.data_dir is None:
         raise ConfigError(f"{data.data}: no data folder given, expected one with train/ and val/")
-    splits = photos.load_photos(data.data_dir)
+    splits = layout.load_photos(data.data_dir)
     if use_objects == "no":
         return bounding_boxes.without_objects(splits)
     look = bounding_boxes.with_objects if use_objects == "yes" else bounding_boxes.with_objects_if_there
@@ -187,3 +194,43 @@ def _image_size(data: Data, model: str) -> int:
     with named_option("image_size"):
         zoo.check_image_size(model, size)
     return size
+
+
+def published(kind: str, data_dir: Path | None) -> Splits | None:
+    """Splits of the published size with nothing to read; None if `data_dir` has the data, or the size is unknown."""
+    if kind == "imagenet" and not (data_dir and data_dir.is_dir()):
+        return Splits(
+            train=_photos(*IMAGENET_TRAIN),
+            validation=_photos(*IMAGENET_VALIDATION),
+            native_size=None,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            layout=_reason(data_dir),
+        )
+    name = next((each for each in cifar.CIFARS if each == kind), None)
+    if name and not cifar.is_there(data_dir, kind=name):
+        found = cifar.CIFARS[name]
+        return Splits(
+            train=_pictures(CIFAR_TRAIN, found.class_names),
+            validation=_pictures(CIFAR_VALIDATION, found.class_names),
+            native_size=cifar.SIDE,
+            mean=found.mean,
+            std=found.std,
+            layout=_reason(data_dir or cifar.DEFAULT_DIR),
+        )
+    return None
+
+
+def _photos(images: int, size: int) -> ShardSource:
+    places = Places(np.zeros(images, np.int32), np.zeros(images, np.int64), np.full(images, size, np.uint32))
+    names = tuple(str(number) for number in range(IMAGENET_CLASSES))
+    return ShardSource(Shards([]), places, np.arange(images) % IMAGENET_CLASSES, names)
+
+
+def _pictures(images: int, class_names: tuple[str, ...]) -> ArraySource:
+    nothing = np.broadcast_to(np.uint8(0), (images, cifar.SIDE, cifar.SIDE, 3))
+    return ArraySource(nothing, np.arange(images) % len(class_names), class_names)
+
+
+def _reason(data_dir: Path | None) -> str:
+    return f"the published sizes, because {f'{data_dir} does not have them' if data_dir else 'no data folder is given'}"

@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from falconet import writing
-from falconet.data.free_memory import available
 from falconet.data.image_files import open_regular
 from falconet.data.storage import proper
 from falconet.errors import DataError, LinkError
 from falconet.parallel.environment import is_first
+from falconet.parallel.host import available
 from falconet.report.console import Lines
 
 Array = npt.NDArray[Any]

@@ -13,7 +13,6 @@ from falconet.data.buffers import Buffers, PixelRows, RowReader, StandardRows, V
 from falconet.data.cache import EncodedCache, PixelCache, can_keep, encoded_bytes
 from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
-from falconet.data.free_memory import available
 from falconet.data.image_files import BadImages
 from falconet.data.loader import MOST_AHEAD, BatchShape, EvaluationLoader, Loader, Resources, SyntheticLoader
 from falconet.data.preprocessing import Normalise
@@ -21,8 +20,9 @@ from falconet.data.readers import NativeReader, Reader, reader_for
 from falconet.data.storage import ArraySource, Source
 from falconet.errors import DeviceError
 from falconet.numerics.precision import Regime
-from falconet.parallel import resources
+from falconet.parallel import world
 from falconet.parallel.environment import find_place
+from falconet.parallel.host import available
 from falconet.parallel.world import World
 from falconet.report.console import Say
 
@@ -103,7 +103,7 @@ class Input:
 def workers(data: Data, processes: int = 1) -> int:
     """Threads that read images."""
     most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
-    return value_or(data.dataloader_workers, min(most, resources.cores(processes)))
+    return value_or(data.dataloader_workers, min(most, world.cores(processes)))
 
 
 def decoder() -> str:

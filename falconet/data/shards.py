@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.data import native
-from falconet.data.free_memory import available
 from falconet.data.image_files import open_descriptor
 from falconet.errors import DataError
+from falconet.parallel.host import available
 
 Words = npt.NDArray[np.uint32]
 

@@ -23,7 +23,7 @@ from falconet.errors import ConfigError, named_option
 from falconet.models import zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
-from falconet.parallel import resources
+from falconet.parallel import world
 from falconet.report.console import Say
 
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S
@@ -190,7 +190,7 @@ def _classifier(
     class_names: tuple[str, ...],
     note: Say,
 ) -> Classifier:
-    device, regime = resources.open_machine(options.machine).device, REGIMES[options.machine.precision]
+    device, regime = world.open_machine(options.machine).device, REGIMES[options.machine.precision]
     with named_option("precision"):
         regime.require(device)
     if options.serving.half_partial:

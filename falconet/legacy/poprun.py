@@ -309,7 +309,7 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
         variables={
             environment.REPLICAS: str(asked.replicas),
             environment.STAGES: str(asked.stages),
-            environment.TETHERED: "1",
+            environment.TETHERED: "poprun",
             # Otherwise, restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             # torch's C++ logs hosts that are late as errors; hosts that never come are reported here.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from falconet.config.options import Model
 from falconet.errors import ConfigError, did_you_mean, named_option
-from falconet.models import cifar, efficientnet, init, norms, padding, resnet
+from falconet.models import cifar_resnet, efficientnet, init, norms, padding, resnet
 
 # timm and torchvision are imported where they are used: each takes two seconds, and the CIFAR networks need neither.
 TIMM_PREFIX = "timm:"
@@ -51,7 +51,7 @@ def build(name: str, *, classes: int, seed: int, **options: Any) -> nn.Module:
 
 def names() -> tuple[str, ...]:
     """The models that are named without `timm:`."""
-    return (*resnet.NAMES, *efficientnet.SIZES, *_MOBILENETS, *cifar.NAMES, *SQUEEZENETS)
+    return (*resnet.NAMES, *efficientnet.SIZES, *_MOBILENETS, *cifar_resnet.NAMES, *SQUEEZENETS)
 
 
 def image_size(name: str) -> int:
@@ -86,8 +86,8 @@ def count_parameters(model: nn.Module) -> int:
 
 def _create(options: Model, *, classes: int) -> nn.Module:
     name = options.model
-    if name in resnet.NAMES or name in cifar.NAMES:
-        create = resnet.create if name in resnet.NAMES else cifar.create
+    if name in resnet.NAMES or name in cifar_resnet.NAMES:
+        create = resnet.create if name in resnet.NAMES else cifar_resnet.create
         model = create(options, classes=classes)
         resnet.set_shortcuts(model, options.shortcut_type)
         resnet.set_stem(model, options.stem)

@@ -21,9 +21,9 @@ ATTEMPT = "FALCONET_ATTEMPT"  # how often our launcher has restarted the workers
 OWN = "FALCONET_LAUNCHER"  # process id of our launcher
 MEETING = "FALCONET_MEETING"  # private folder in which the workers of our launcher meet, instead of at a port
 FIRST = "first"  # a file in it: the first worker has started
-BOUND = "FALCONET_BOUND"  # poprun bound this process to a NUMA node
-TETHERED = "FALCONET_TETHERED"  # poprun holds our stdin open while it runs
-REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what poprun was asked for
+BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
+TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
+REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
 
 
 @dataclass(frozen=True, kw_only=True)

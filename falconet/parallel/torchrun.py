@@ -93,7 +93,7 @@ def _is_taken(where: str) -> bool:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"poprun: {text}\n")
+    sys.stderr.write(f"{os.environ.get(environment.TETHERED) or 'torchrun'}: {text}\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """World: which process this is, on which device, and how processes agree; a world of one is a World too."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -8,8 +9,10 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from falconet.config import options
+from falconet.config.fields import value_or
 from falconet.errors import DeviceError
-from falconet.parallel.environment import Place
+from falconet.parallel.environment import Place, cores_of
 from falconet.parallel.host import own_peak
 
 
@@ -127,3 +130,16 @@ def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic:
             )
         torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def cores(processes: int = 1) -> int:
+    """Cores for this process, or for each of `processes` that are still to be started."""
+    host = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+    return cores_of(os.environ, host=host, own=own, expected=processes)
+
+
+def open_machine(machine: options.Machine, *, place: Place | None = None) -> World:
+    """Open the world that the options ask for: this process, or all that a launcher started."""
+    threads = value_or(machine.threads, cores())
+    return open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place)

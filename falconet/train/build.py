@@ -31,7 +31,7 @@ from falconet.optim import ema
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from falconet.optim.offload import HostedState
 from falconet.optim.optimizers import Lars, build_optimizer, build_scaled_optimizer, decay_groups, undecayed_names
-from falconet.parallel import resources
+from falconet.parallel import world
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import AveragedReplicas, OneReplica, Replicas
@@ -79,7 +79,7 @@ def _threads(launch: Launch) -> int:
     """The restored run's number, because it changes bits; with another number of processes it means nothing."""
     runtime = launch.restored.manifest.runtime if launch.restored else {}
     stored = runtime.get("threads") if runtime.get("processes", 1) == launch.division.processes else None
-    return value_or(launch.loaded.options.machine.threads, stored or resources.cores(launch.division.processes))
+    return value_or(launch.loaded.options.machine.threads, stored or world.cores(launch.division.processes))
 
 
 def limit_libraries(options: commands.TrainOptions, grid: Grid) -> None:

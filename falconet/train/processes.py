@@ -18,7 +18,7 @@ from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
-from falconet.parallel import environment, resources
+from falconet.parallel import environment, world
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
@@ -175,7 +175,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
         count = torch.cuda.device_count()
         devices, what = max(1, count), f"{are(count, 'CUDA device')} here"
     else:
-        cores = resources.cores()
+        cores = world.cores()
         devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for 2 processes each"
     with named_option("strict_devices"):
         return over_devices(asked, devices=devices, what=what)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import falconet
 from falconet.checkpoint import format
-from falconet.checkpoint.average import Averaging, average, select
 from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.state import TrainState
+from falconet.checkpoint.weight_average import Averaging, average, select
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, options
 from falconet.config.options import further_average

@@ -19,8 +19,7 @@ from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
-from falconet.parallel import resources
-from falconet.parallel.world import World
+from falconet.parallel.world import World, open_machine
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import evaluate
@@ -140,13 +139,13 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     """The model on its device, with weights in the format of its training."""
     model = build_model(options.model, classes=classes, seed=0)
-    return REGIMES[options.machine.precision].prepare(model, resources.open_machine(options.machine).device)
+    return REGIMES[options.machine.precision].prepare(model, open_machine(options.machine).device)
 
 
 def measure(opened: Opened, note: Say) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
     options, images = opened.options, opened.images
-    world = resources.open_machine(options.machine)
+    world = open_machine(options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)

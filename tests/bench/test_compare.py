@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from falconet.bench import results
-from falconet.bench.compare import change_between, compare
 from falconet.bench.measurements import Measured, Sample
-from falconet.bench.results import Result, summarise
+from falconet.bench.results import Result, change_between, compare, summarise
 from falconet.bench.statistics import estimate
 from falconet.errors import ConfigError
 

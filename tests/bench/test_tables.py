@@ -2,10 +2,9 @@
 
 import csv
 
-from falconet.bench import compare, results
-from falconet.bench.compare import Comparison
+from falconet.bench import results
 from falconet.bench.measurements import Measured, Sample
-from falconet.bench.results import summarise
+from falconet.bench.results import Comparison, summarise
 from falconet.bench.statistics import Steady
 
 
@@ -83,7 +82,7 @@ def test_csv_has_one_row_per_variant_and_the_chosen_metrics(tmp_path):
 
 def test_a_loss_beyond_the_margin_is_bold():
     slow = Comparison(name="a", verdict="slower", old=100.0, new=80.0, change=-20.0, low=-22.0, high=-18.0)
-    text = compare.markdown([slow, Comparison(name="n", verdict="new")], margin=5.0)
+    text = results.comparison_markdown([slow, Comparison(name="n", verdict="new")], margin=5.0)
     assert "| a | **slower** | 100.0 | 80.0 | -20.0 % | -22.0 to -18.0 % |  |" in text
     assert "| n | new |" in text
-    assert "**" not in compare.markdown([slow], margin=25.0)
+    assert "**" not in results.comparison_markdown([slow], margin=25.0)

@@ -9,7 +9,7 @@ import torch
 
 from falconet.checkpoint import format
 from falconet.models import zoo
-from falconet.parallel import resources
+from falconet.parallel import world
 from tiny import TINY
 
 
@@ -131,7 +131,7 @@ def test_temporary_contradicts_named_folders(falconet, line, message):
 
 @pytest.mark.dist
 def test_temporary_run_of_two_processes_leaves_nothing(falconet, temporary, monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
+    monkeypatch.setattr(world, "cores", lambda processes=1: 2)
     answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")
     assert answer.code == 0, answer.err
     assert answer.out.count("the run folder is temporary") == 1

@@ -12,7 +12,7 @@ import pytest
 
 import gloo
 from falconet.checkpoint import format
-from falconet.parallel import environment, resources
+from falconet.parallel import environment, world
 from tiny import TINY
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]
@@ -154,7 +154,7 @@ def test_port_in_use_is_one_line(tmp_path):
 
 
 def test_plan_shows_the_threads_of_each_process(falconet, monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 8 // processes)
+    monkeypatch.setattr(world, "cores", lambda processes=1: 8 // processes)
     line = TINY.replace("--threads 1", "").replace("--dataloader-workers 1", "")
     assert "device cpu, 8 CPU threads and 8 loader threads\n" in falconet(f"train {line} --plan").out
     found = falconet(f"train {line} --replicas 4 --plan")

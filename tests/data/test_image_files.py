@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from falconet.data import layout
 from falconet.data.image_files import BadImages, UnreadableImageError, open_regular, open_rgb, read_regular
 from falconet.data.shards import open_shard
-from falconet.data.sources import photos
 from falconet.data.sources.bounding_boxes import parse_xml
 from falconet.data.storage import FileSource
 from falconet.errors import DataError
@@ -252,6 +252,6 @@ def test_a_pipe_under_a_shards_name_is_refused_in_one_line(tmp_path, name, other
     os.mkfifo(tmp_path / name)
     (tmp_path / other).touch()
     with pytest.raises(DataError) as caught:
-        photos.load_photos(tmp_path)
+        layout.load_photos(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name}: cannot be ")
     assert str(caught.value).endswith(" (a pipe, not a file)")

@@ -14,7 +14,8 @@ from safetensors.numpy import load
 import layouts
 from falconet.data import index
 from falconet.data.index import FOLDER, Found
-from falconet.data.sources import bounding_boxes, photos
+from falconet.data.layout import load_photos
+from falconet.data.sources import bounding_boxes
 
 XML = (
     "<a><size><width>9</width><height>9</height></size><object><bndbox>"
@@ -43,7 +44,7 @@ def made(tmp_path_factory):
         (roots["class folders"] / "bbox" / name / f"{name}_0.xml").write_text(XML)
     for root in roots.values():
         old(root)
-        photos.load_photos(root)
+        load_photos(root)
     bounding_boxes.read_boxes(roots["class folders"] / "bbox")
     return {name: (root, next((root / FOLDER).glob("[ft]*.safetensors"))) for name, root in roots.items()} | {
         "boxes": (roots["class folders"], roots["class folders"] / FOLDER / "boxes-bbox.safetensors")
@@ -71,7 +72,7 @@ def seen(layout, root):
     """What is found in a folder, as plain values; every file that would be read is below it."""
     if layout == "boxes":
         return {name: own.tolist() for name, own in bounding_boxes.read_boxes(root / "bbox").items()}
-    splits = photos.load_photos(root)
+    splits = load_photos(root)
     every = []
     for source in (splits.train, splits.validation):
         for number in range(len(source)):

@@ -7,12 +7,11 @@ import pytest
 from PIL import Image
 
 import layouts
-from falconet.data import crops, readers
+from falconet.data import crops, layout, readers
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.sources import photos
 
 PREPROCESSING = Preprocessing(image_size=32, resize=36, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 PHOTO = layouts.photo(3)
@@ -114,7 +113,7 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_each_file_is_decoded_correctly_or_named_and_counted(roots, decoder, name):
-    train = photos.load_photos(roots[name]).train
+    train = layout.load_photos(roots[name]).train
     said = []
     bad = BadImages(len(REFUSED), note=said.append)
     reader = reader_for(train, crops=Crops(preprocessing=PREPROCESSING, augment="none", seed=0), bad=bad)

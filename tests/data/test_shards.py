@@ -11,11 +11,10 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tenso
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 import layouts
-from falconet.data import native
+from falconet.data import layout, native
 from falconet.data.native.binding import Workspace
 from falconet.data.readers import shard_opener
 from falconet.data.shards import Readahead, Shards, crc32c, crc32c_numpy, unmasked
-from falconet.data.sources import photos
 from falconet.errors import DataError
 
 
@@ -120,7 +119,7 @@ def test_shards_that_do_not_fit_are_not_requested(paths, asked):
 def test_every_reader_of_shards_advances_the_readahead(tmp_path, asked):
     root = layouts.tar_archives(layouts.class_folders(tmp_path / "folders"), tmp_path / "tar")
     for read in (read_natively, lambda source: source.encoded(0)):
-        source = photos.load_photos(root).train
+        source = layout.load_photos(root).train
         asked.clear()
         read(source)
         assert sum(size for _, size in asked) == sum(path.stat().st_size for path in source.shards.paths)

@@ -8,8 +8,7 @@ from torch import nn
 from falconet.config import rules
 from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.load import parse
-from falconet.data.dataset import prepared
-from falconet.data.sources.published import published
+from falconet.data.dataset import prepared, published
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.models.padding import SameConv2d

@@ -8,7 +8,7 @@ import torch
 
 from falconet.checkpoint import format
 from falconet.errors import CheckpointError
-from falconet.parallel import resources
+from falconet.parallel import world
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
 from runs import stop_at
 from tiny import TINY
@@ -161,7 +161,7 @@ def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet
 
 def test_replicas_are_folded_into_accumulation_in_both_phases(falconet, monkeypatch):
 
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # 2 processes
+    monkeypatch.setattr(world, "cores", lambda processes=1: 1)  # 2 processes
     answer = falconet(f"train {HALF} --replicas 4 --gradient-accumulation 3 --plan")
     assert "global batch 96 = micro-batch 8 x accumulation 6 x replicas 2" in answer.out
     assert "global batch 32 = micro-batch 4 x accumulation 4 x replicas 2" in answer.out

@@ -61,7 +61,7 @@ def test_workers_that_never_start_leave_no_folder(tmp_path, monkeypatch):
         return 2
 
     monkeypatch.setattr("falconet.parallel.launch.launch", launched)
-    monkeypatch.setattr("falconet.parallel.resources.cores", lambda processes=1: 2)
+    monkeypatch.setattr("falconet.parallel.world.cores", lambda processes=1: 2)
     options = loaded("--replicas 2 --device cpu")
     assert processes.start("train", [], processes.prepare(options)) == 2
     assert not list((tmp_path / "runs").iterdir())

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from falconet.checkpoint import format
-from falconet.parallel import resources
+from falconet.parallel import world
 from tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("two_cores")
@@ -73,7 +73,7 @@ def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(fa
 
 
 def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)
+    monkeypatch.setattr(world, "cores", lambda processes=1: 1)
     line = f"train {TINY} --gradient-accumulation 2 --epoch 1"
     assert falconet(f"{line} --run-dir whole").code == 0
     answer = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0 --run-dir stages")
@@ -117,7 +117,7 @@ def test_every_mistake_is_refused_in_one_line(falconet, extra, message):
 
 def test_more_replicas_than_micro_batches_for_interleaving_are_refused_in_one_line(falconet, monkeypatch):
     line = f"train {TINY} --pipeline-splits layer2/0 layer3/0 --pipeline-schedule interleaved --gradient-accumulation 4"
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 1)  # all in one process
+    monkeypatch.setattr(world, "cores", lambda processes=1: 1)  # all in one process
     assert falconet(f"{line} --epoch 1 --run-dir r").code == 0
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "12")

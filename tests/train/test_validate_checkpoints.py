@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.parallel import resources
+from falconet.parallel import world
 from tiny import TINY
 
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"
@@ -43,7 +43,7 @@ def test_a_runs_checkpoints_are_measured_as_validate_does(falconet, extra):
 @pytest.mark.dist
 @pytest.mark.parametrize("extra", ["--replicas 2", "--pipeline-splits layer3/0 --gradient-accumulation 2"])
 def test_several_processes_measure_checkpoints_together(falconet, monkeypatch, extra):
-    monkeypatch.setattr(resources, "cores", lambda processes=1: 2)
+    monkeypatch.setattr(world, "cores", lambda processes=1: 2)
     answer = falconet(f"train {DATA} --epoch 2 {extra} --run-dir r --validate-checkpoints r/checkpoints")
     assert answer.code == 0, answer.err
     falconet("validate --checkpoint-input-path r --output again.csv")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.data.keyed import FloatArray
-from falconet.data.native import build
+from falconet.data.native import compile
 from falconet.data.storage import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
@@ -165,13 +165,13 @@ def load() -> tuple[Library | None, str]:
     """The library, or the reason why there is none."""
     if os.environ.get("FALCONET_NATIVE", "") == "0":
         return None, "switched off by FALCONET_NATIVE=0"
-    path = build.HERE / build.LIBRARY
+    path = compile.HERE / compile.LIBRARY
     if not path.exists():
-        return None, "not built; `python -m falconet.data.native.build` builds it with a C++ compiler"
+        return None, "not built; `python -m falconet.data.native.compile` builds it with a C++ compiler"
     try:
         found = Library(path)
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded ({str(error).splitlines()[0]})"
-    if build.SOURCES.is_dir() and found.sources != build.digest():
-        return None, "built from other sources; run `python -m falconet.data.native.build`"
+    if compile.SOURCES.is_dir() and found.sources != compile.digest():
+        return None, "built from other sources; run `python -m falconet.data.native.compile`"
     return found, ""

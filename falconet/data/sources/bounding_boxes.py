@@ -13,7 +13,7 @@ import numpy as np
 
 from falconet.data.image_files import open_regular, read_regular
 from falconet.data.index import Array, Found, check_boxes, check_lengths, check_offsets, check_types, indexed
-from falconet.data.sources.photos import INNER
+from falconet.data.layout import INNER
 from falconet.data.storage import BoxArray, Names, Objects, PhotoSource, Splits, key, match, names_of, proper
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from falconet.config.paths import require_photos
+from falconet.config.fields import require_photos
 from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD

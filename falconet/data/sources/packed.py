@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save
 
-from falconet.data.free_memory import available
 from falconet.data.index import Array, check_below, check_class_names, check_lengths, check_offsets, check_types
 from falconet.data.shards import crc32c, open_shard, pread
 from falconet.data.sources.shard_index import MOST_CLASSES, source_of, splits_of
 from falconet.data.storage import Names, Splits
 from falconet.errors import DataError
+from falconet.parallel.host import available
 
 ENDING = ".falconet"
 MAGIC = b"falconet shard 1"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.data.native import build
+from falconet.data.native import compile
 from falconet.data.native.binding import Status, Workspace
 
 FLAGS = ("-std=c++17", "-O1", "-g", "-fno-sanitize-recover=all")
@@ -24,8 +24,8 @@ def built(folder: Path, compiler: str, sanitizers: str, harness: list[Path]) -> 
     """The harness and what it is for as one program; None where the compiler has not what it takes."""
     folder.mkdir()
     fuzzed = FUZZED[harness[0].stem]
-    sources = [(s, f) for s, f in build.compilations(platform.machine()) if s.stem in fuzzed]
-    flags = [*FLAGS, f"-fsanitize={sanitizers}", f"-I{build.SOURCES}"]
+    sources = [(s, f) for s, f in compile.compilations(platform.machine()) if s.stem in fuzzed]
+    flags = [*FLAGS, f"-fsanitize={sanitizers}", f"-I{compile.SOURCES}"]
     objects, running = [], []
     for number, (source, own) in enumerate([*sources, *((path, ()) for path in harness)]):
         objects.append(str(folder / f"{number}.o"))
@@ -58,8 +58,8 @@ def fuzzer(folder: Path, harness: Path, *, corpus: Path, seconds: int) -> list[s
             (folder / "found").mkdir()
             return [guided, *options, folder / "found", corpus]
     try:
-        compiler = build.compiler()
-    except build.CannotBuildError as error:
+        compiler = compile.compiler()
+    except compile.CannotBuildError as error:
         pytest.skip(str(error))
     plain = built(folder / "plain", compiler, SANITIZERS, [harness, HERE / "fuzz_driver.cpp"])
     if plain is None:

@@ -3,7 +3,8 @@
 import pytest
 
 import layouts
-from falconet.data.sources import bounding_boxes, photos
+from falconet.data import layout
+from falconet.data.sources import bounding_boxes
 from falconet.data.sources.bounding_boxes import with_objects, with_objects_if_there, without_objects
 from falconet.errors import DataError
 
@@ -18,7 +19,7 @@ def root(tmp_path):
 
 def found(root):
     """Boxes by image name, those of images that have some."""
-    train = with_objects(photos.load_photos(root), root).train
+    train = with_objects(layout.load_photos(root), root).train
     every = {train.name(index): train.objects[index] for index in range(len(train))}
     return {name: own.tolist() for name, own in every.items() if len(own)}
 
@@ -72,21 +73,21 @@ def test_archives_and_packed_shards_are_matched_by_name_too(root, tmp_path):
 
 def test_records_have_their_own_boxes(root, tmp_path):
     records = layouts.tfrecords(root, tmp_path / "records", boxes=((0.0, 0.0, 0.5, 0.5),))
-    assert with_objects(photos.load_photos(records), records).train.objects.annotated == 18
-    assert without_objects(photos.load_photos(records)).train.objects is None
+    assert with_objects(layout.load_photos(records), records).train.objects.annotated == 18
+    assert without_objects(layout.load_photos(records)).train.objects is None
 
 
 def test_optional_boxes_that_do_not_exist_leave_crops_plain(root, tmp_path):
-    assert with_objects_if_there(photos.load_photos(root), root).train.objects is None
+    assert with_objects_if_there(layout.load_photos(root), root).train.objects is None
     (root / CSV).write_text("b.JPEG,0,0,1,1\n")  # of no image here
-    assert with_objects_if_there(photos.load_photos(root), root).train.objects is None
+    assert with_objects_if_there(layout.load_photos(root), root).train.objects is None
     (root / CSV).write_text(f"{FIRST}.JPEG,0,0,1,1\n")
-    assert with_objects_if_there(photos.load_photos(root), root).train.objects.annotated == 1
+    assert with_objects_if_there(layout.load_photos(root), root).train.objects.annotated == 1
 
     empty = layouts.tfrecords(root, tmp_path / "empty", boxes=())
-    assert with_objects_if_there(photos.load_photos(empty), empty).train.objects is None
+    assert with_objects_if_there(layout.load_photos(empty), empty).train.objects is None
     records = layouts.tfrecords(root, tmp_path / "records", boxes=((0.0, 0.0, 0.5, 0.5),))
-    assert with_objects_if_there(photos.load_photos(records), records).train.objects.annotated == 18
+    assert with_objects_if_there(layout.load_photos(records), records).train.objects.annotated == 18
 
 
 def bomb():
@@ -131,12 +132,12 @@ def test_a_binary_csv_is_refused(root):
 def test_an_unreadable_csv_is_reported_in_one_line(root):
     (root / CSV).mkdir()
     with pytest.raises(DataError) as caught:
-        with_objects(photos.load_photos(root), root)
+        with_objects(layout.load_photos(root), root)
     assert str(caught.value) == f"{root / CSV}: cannot be read (a folder, not a file)"
 
 
 def test_a_broken_link_to_a_csv_is_reported_in_one_line(root):
     (root / CSV).symlink_to("nowhere")
     with pytest.raises(DataError) as caught:
-        with_objects(photos.load_photos(root), root)
+        with_objects(layout.load_photos(root), root)
     assert str(caught.value) == f"{root / CSV}: cannot be read (No such file or directory)"

@@ -10,10 +10,11 @@ from falconet.data import readers
 from falconet.data.buffers import PixelRows
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
+from falconet.data.layout import load_photos
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import reader_for
-from falconet.data.sources import bounding_boxes, photos
+from falconet.data.sources import bounding_boxes
 
 PREPROCESSING = Preprocessing(image_size=24, resize=27, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 SHAPE = BatchShape(micro_batch=4)
@@ -79,7 +80,7 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_every_layout_gives_the_batches_of_class_folders(roots, decoder, name):
-    plain, other = photos.load_photos(roots["class folders"]), photos.load_photos(roots[name])
+    plain, other = load_photos(roots["class folders"]), load_photos(roots[name])
     plain, other = bounding_boxes.without_objects(plain), bounding_boxes.without_objects(other)
     assert training(other) == training(plain)
     assert validation(other) == validation(plain)
@@ -88,8 +89,7 @@ def test_every_layout_gives_the_batches_of_class_folders(roots, decoder, name):
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_object_crops_are_the_same_in_every_layout(roots, decoder, name):
     plain, other = (
-        bounding_boxes.with_objects(photos.load_photos(roots[layout]), roots[layout])
-        for layout in ("class folders", name)
+        bounding_boxes.with_objects(load_photos(roots[layout]), roots[layout]) for layout in ("class folders", name)
     )
     assert training(other) == training(plain)
     assert training(other) != training(bounding_boxes.without_objects(plain))
@@ -98,14 +98,14 @@ def test_object_crops_are_the_same_in_every_layout(roots, decoder, name):
 @pytest.mark.parametrize("workers", [0, 1, 5])
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_any_number_of_threads_gives_the_same_batches(roots, name, workers):
-    splits = photos.load_photos(roots[name])
+    splits = load_photos(roots[name])
     assert training(splits, workers=workers) == training(splits, workers=2)
     assert validation(splits, workers=workers) == validation(splits, workers=2)
 
 
 @pytest.mark.parametrize(("before", "after"), [("class folders", "packed shards"), ("TFRecords", "tar archives")])
 def test_a_run_continues_with_the_same_batches_from_another_layout(roots, before, after):
-    straight = training(bounding_boxes.without_objects(photos.load_photos(roots[before])), epochs=(1,))
-    continued = training(bounding_boxes.without_objects(photos.load_photos(roots[after])), epochs=(1,), skip=2)
+    straight = training(bounding_boxes.without_objects(load_photos(roots[before])), epochs=(1,))
+    continued = training(bounding_boxes.without_objects(load_photos(roots[after])), epochs=(1,), skip=2)
     assert straight[2:] == continued
     assert len(continued) == 2

@@ -13,9 +13,10 @@ from PIL import Image
 from safetensors.numpy import load, save
 
 import layouts
+from falconet.data import layout
 from falconet.data.image_files import UnreadableImageError
 from falconet.data.shards import crc32c
-from falconet.data.sources import packed, photos
+from falconet.data.sources import packed
 from falconet.errors import DataError
 from layouts import pack
 
@@ -31,7 +32,7 @@ def root(folders, tmp_path):
 
 
 def test_pixels_labels_and_names_are_those_of_the_files(folders, root):
-    splits = photos.load_photos(root)
+    splits = layout.load_photos(root)
     assert splits.class_names == layouts.CLASSES
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
         written = list(layouts.photos_of(folders, split))
@@ -66,7 +67,7 @@ def flipped(path, at):
 
 def test_a_flipped_bit_of_an_image_is_named(root):
     path = root / "train-00002.falconet"
-    source = photos.load_photos(root).train
+    source = layout.load_photos(root).train
     flipped(path, source._range(11)[0] + 30)
     assert packed.verify(path) == [f"{path}: n01443537/n01443537_5.JPEG: checksum mismatch"]
     with pytest.raises(UnreadableImageError, match="checksum mismatch"):
@@ -95,7 +96,7 @@ def test_a_shard_that_was_cut_short_is_refused(root, length):
     path = root / "train-00001.falconet"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == (
         f"{path}: not a complete packed shard of this version; recreate it with `falconet data pack`"
     )
@@ -105,13 +106,13 @@ def test_a_changed_label_is_noticed(root):
     path = root / "train-00000.falconet"
     flipped(path, path.stat().st_size - 72 - 10)  # within the index
     with pytest.raises(DataError, match="its index is damaged"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 def test_a_missing_shard_is_named(root):
     (root / "train-00001.falconet").unlink()
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{root}: no train-00001.falconet; 3 of 4 are there"
 
 
@@ -123,7 +124,7 @@ def test_shards_of_two_sets_do_not_mix(root):
         writer.add(b"x", label=0, name="a")
         writer.finish({**head.facts, "classes": ["cat"]})
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{path}: belongs to a different set from the other shards"
 
 
@@ -131,7 +132,7 @@ def test_a_renamed_shard_is_refused(root):
     path = root / "train-00001.falconet"
     path.write_bytes((root / "train-00002.falconet").read_bytes())
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{path}: its index says train-00002.falconet; renamed, or a copy?"
 
 
@@ -144,7 +145,7 @@ def test_facts_of_other_types_are_refused_even_with_a_valid_checksum(root, facts
         writer.add(b"x", label=0, name="a")
         writer.finish({**head.facts, **facts})
     with pytest.raises(DataError, match="its index is damaged"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 def test_columns_of_other_types_are_refused_even_with_a_valid_checksum(root, monkeypatch):
@@ -159,7 +160,7 @@ def test_columns_of_other_types_are_refused_even_with_a_valid_checksum(root, mon
         writer.add(b"x", label=0, name="a")
         writer.finish(head.facts)
     with pytest.raises(DataError, match="its index is damaged"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 def forge(path, *, arrays=None, facts=None):
@@ -187,14 +188,14 @@ def test_counts_out_of_range_are_refused_even_with_a_valid_checksum(root, facts)
     path = root / "train-00001.falconet"
     forge(path, facts=facts)
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{path}: its index is damaged; recreate it with `falconet data pack`"
 
 
 def test_an_index_larger_than_memory_is_not_read(root, monkeypatch):
     monkeypatch.setattr(packed, "available", lambda: 1000)
     with pytest.raises(DataError, match="its index is damaged"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1, 16, 255, 2**31 - 1, 2**32 - 1]))
@@ -213,7 +214,7 @@ def test_no_numbers_in_an_index_cause_reads_beyond_the_shard(root, data):
     flat[begin : begin + len(odd)] = odd
     forge(path, arrays={name: column})
     try:
-        source = photos.load_photos(root).train
+        source = layout.load_photos(root).train
     except DataError as error:
         assert "its index is damaged" in str(error)  # noqa: PT017, or it is harmless: another name, label or checksum
     else:

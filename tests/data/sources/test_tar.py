@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 import layouts
-from falconet.data.sources import photos
+from falconet.data import layout
 from falconet.errors import DataError
 
 
@@ -19,7 +19,7 @@ def folders(tmp_path):
     ("label", "names"), [("cls", ("0", "1", "2")), ("json", ("0", "1", "2")), ("txt", layouts.CLASSES)]
 )
 def test_images_and_labels_are_read_as_written(folders, tmp_path, label, names):
-    splits = photos.load_photos(layouts.tar_archives(folders, tmp_path / "tar", label=label))
+    splits = layout.load_photos(layouts.tar_archives(folders, tmp_path / "tar", label=label))
     assert (splits.layout, splits.class_names) == ("tar archives", names)
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
         written = list(layouts.photos_of(folders, split))
@@ -31,7 +31,7 @@ def test_images_and_labels_are_read_as_written(folders, tmp_path, label, names):
 def test_names_come_from_a_file_next_to_the_archives(folders, tmp_path):
     root = layouts.tar_archives(folders, tmp_path / "tar")
     (root / "classnames.txt").write_text("tench\ngoldfish\nspaniel\n")
-    assert photos.load_photos(root).class_names == ("tench", "goldfish", "spaniel")
+    assert layout.load_photos(root).class_names == ("tench", "goldfish", "spaniel")
 
 
 def archive(path, **members):
@@ -52,7 +52,7 @@ def test_long_names_folders_and_odd_members_are_harmless(root):
     image, far = layouts.encoded(layouts.photo(2)), "f" * 120 + "/x"
     names = {"__MACOSX/a.jpg": b"", "readme": b"hi", f"{far}/k.1.JPG": image, f"{far}/k.cls": b"2", "._b.jpg": b""}
     archive(root / "train.tar", **names)
-    train = photos.load_photos(root).train
+    train = layout.load_photos(root).train
     assert [(train.name(0), train.labels.tolist(), train.encoded(0))] == [(f"{far}/k.1.JPG", [2], image)]
 
 
@@ -68,21 +68,21 @@ MISTAKES = {
 def test_a_mistake_names_its_archive(root, message, members):
     archive(root / "train.tar", **members)
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{root}/train.tar: {message}"
 
 
 def test_numbers_and_names_do_not_mix(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"dog"})
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == f"{root}: some labels are numbers, such as 1, and others are not, such as 'dog'"
 
 
 def test_an_impossible_label_is_refused(root):
     archive(root / "train.tar", **{"a.jpg": IMAGE, "a.cls": b"99999999999"})
     with pytest.raises(DataError, match=r"the label 99999999999 in an archive; expected less than 1,000,000"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 @pytest.mark.parametrize("damage", [gzip.compress, lambda data: data[:700], lambda data: b"", lambda data: b"x" * 5000])
@@ -90,13 +90,13 @@ def test_anything_but_a_plain_archive_is_refused(root, damage):
     path = root / "train.tar"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"train.tar: .*(not a complete|cut short|has no image)"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 def test_archives_without_a_validation_set_are_refused(root):
     (root / "validation.tar").unlink()
     with pytest.raises(DataError, match="tar archives, but none with validation in its name"):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 @pytest.mark.parametrize("at", [0, 100, 148])  # its name, its mode, its checksum
@@ -108,7 +108,7 @@ def test_a_damaged_header_in_the_middle_is_noticed(root, at):
     data[second + at] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value) == (
         f"{path}: not a complete, uncompressed tar archive (a damaged header at byte {second})"
     )
@@ -126,7 +126,7 @@ def test_a_member_of_negative_size_is_refused(root):
     with pytest.raises(
         DataError, match=r"train.tar: not a complete, uncompressed tar archive \(a member of -512 bytes\)"
     ):
-        photos.load_photos(root)
+        layout.load_photos(root)
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_a_member_of_negative_size_is_refused(root):
 def test_a_hostile_label_is_refused_in_one_line(root, name, label, message):
     archive(root / "train.tar", **{"a.jpg": IMAGE, name: label})
     with pytest.raises(DataError) as caught:
-        photos.load_photos(root)
+        layout.load_photos(root)
     assert str(caught.value).startswith(f"{root}/train.tar: {message}")

@@ -7,8 +7,9 @@ import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 import layouts
+from falconet.data import layout
 from falconet.data.image_files import UnreadableImageError
-from falconet.data.sources import photos, tfrecord
+from falconet.data.sources import tfrecord
 from falconet.errors import DataError
 
 BOXES = ((0.1, 0.2, 0.5, 0.6), (0.0, 0.0, 1.0, 0.25))
@@ -25,7 +26,7 @@ def records(folders, tmp_path):
 
 
 def test_images_labels_and_names_are_read_as_written(folders, records):
-    splits = photos.load_photos(records)
+    splits = layout.load_photos(records)
     assert splits.layout == "TFRecords"
     assert splits.class_names == layouts.CLASSES
     for source, split in ((splits.train, "train"), (splits.validation, "val")):
@@ -35,7 +36,7 @@ def test_images_labels_and_names_are_read_as_written(folders, records):
 
 
 def test_boxes_are_read(records):
-    objects = photos.load_photos(records).train.objects
+    objects = layout.load_photos(records).train.objects
     assert objects.annotated == 18
     np.testing.assert_allclose(objects[7], BOXES, rtol=1e-6)
 
@@ -45,7 +46,7 @@ def test_the_inner_folder_of_the_original_is_searched(records, tmp_path, inner):
     if inner != ".":
         (tmp_path / "outer").mkdir()
         records = records.rename(tmp_path / "outer" / inner).parent
-    assert len(photos.load_photos(records).train) == 18
+    assert len(layout.load_photos(records).train) == 18
 
 
 def test_records_may_be_in_one_folder_per_split(records):
@@ -53,7 +54,7 @@ def test_records_may_be_in_one_folder_per_split(records):
         (records / split).mkdir()
         for path in records.glob(f"{split}-*"):
             path.rename(records / split / path.name)
-    assert len(photos.load_photos(records).train) == 18
+    assert len(layout.load_photos(records).train) == 18
 
 
 def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
@@ -65,7 +66,7 @@ def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
     made.features.feature["image/class/label"].int64_list.value.append(3)
     for split in ("train", "validation"):
         layouts.write_records(tmp_path / f"{split}-00000-of-00001", [made.SerializeToString(deterministic=True)] * 2)
-    splits = photos.load_photos(tmp_path)
+    splits = layout.load_photos(tmp_path)
     assert splits.train.encoded(1) == image
     assert splits.train.labels.tolist() == [2, 2]
     assert splits.class_names == ("0", "1", "2")
@@ -76,10 +77,10 @@ def test_names_come_from_a_file_if_records_have_none(tmp_path):
     for split in ("train", "validation"):
         layouts.write_records(tmp_path / f"{split}-00000-of-00001", [layouts.example(image, 2)])
     (tmp_path / "labels.txt").write_text("cat\ndog\nrat\n")
-    assert photos.load_photos(tmp_path).class_names == ("cat", "dog", "rat")
+    assert layout.load_photos(tmp_path).class_names == ("cat", "dog", "rat")
     (tmp_path / "labels.txt").write_text("cat\n")
     with pytest.raises(DataError, match=r"labels.txt: names 1 class, but labels go from 0 to 1"):
-        photos.load_photos(tmp_path)
+        layout.load_photos(tmp_path)
 
 
 def flipped(path, at):
@@ -92,7 +93,7 @@ def flipped(path, at):
 def test_a_flipped_bit_in_an_image_is_named_when_it_is_read(records, monkeypatch, native):
     if not native:
         monkeypatch.setattr("falconet.data.native.library", lambda: None)
-    source = photos.load_photos(records).train
+    source = layout.load_photos(records).train
     begin, _, skip, _ = source._range(2)
     flipped(records / "train-00000-of-00003", begin + skip + 40)
     source.encoded(1)
@@ -143,34 +144,34 @@ def test_damage_is_named(records, message, damage):
     path = records / "train-00001-of-00003"
     damage(path)
     with pytest.raises(DataError) as caught:
-        photos.load_photos(records)
+        layout.load_photos(records)
     assert str(caught.value) == f"{path}: {message.strip()}"
 
 
 def test_a_missing_shard_is_named(records):
     (records / "train-00001-of-00003").unlink()
     with pytest.raises(DataError) as caught:
-        photos.load_photos(records)
+        layout.load_photos(records)
     assert str(caught.value) == f"{records}: no train-00001-of-00003; 2 of 3 are there"
 
 
 def test_records_without_a_validation_set_are_refused(records):
     (records / "validation-00000-of-00001").unlink()
     with pytest.raises(DataError, match="TFRecords, but none named validation-00000-of-"):
-        photos.load_photos(records)
+        layout.load_photos(records)
 
 
 def test_shards_of_two_sets_are_refused(records):
     (records / "train-00003-of-00004").write_bytes(b"")
     with pytest.raises(DataError, match="train shards of several sets: -of-00003 and -of-00004"):
-        photos.load_photos(records)
+        layout.load_photos(records)
 
 
 def test_a_duplicate_shard_is_refused(records):
     (records / "train").mkdir()
     (records / "train/train-00001-of-00003").write_bytes((records / "train-00001-of-00003").read_bytes())
     with pytest.raises(DataError) as caught:
-        photos.load_photos(records)
+        layout.load_photos(records)
     assert str(caught.value) == f"{records}: train shards twice, in {records} and {records}/train"
 
 
@@ -178,7 +179,7 @@ def test_a_folder_in_place_of_a_shard_is_reported_in_one_line(records):
     (records / "train-00001-of-00003").unlink()
     (records / "train-00001-of-00003").mkdir()
     with pytest.raises(DataError, match=r"cannot be opened \(a folder, not a file\)"):
-        photos.load_photos(records)
+        layout.load_photos(records)
 
 
 def test_any_bytes_are_read_as_an_example_or_refused(tmp_path):
@@ -208,5 +209,5 @@ def test_indexing_does_not_read_the_images(records, monkeypatch):
     read = []
     plain = tfrecord.pread
     monkeypatch.setattr(tfrecord, "pread", lambda *place: read.append(len(plain(*place))) or plain(*place))
-    photos.load_photos(records)
+    layout.load_photos(records)
     assert sum(read) < 400_000

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from falconet.data import native
-from falconet.data.native import binding, build
+from falconet.data.native import binding, compile
 
 CLANG = shutil.which("clang++") or ""
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
@@ -17,9 +17,9 @@ WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversio
 def elsewhere(tmp_path, monkeypatch):
     """The package's native folder copied, so that a test may spoil it."""
     here = tmp_path / "native"
-    shutil.copytree(build.HERE, here)
-    monkeypatch.setattr(build, "HERE", here)
-    monkeypatch.setattr(build, "SOURCES", here / "src")
+    shutil.copytree(compile.HERE, here)
+    monkeypatch.setattr(compile, "HERE", here)
+    monkeypatch.setattr(compile, "SOURCES", here / "src")
     binding.load.cache_clear()
     yield here
     binding.load.cache_clear()
@@ -32,20 +32,20 @@ def test_the_library_is_there_without_a_reason(library):
 
 
 def test_not_built(elsewhere):
-    (elsewhere / build.LIBRARY).unlink(missing_ok=True)
+    (elsewhere / compile.LIBRARY).unlink(missing_ok=True)
     assert native.library() is None
-    assert native.why_not() == "not built; `python -m falconet.data.native.build` builds it with a C++ compiler"
+    assert native.why_not() == "not built; `python -m falconet.data.native.compile` builds it with a C++ compiler"
 
 
 def test_built_from_other_sources(library, elsewhere):
     with (elsewhere / "src" / "axis.cpp").open("a") as file:
         file.write("// changed\n")
     assert native.library() is None
-    assert native.why_not() == "built from other sources; run `python -m falconet.data.native.build`"
+    assert native.why_not() == "built from other sources; run `python -m falconet.data.native.compile`"
 
 
 def test_a_library_of_another_kind(elsewhere):
-    (elsewhere / build.LIBRARY).write_bytes(b"not a library")
+    (elsewhere / compile.LIBRARY).write_bytes(b"not a library")
     assert native.library() is None
     assert native.why_not().startswith("cannot be loaded (")
     assert "\n" not in native.why_not()
@@ -62,14 +62,14 @@ def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(
-        build.CannotBuildError, match=r"no C\+\+ compiler found \(looked for CXX, c\+\+, g\+\+, clang\+\+\)"
+        compile.CannotBuildError, match=r"no C\+\+ compiler found \(looked for CXX, c\+\+, g\+\+, clang\+\+\)"
     ):
-        build.build(tmp_path)
+        compile.build(tmp_path)
 
 
 def test_a_failing_compiler_leaves_no_files(library, tmp_path, monkeypatch):
-    with pytest.raises(build.CannotBuildError, match=r"failed: .*error"):
-        build.build(tmp_path / "made", flags=("--no-such-flag",))
+    with pytest.raises(compile.CannotBuildError, match=r"failed: .*error"):
+        compile.build(tmp_path / "made", flags=("--no-such-flag",))
     assert list((tmp_path / "made").iterdir()) == []
 
 
@@ -78,12 +78,12 @@ def test_the_users_compiler_comes_first(tmp_path, monkeypatch):
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", str(mine))
-    assert build.compiler() == str(mine)
+    assert compile.compiler() == str(mine)
 
 
 def test_the_command_says_in_one_line_why_it_failed(tmp_path):
     done = subprocess.run(
-        [sys.executable, build.__file__], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        [sys.executable, compile.__file__], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stderr.startswith("falconet: the native JPEG decoder was not built: no C++ compiler found")
@@ -92,7 +92,7 @@ def test_the_command_says_in_one_line_why_it_failed(tmp_path):
 
 def test_the_build_needs_only_the_standard_library():
     """setup.py runs it before anything is installed."""
-    code = f"import runpy; runpy.run_path({build.__file__!r})"
+    code = f"import runpy; runpy.run_path({compile.__file__!r})"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 
@@ -100,9 +100,9 @@ def test_the_build_needs_only_the_standard_library():
 @pytest.mark.slow
 def test_another_compiler_builds_it_without_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", CLANG)
-    build.build(tmp_path, flags=(*build.FLAGS, *WARNINGS, "-Werror"))
+    compile.build(tmp_path, flags=(*compile.FLAGS, *WARNINGS, "-Werror"))
 
 
 def test_it_builds_without_a_warning(library, tmp_path):
-    made = build.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
+    made = compile.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
     assert binding.Library(made).sources == library.sources

@@ -1,4 +1,4 @@
-"""Builds the decoder's shared library with the system's C++ compiler: `python -m falconet.data.native.build`.
+"""Builds the decoder's shared library with the system's C++ compiler: `python -m falconet.data.native.compile`.
 
 It imports only the standard library: the package's build runs this file before anything is installed.
 """

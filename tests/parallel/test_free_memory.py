@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.data import free_memory
+from falconet.parallel import host
 
 USED = {"memory.max": "5000\n", "memory.current": "3000\n"}
 FIRST = {"memory/memory.limit_in_bytes": "5000\n", "memory/memory.usage_in_bytes": "3000\n"}
@@ -50,11 +50,11 @@ def test_free_memory_is_the_machines_or_the_containers(tmp_path, monkeypatch, fi
     for name, text in (machine | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(free_memory, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
-    assert free_memory.available() == free
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    assert host.available() == free
 
 
 def test_this_machine_has_free_memory():
-    assert free_memory.available() > 0
+    assert host.available() > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
-from falconet.checkpoint.average import Averaging, average, select
+from falconet.checkpoint.weight_average import Averaging, average, select
 from falconet.errors import CheckpointError
 
 MEAN = Averaging(strategy="mean")

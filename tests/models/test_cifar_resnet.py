@@ -8,7 +8,7 @@ from torchvision.models.resnet import BasicBlock as TorchvisionBlock
 from torchvision.models.resnet import Bottleneck as TorchvisionBottleneck
 
 from falconet.models import zoo
-from falconet.models.cifar import BasicBlock, Bottleneck, CifarResNet, ZeroPadShortcut
+from falconet.models.cifar_resnet import BasicBlock, Bottleneck, CifarResNet, ZeroPadShortcut
 
 PUBLISHED = {8: 75_290, 14: 172_506, 20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from falconet.data.sources.published import published
+from falconet.data.dataset import published
 
 SIZES = {"imagenet": (1_281_167, 50_000, 1000), "cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}
 
