@@ -1,5 +1,6 @@
 """Time calls with the GPU's clock; shared by the comparisons in this folder."""
 
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -14,3 +15,10 @@ def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+
+def median_milliseconds(call: Callable[[], None], *, repeats: int = 40) -> float:
+    """Milliseconds of a call, the median of many after a short warm-up."""
+    for _ in range(5):
+        call()
+    return statistics.median(milliseconds(call, repeats=repeats))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.bench import execution
+from falconet.bench import execution, measurements
 from falconet.bench.runner import Routine, _places, prepare, run_all
 from falconet.bench.spec import read_spec
 
@@ -69,6 +69,17 @@ def test_the_first_failure_stops_the_rest_when_asked(jobs, tmp_path):
     text = "a:\n  cmd: python program.py 13\nb:\n  cmd: python program.py 100\n"
     found = list(run_all(jobs(text), routine(tmp_path, stop_on_error=True), lambda _: None))
     assert [one.name for one in found] == ["a"]
+
+
+def test_a_regexp_that_backtracks_without_end_fails_its_benchmark_alone(jobs, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "REGEXP_SECONDS", 0.5)
+    text = (
+        f"a:\n  cmd: echo {'a' * 60}\n  data: {{x: {{regexp: '((?:a|a)+)b'}}}}\n"  # 2 ** 60 ways to fail
+        "b:\n  cmd: python program.py 200\n"
+    )
+    first, second = run_all(jobs(text), routine(tmp_path, repeat=1), lambda _: None)
+    assert (first.status, second.status) == ("failed", "passed")
+    assert first.reason.startswith("gave up on the regexp of x after ")
 
 
 def test_a_metric_without_a_matching_line_is_a_failure(jobs, tmp_path):
