@@ -54,7 +54,7 @@ def test_a_library_of_another_kind(elsewhere):
 def test_switched_off(monkeypatch):
     monkeypatch.setenv("FALCONET_NATIVE", "0")
     binding.load.cache_clear()
-    assert (native.library(), native.why_not()) == (None, "switched off by FALCONET_NATIVE=0")
+    assert (native.library(), native.why_not()) == (None, "turned off by FALCONET_NATIVE=0")
     binding.load.cache_clear()
 
 
