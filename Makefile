@@ -1,9 +1,9 @@
-# Everything a stranger needs: `make train`, `make test`. The environment is made once, in .venv, from pinned versions.
+# Start with `make train` and `make test`. The environment is created once, in .venv, from pinned versions.
 PYTHON ?= python3
 BIN := .venv/bin
 # Without --no-compile, pip compiles thousands of modules that are never imported; Python compiles the others as it goes.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# Else, where somebody has turned it off, every process would compile all of torch again.
+# If bytecode is turned off, every process compiles all of torch again.
 export PYTHONDONTWRITEBYTECODE :=
 # Shared cores: OpenMP threads that spin while idle slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -1,4 +1,4 @@
-"""What a group norm costs on a GPU, forward and backward, in channels-last memory: ours and torch's.
+"""Measure group norm on a GPU, forward and backward, in channels-last memory: ours and torch's.
 
 python bench/norms.py
 """

@@ -1,4 +1,4 @@
-"""What proxy norm costs on a GPU, forward and backward, in channels-last memory: the kernels against plain torch.
+"""Measure proxy norm on a GPU, forward and backward, in channels-last memory: our kernels and plain torch.
 
 python bench/proxynorm.py
 """
@@ -13,7 +13,7 @@ SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 48
 
 
 class Unfused(ProxyNorm):
-    """The same without kernels: torch's functions, the input alone kept."""
+    """The same without our kernels: torch's functions, saving only the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))

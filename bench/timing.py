@@ -1,4 +1,4 @@
-"""Time calls on a GPU by its own clock; shared by the comparisons in this folder."""
+"""Time calls with the GPU's clock; shared by the comparisons in this folder."""
 
 import statistics
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
-    """Milliseconds of each of many calls, which the host issues without waiting."""
+    """Milliseconds of each call; the host issues them without waiting."""
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         start.record()

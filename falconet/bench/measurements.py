@@ -23,7 +23,7 @@ TIMES = "updates.jsonl"
 PERCENTILES = (50, 90, 99)
 REGEXP_SECONDS = 10.0  # for all lines of a run; a regexp that does not backtrack without end takes milliseconds
 # How the trainer and `bench infer` report that a machine has fewer devices than a command asks for.
-_FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* asked for, .+)")
+_FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* requested, .+)")
 
 
 class Sample(NamedTuple):

@@ -20,7 +20,7 @@ rate = float(sys.argv[1])
 (home / "plan.txt").write_text("global batch 10 = 10 x 1\\n")
 points = [{"update": n, "train/images_per_second": rate if n > 2 else 1.0} for n in range(1, 21)]
 (home / "metrics.jsonl").write_text("\\n".join(map(json.dumps, points)))
-print("note: 8 replicas asked for, 1 device is here: 1 runs")
+print("note: 8 replicas requested, 1 device is available: 1 runs")
 sys.exit("it broke") if rate == 13 else None
 """
 
@@ -57,7 +57,7 @@ def test_every_variant_is_repeated_and_one_failure_does_not_stop_the_rest(jobs, 
     assert found[2].output == {"samples/sec": "200"}
     assert found[0].throughput.count == 2
     assert found[1].reason == "exit code 1: it broke"
-    assert found[0].folded == "8 replicas asked for, 1 device is here: 1 runs"
+    assert found[0].folded == "8 replicas requested, 1 device is available: 1 runs"
     assert "  needs 8 devices, 4 here: runs folded and is marked as such" in printed
     assert "  FAILED: exit code 1: it broke" in printed
     assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in printed

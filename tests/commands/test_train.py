@@ -236,7 +236,7 @@ def test_disk_too_full_for_metrics_is_one_line(falconet, monkeypatch):
     assert answer.code == 2
     assert answer.err == (
         "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from; the"
-        " same command starts again\n"
+        " same command starts over\n"
     )
 
 
@@ -278,7 +278,7 @@ def test_a_second_signal_reports_what_is_lost(falconet, monkeypatch, saved):
         "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates lost; there is no checkpoint to continue from; the same command starts again"
+        else "7 updates lost; there is no checkpoint to continue from; the same command starts over"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 

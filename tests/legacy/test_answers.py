@@ -39,7 +39,7 @@ def test_differences_are_noted():
 
 
 REFUSED = [
-    ("tf1:train.py", "", "--dataset: is needed, or --data-dir; expected imagenet, cifar-10 or cifar-100"),
+    ("tf1:train.py", "", "--dataset: required, or --data-dir; expected imagenet, cifar-10 or cifar-100"),
     ("tf1:train.py", "--data-dir photos", "--dataset: cannot be guessed from --data-dir photos"),
     (
         "tf1:train.py",
@@ -67,8 +67,8 @@ REFUSED = [
         f"{IMAGENET} --shards 2 --pipeline --pipeline-splits x",
         "--pipeline-splits: 'x' is not a split of",
     ),
-    ("tf1:train.py", f"{IMAGENET} --optimiser LARS", "--base-learning-rate: is needed with --optimiser LARS"),
-    ("tf1:train.py", f"{IMAGENET} --optimiser RMSprop --base-learning-rate -9", "--rmsprop-decay: is needed with"),
+    ("tf1:train.py", f"{IMAGENET} --optimiser LARS", "--base-learning-rate: required with --optimiser LARS"),
+    ("tf1:train.py", f"{IMAGENET} --optimiser RMSprop --base-learning-rate -9", "--rmsprop-decay: required with"),
     ("tf1:upload_run.py", "--base-folder a", "--name: is required by upload_run.py"),
     ("pytorch:train.py", "--wandb-weight-histogram", "--wandb-weight-histogram: needs --wandb"),
     ("tf1:weight_avg.py", "--restore-path a", "--filename: is required by weight_avg.py"),

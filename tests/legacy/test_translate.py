@@ -336,7 +336,7 @@ def test_every_option_of_a_served_line_is_used_or_noted():
     assert "check-answers" not in found  # any text is true there
     assert found["checkpoint-input-path"] == "models/resnet50"
     assert found["port"] == "2001"
-    assert "--grpc-port: the server speaks HTTP on it, not gRPC" in translation.notes
+    assert "--grpc-port: the server uses it for HTTP, not gRPC" in translation.notes
     assert "PATH: the folder of the originals' tests; Falconet's server is measured" in translation.notes
 
 

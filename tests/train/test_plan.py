@@ -139,7 +139,7 @@ def test_the_plan_is_described_in_four_lines():
     made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
     assert made.lines() == [
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "1,320 updates = 30 epochs x 44 updates; 1,437 images, of which each epoch leaves out a different 29",
+        "1,320 updates = 30 epochs x 44 updates; 1,437 images; each epoch skips a different 29",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
         "validates every epoch; saves every epoch and at the end",
     ]
@@ -149,7 +149,7 @@ def test_one_of_a_kind_is_singular():
     made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
     assert made.lines()[:2] == [
         "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
-        "1 update = 1 epoch x 1 update; 1,025 images, of which each epoch leaves out a different 1",
+        "1 update = 1 epoch x 1 update; 1,025 images; each epoch skips a different 1",
     ]
 
 

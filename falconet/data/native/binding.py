@@ -164,7 +164,7 @@ class Workspace:
 def load() -> tuple[Library | None, str]:
     """The library, or the reason why there is none."""
     if os.environ.get("FALCONET_NATIVE", "") == "0":
-        return None, "switched off by FALCONET_NATIVE=0"
+        return None, "turned off by FALCONET_NATIVE=0"
     path = compiler.HERE / compiler.LIBRARY
     if not path.exists():
         return None, "not built; `python -m falconet.data.native.compiler` builds it with a C++ compiler"

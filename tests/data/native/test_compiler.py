@@ -54,7 +54,7 @@ def test_a_file_that_is_not_a_library_is_not_loaded(elsewhere):
 def test_a_variable_switches_the_library_off(monkeypatch):
     monkeypatch.setenv("FALCONET_NATIVE", "0")
     binding.load.cache_clear()
-    assert (native.library(), native.why_not()) == (None, "switched off by FALCONET_NATIVE=0")
+    assert (native.library(), native.why_not()) == (None, "turned off by FALCONET_NATIVE=0")
     binding.load.cache_clear()
 
 

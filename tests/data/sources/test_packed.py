@@ -133,7 +133,7 @@ def test_a_renamed_shard_is_refused(root):
     path.write_bytes((root / "train-00002.falconet").read_bytes())
     with pytest.raises(DataError) as caught:
         layout.load_photos(root)
-    assert str(caught.value) == f"{path}: its index says train-00002.falconet; renamed, or a copy?"
+    assert str(caught.value) == f"{path}: its index names it train-00002.falconet; was it renamed or copied?"
 
 
 @pytest.mark.parametrize("facts", [{"shards": "4"}, {"classes": "abc"}, {"classes": [1]}, {"split": None}])
