@@ -27,7 +27,7 @@ from falconet.serve.protocol import HEADER, Served
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
 PATH = f"/v2/models/{NAME}/infer"
-LIMIT = 100  # seconds; more than anything here takes on any machine
+LIMIT = 100  # seconds; far more than any test needs
 
 
 def until(condition):

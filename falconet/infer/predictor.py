@@ -33,7 +33,7 @@ LANES = 2  # per CUDA device: one computes a batch while the other gathers and c
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A model that is ready to predict, and what its checkpoint says about it."""
+    """A model that is ready to predict, with the facts that its checkpoint stores."""
 
     name: str
     model: nn.Module  # on `device`, in the formats of `regime`

@@ -252,6 +252,7 @@ VALUES = st.recursive(
 CHANGED = st.dictionaries(st.sampled_from(["name", "shape", "datatype", "data", "parameters"]), VALUES, max_size=2)
 
 
+@pytest.mark.run
 @settings(max_examples=150, deadline=None)
 @given(changes=CHANGED, outputs=VALUES, parameters=VALUES, rest=st.binary(max_size=12))
 def test_any_content_is_accepted_or_refused(changes, outputs, parameters, rest):

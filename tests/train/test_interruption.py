@@ -39,13 +39,13 @@ def test_the_printed_command_is_quoted_for_any_folder_name():
 
 def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    said = "there is no checkpoint to continue from; the same command starts again"
+    said = "there is no checkpoint to continue from; the same command starts over"
     assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
     assert run_folder.how_to_continue(tmp_path, tmp_path / "never/made") == said
 
 
 BEFORE = "stopped before the first update: nothing was saved"
-AFTER = "stopped; there is no checkpoint to continue from; the same command starts again"
+AFTER = "stopped; there is no checkpoint to continue from; the same command starts over"
 
 
 @pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train_phase", AFTER)], ids=["begin", "train"])
@@ -69,13 +69,14 @@ def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch)
     assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
 
 
-LIMITED = "a file would be larger than is allowed here; raise the limit, which `ulimit -f` shows"
+LIMITED = "a file would exceed the size limit; raise the limit, which `ulimit -f` shows"
 LIMITS = {  # bytes that one file may have, and more options; the weights have 300 kB, metrics.jsonl at last 60
     "for the checkpoints": (40_000, "--epoch 1", "File too large; raise the limit, which `ulimit -f` shows"),
     "for the metrics": (20_000, "--epoch 100 --logs-per-epoch 4 --checkpoint-save-freq 1000", LIMITED),
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("limit", "more", "words"), LIMITS.values(), ids=LIMITS)
 def test_a_file_size_limit_gives_one_line_with_how_to_continue(tmp_path, limit, more, words):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), *more.split(), "--run-dir", "r"]
@@ -83,6 +84,6 @@ def test_a_file_size_limit_gives_one_line_with_how_to_continue(tmp_path, limit, 
     small += "os.execv(sys.argv[1], sys.argv[1:])"
     ended = subprocess.run([sys.executable, "-c", small, *line], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
-    again = "there is no checkpoint to continue from; the same command starts again"
+    again = "there is no checkpoint to continue from; the same command starts over"
     assert ended.stderr.endswith(f"{words}; {again}\n")
     assert ended.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import io
 import os
+import threading
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from falconet.train.plan import Plan
 from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
 
+LIMIT = 300  # seconds; a save takes milliseconds
 UPDATES = 4  # in an epoch, of 8 images
 PLAN = Plan(
     epochs=5,
@@ -292,23 +294,25 @@ def test_the_newest_and_the_best_checkpoints_are_kept(desk):
 
 
 def test_a_failed_save_is_reported_at_the_next_one_and_the_run_continues(desk, monkeypatch):
-    at = desk()
+    at, tried = desk(), threading.Event()
+
+    def no_space(descriptor):
+        tried.set()
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", _no_space)
+        full.setattr(os, "fsync", no_space)
         at.saving.save()
         with pytest.raises(CheckpointError, match="No space left on device"):
             at.saving.finish()
+        tried.clear()
         at.saving.save()
-        at.saving.writer._under_way.exception()  # until it has failed
+        assert tried.wait(LIMIT)
     at.train(1.0)
     at.saving.save()
     at.saving.finish()
     assert at.text.getvalue().count("No space left on device; the run continues and will save again") == 1
     assert [format.verify(folder).progress.update for folder in format.checkpoints_in(at.saving.folder)] == [1]
-
-
-def _no_space(descriptor):
-    raise OSError(28, "No space left on device")
 
 
 def test_the_last_good_checkpoint_is_the_newest_whose_weights_gave_a_finite_loss(desk):
