@@ -214,12 +214,12 @@ def answers(raw, *, partial=False):
     return found
 
 
-def infer(images):
+def infer(images, *, model=NAME):
     """A whole request as bytes: headers and body."""
     body, headers = binary(images)
     fields = {"Host": "x", "Content-Length": len(body), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode(), body
+    return f"POST /v2/models/{model}/infer HTTP/1.1\r\n{head}\r\n".encode(), body
 
 
 @contextlib.contextmanager

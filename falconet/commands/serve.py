@@ -3,6 +3,7 @@
 import asyncio
 import gc
 
+from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
@@ -56,8 +57,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             f"serving {served.name} at http://{shown}:{port}: input_0 uint8 [1 to {max_batch}, 3, {side}, {side}],"
             f" {options.machine.precision} on {classifier.device}; Ctrl-C stops"
         )
-        # What there is by now stays: a full garbage collection would look at all of torch's objects each time.
-        gc.freeze()
+        gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(
                 connections.serve(
@@ -67,11 +67,14 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         except asyncio.CancelledError:
             code, cut = INTERRUPTED, 0  # the second Ctrl-C
         finally:
-            batcher.close()
+            gc.unfreeze()  # nanobind reports what is left at the end as leaks
+            batcher.close(wait=False)
         if cut:
             late = counted(cut, "request")
             screen.line(f"cut off {late} that had not finished after {serving.drain_timeout:g} s (--drain-timeout)")
         counts = batcher.counts
         batches = counted(counts.executions, "batch")
         screen.line(f"stopped: {counted(counts.requests, 'request')}, {counted(counts.images, 'image')} in {batches}")
+        if cut:
+            exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
         return code

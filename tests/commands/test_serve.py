@@ -74,6 +74,38 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
+SLOW = (
+    "--model resnet50 --image-size 64 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # a second and more
+)
+
+
+def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
+    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    with served(f"{SLOW} --drain-timeout 0.2 --max-delay 0") as (process, port, _), connected(port) as asking:
+        asking.sendall(head + body)
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        assert received(asking) == b""
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read().startswith(
+            "cut off 1 request that had not finished after 0.2 s (--drain-timeout)\n"
+        )
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_batch_whose_client_has_left_leaves_no_traceback():
+    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    with served(f"{SLOW} --max-delay 0") as (process, port, _):
+        with connected(port) as asking:
+            asking.sendall(head + body)
+            time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read().startswith("stopped: 0 requests, 0 images in 1 batch")
+        assert process.stderr.read() == ""
+
+
 def test_a_second_signal_stops_at_once():
     head, body = infer(np.zeros((1, 3, 8, 8), dtype=np.uint8))
     with (

@@ -208,6 +208,45 @@ def test_a_request_half_sent_before_the_stop_is_answered(fronts):
     assert found.cut == 0
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize("delay", [0.0, 0.003, 0.02, 0.1])
+def test_a_stop_under_load_answers_every_request_that_it_has_read(fronts, delay):
+    """Clients send one request after another; the last of each is answered in full or was not read at all."""
+    head, body = infer(pixels(2))
+
+    def ask_until_closed(port):
+        try:
+            with connected(port) as connection:
+                for _ in range(1000):
+                    connection.sendall(head)
+                    connection.sendall(body)
+                    answer = b""
+                    while not answers(answer, partial=True):
+                        more = connection.recv(1 << 16)
+                        if not more:
+                            return answer
+                        answer += more
+                    ((status, headers, _),) = answers(answer)
+                    assert status == 200
+                    if headers.get("connection") == "close":
+                        return received(connection)
+        except ConnectionError:
+            return b""
+        pytest.fail("the server did not stop")
+
+    with (
+        nothing_logged(),
+        concurrent.futures.ThreadPoolExecutor(8) as threads,
+        running(fronts=fronts, max_delay=0.0) as found,
+    ):
+        clients = [threads.submit(ask_until_closed, found.port) for _ in range(8)]
+        until(lambda: found.batcher.counts.requests >= 8)
+        time.sleep(delay)
+        found.ask_to_stop()
+        assert [client.result(LIMIT) for client in clients] == [b""] * 8
+    assert found.cut == 0
+
+
 def test_idle_connections_are_closed_by_the_stop_and_others_learn_that_it_is_not_ready():
     head, body = infer(pixels(8))
     ready = b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n"
