@@ -86,6 +86,8 @@ def loads(text: memoryview) -> Any:
 
 def _cut(text: _Text) -> tuple[bytes, list[Numbers]]:
     """The text with marks in place of the lists of numbers under "data", and those lists."""
+    if len(text) <= MOST_REST and not _DATA.search(text.data):  # beside a binary tensor: no need for numpy
+        return text.tobytes(), []
     others = np.flatnonzero(~_IN_LISTS[text])
     kept, lists, at = list[bytes](), list[Numbers](), 0
     if len(others) <= MOST_REST:  # else the rest is too long, whatever is cut
