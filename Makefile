@@ -1,9 +1,9 @@
-# Everything a stranger needs: `make train`, `make test`. The environment is made once, in .venv, from pinned versions.
+# Start with `make train` and `make test`. The environment is created once, in .venv, from pinned versions.
 PYTHON ?= python3
 BIN := .venv/bin
 # Without --no-compile, pip compiles thousands of modules that are never imported; Python compiles the others as it goes.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# Else, where somebody has turned it off, every process would compile all of torch again.
+# If bytecode is turned off, every process compiles all of torch again.
 export PYTHONDONTWRITEBYTECODE :=
 # Shared cores: OpenMP threads that spin while idle slow each other down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -11,27 +11,31 @@ export OMP_WAIT_POLICY ?= PASSIVE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install train check fast test test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 
 train: .venv/installed
 	$(BIN)/falconet train
 
-# Lint and the fast tests side by side, in about a minute: what to run after every change.
+# Lint and the fast tests side by side, in about a minute: what to run after every change. ARGS goes to pytest:
+# `make check ARGS=--lf` repeats what failed.
 check: .venv/installed-for-tests
 	@$(MAKE) --no-print-directory -j2 lint fast
 
-fast:
-	$(PYTEST) -m 'not run and not dist and not gpu and not slow'
+fast: .venv/installed-for-tests
+	$(PYTEST) -m 'not run and not dist and not gpu and not slow' $(ARGS)
 
 # Everything but the minutes: what CI runs.
-test: .venv/installed-for-tests lint
-	$(PYTEST)
+test: .venv/installed-for-tests
+	@$(MAKE) --no-print-directory -j2 lint tests
+
+tests: .venv/installed-for-tests
+	$(PYTEST) $(ARGS)
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
 test-slow: .venv/installed-for-tests
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .
@@ -54,7 +58,7 @@ get-turbojpeg:
 	@echo "nothing to fetch: the decoder's source is in falconet/data/native/src"
 
 build-turbojpeg: .venv/installed
-	$(BIN)/python -m falconet.data.native.compile
+	$(BIN)/python -m falconet.data.native.compiler
 
 install-turbojpeg: get-turbojpeg build-turbojpeg
 

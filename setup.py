@@ -12,8 +12,8 @@ NATIVE = Path("falconet/data/native")
 
 
 def native_build() -> ModuleType:
-    """falconet/data/native/compile.py by its path: the package cannot be imported before it is installed."""
-    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / NATIVE / "compile.py")
+    """falconet/data/native/compiler.py by its path: the package cannot be imported before it is installed."""
+    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / NATIVE / "compiler.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +28,7 @@ class BuildWithNative(build_py):
         super().run()
         native = native_build()
         try:
-            native.build(native.HERE if self.editable_mode else Path(self.build_lib) / NATIVE)
+            native.compiler(native.HERE if self.editable_mode else Path(self.build_lib) / NATIVE)
         except native.CannotBuildError as error:
             self.warn(f"the native JPEG decoder was not built, photographs will be decoded by Pillow: {error}")
 

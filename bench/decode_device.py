@@ -1,11 +1,11 @@
-"""Photos per second decoded, cropped and resized on a CUDA device, beside the CPU's decoder; and how well they agree.
+"""Measure decoding, cropping and resizing on a CUDA device against the CPU's decoder, and how well the two agree.
 
     python bench/decode_device.py FOLDER                 any folder of JPEG files, flat or not
     python bench/decode_device.py FOLDER --images 8192 --workers 2 4 8 16
 
-`nvJPEG alone` decodes files that are in memory already, without crop or resize. `loader` is the whole way to batches of
-256 on the device, by this many threads: the device's decoder, and the native one with its copies. Every photo comes
-from the page cache. `agreement` is the PSNR against Pillow, dB, of random crops at 224 x 224.
+`nvJPEG alone` decodes files that are already in memory, without cropping or resizing. `loader` is the whole path to
+batches of 256 on the device, with that many threads: the device's decoder, and the native one with its copies. Every
+photo comes from the page cache. `agreement` is the PSNR against Pillow, in dB, of random crops at 224 x 224.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def bad() -> BadImages:
 def nvjpeg_alone(source: FileSource, portion: int) -> float:
     indices = range(min(1024, len(source)))
     encoded = [torch.frombuffer(bytearray(source.encoded(index)), dtype=torch.uint8) for index in indices]
-    for _ in range(2):  # the first warms up
+    for _ in range(2):  # the first is warm-up
         begin = time.perf_counter()
         refused = 0
         for first in range(0, len(encoded), portion):
@@ -73,12 +73,12 @@ def agreement(source: FileSource, images: int) -> None:
     pillow = PillowReader(source, crops=CROPS, bad=bad())
     device = DeviceRows(DEVICE, source=source, crops=CROPS, host=pillow)
     indices = np.arange(images)
-    wanted = np.empty((images, SIZE, SIZE, 3), np.uint8)
-    pillow.read(indices, epoch=0, out=wanted)
+    expected = np.empty((images, SIZE, SIZE, 3), np.uint8)
+    pillow.read(indices, epoch=0, out=expected)
     out = DeviceBuffers(DEVICE).batch(images, size=SIZE).images.permute(0, 2, 3, 1)
     for begin in range(0, images, 64):
         device.read(indices[begin : begin + 64], epoch=0, out=out[begin : begin + 64])
-    away = (out.cpu().numpy().astype(np.float64) - wanted) ** 2
+    away = (out.cpu().numpy().astype(np.float64) - expected) ** 2
     decibels = 10 * np.log10(255**2 / np.maximum(away.mean(axis=(1, 2, 3)), 1e-6))
     kinds: dict[str, list[float]] = {"all": []}
     for index, value in enumerate(decibels.tolist()):

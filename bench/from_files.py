@@ -1,12 +1,12 @@
-"""Training from JPEG files compared with synthetic data: images per second of each, their ratio, and time waited.
+"""Compare training from JPEG files with synthetic data: images per second of each, their ratio, and the time waited.
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
     python bench/from_files.py FOLDER --decoders cpu cuda --rounds 3
     python bench/from_files.py FOLDER --updates 12 --options="--model resnet18 --image-size 64 --micro-batch-size 16"
 
-Each measurement is a run of `falconet train` with the same options, in turn, so that a change of the machine's speed
-falls on all alike. The photos are linked again and again until there are enough for every update; they come from the
-page cache. The first quarter of the updates warms up and is not counted.
+Each measurement is a run of `falconet train` with the same options; the kinds take turns, so that a change in the
+machine's speed affects all of them. The photos are linked repeatedly until there are enough for every update, and come
+from the page cache. The first quarter of the updates is warm-up and not counted.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def link_photos(folder: Path, images: int, into: Path) -> None:
     """`into`/train and `into`/val with CLASSES folders of links to the photos."""
     found = sorted(path.resolve() for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     if not found:
-        raise SystemExit(f"{folder}: no JPEG file in it")
+        raise SystemExit(f"{folder}: contains no JPEG files")
     for split, count in (("train", images), ("val", CLASSES)):
         for number in range(count):
             place = into / split / f"{number % CLASSES:04}"

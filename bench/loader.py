@@ -1,17 +1,17 @@
-"""Photographs to batches: torchvision's DataLoader, our Pillow reader and our native decoder, on the same files.
+"""Compare loaders of photos: torchvision's DataLoader, our Pillow reader and our native decoder, on the same files.
 
-    python bench/loader.py FOLDER                        FOLDER/<class>/*.jpg, as ImageFolder wants it
+    python bench/loader.py FOLDER                        FOLDER/<class>/*.jpg, as for ImageFolder
     python bench/loader.py FOLDER --images 2000 --rounds 5 --workers 1 2
     python bench/loader.py FOLDER --images 500 --repeat 20 --workers 1 8 16 --leave-out pillow     many cores
 
-Every round measures each method once, in turn, so that a change of the machine's speed falls on all alike; a ratio is
+Every round measures each method once, in turn, so that a change in the machine's speed affects all of them; a ratio is
 the median over rounds of the ratios within one round. Batches are uint8 N x 3 x 224 x 224 in every method. The first
-round only warms up, so that files come from memory. `cpu` is one thread's processor time alone, without a loader, and
-hardly depends on what else the machine does; the other columns are wall time with that many workers (processes for
-torchvision, threads for ours), and mean something on a quiet machine only. `marked` is the native reader on the same
-photos, losslessly restart-marked. `--peers dali ffcv` adds those where they are installed, without a GPU; FFCV reads
-files of its own making, so `native-ffcv` is our reader on the same JPEG bytes. `--repeat` lists every photo so many
-times, where few photos would be read too quickly.
+round is warm-up, so that files come from memory. `cpu` is the processor time of one thread without a loader, which
+hardly depends on other work on the machine; the other columns are wall time with that many workers (processes for
+torchvision, threads for ours), and need a quiet machine. `marked` is the native reader on the same photos, losslessly
+restart-marked. `--peers dali ffcv` adds those two if they are installed, on the CPU; FFCV reads its own file format, so
+`native-ffcv` is our reader on the same JPEG bytes. `--repeat` reads every photo that many times, for when a few photos
+would be read too quickly.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What bench/loader.py compares: a way to read photos, and those of NVIDIA DALI and FFCV on the CPU."""
+"""The methods that bench/loader.py compares with: NVIDIA DALI and FFCV, on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Method:
 
 
 def dali_method(source: FileSource, workers: list[int], training: bool) -> Method:
-    """DALI decodes only the crop where it can; its threads take the place of workers."""
+    """DALI decodes only the crop if it can; its threads replace workers."""
     from nvidia.dali import fn, pipeline_def, types
 
     files = [str(source.path(index)) for index in range(len(source))]

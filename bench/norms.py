@@ -1,25 +1,16 @@
-"""What a group norm costs on a GPU, forward and backward, in channels-last memory: ours and torch's.
+"""Measure group norm on a GPU, forward and backward, in channels-last memory: ours and torch's.
 
 python bench/norms.py
 """
-
-import statistics
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from falconet.models.groupnorm import FastGroupNorm
-from timing import milliseconds
+from timing import median_milliseconds
 
 SHAPES = [(128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
-GROUPS, REPEATS = 32, 40
-
-
-def median(call: Callable[[], None]) -> float:
-    for _ in range(5):
-        call()
-    return statistics.median(milliseconds(call, repeats=REPEATS))
+GROUPS = 32
 
 
 def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
@@ -31,7 +22,7 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
         # As in a network, where the next layer expects channels-last memory.
         layer(x).contiguous(memory_format=torch.channels_last).backward(dy)
 
-    return median(both)
+    return median_milliseconds(both)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""What optimizer state in host memory costs on a GPU: updates of ResNet-50's weights beside computation.
+"""Measure the cost of optimizer state in host memory on a GPU: updates of ResNet-50's weights next to computation.
 
     python bench/offload.py [--bucket 5]
 
-`beside` is computation and update in turn, as in training, where copies may travel while something is computed; less
-than the sum of both alone is what overlapping gains. The state crosses the bus twice an update: `copies` is the floor
-that the bus sets: bytes both ways at once. Medians of rounds, measured on the GPU.
+`beside` is computation and update in turn, as in training, where copies overlap with computation; the difference from
+the sum of both alone is what the overlap gains. The state crosses the bus twice per update: `copies` is the lower bound
+that the bus sets, with both directions at once. Medians of rounds, measured on the GPU.
 """
 
 import argparse

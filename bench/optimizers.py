@@ -1,8 +1,8 @@
-"""What an update of ResNet-50's weights costs on a GPU: our half-precision rules against torch's fused fp32 SGD.
+"""Measure the cost of an update of ResNet-50's weights on a GPU: our half-precision rules and torch's fused fp32 SGD.
 
     python bench/optimizers.py [--chunks 2048 4096 8192]
 
-Time of the kernels alone (a replayed CUDA graph) and of a call with Python's part; medians with the middle half.
+Time of the kernels alone (a replayed CUDA graph) and of a call from Python; medians with quartiles.
 """
 
 import argparse

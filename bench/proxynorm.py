@@ -1,23 +1,19 @@
-"""What proxy norm costs on a GPU, forward and backward, in channels-last memory: the kernels against plain torch.
+"""Measure proxy norm on a GPU, forward and backward, in channels-last memory: our kernels and plain torch.
 
 python bench/proxynorm.py
 """
-
-import statistics
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from falconet.models.proxynorm import ProxyNorm, Recomputed
-from timing import milliseconds
+from timing import median_milliseconds
 
 SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 480, 14, 14), (128, 1152, 7, 7)]
-REPEATS = 40
 
 
 class Unfused(ProxyNorm):
-    """The same without kernels: torch's functions, the input alone kept."""
+    """The same without our kernels: torch's functions, saving only the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
@@ -25,17 +21,11 @@ class Unfused(ProxyNorm):
         return y
 
 
-def median(call: Callable[[], None]) -> float:
-    for _ in range(5):
-        call()
-    return statistics.median(milliseconds(call, repeats=REPEATS))
-
-
 def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
     x = torch.randn(shape, device="cuda", dtype=torch.float16).contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     dy = torch.randn_like(x)
-    return median(lambda: layer(x).backward(dy))
+    return median_milliseconds(lambda: layer(x).backward(dy))
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""How far the native decoder is from Pillow, in decibels, by kind of photo.
+"""Measure how far the native decoder is from Pillow, in dB of PSNR, by kind of photo.
 
     python bench/psnr.py FOLDER            FOLDER/<class>/*.jpg; needs opencv-python-headless for the odd samplings
 
-Photos as they are, by their own subsampling, and the first 250 encoded again by OpenCV at qualities 75 to 96 with each
-subsampling it writes. Every photo is read once by each reader, with the same random crop, or with validation's.
+Photos unchanged, by their subsampling, and the first 250 encoded again by OpenCV at qualities 75 to 96 with each
+subsampling that it writes. Each reader reads every photo once, with the same random crop or with the centre crop.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     photos = Photos(args.folder, args.images, 1, training=True)
     files, values = photos.source(), decibels(photos)
-    say("as they are", values)
+    say("unchanged", values)
     kinds = defaultdict(list)
     for index, value in enumerate(values):
         kinds[sampling_of(files.path(index))].append(value)

@@ -1,8 +1,8 @@
-"""Accuracy, memory and speed of the precision regimes: CIFAR-10 over seeds, then ResNet-50 on synthetic data.
+"""Measure accuracy, memory and speed of the precision regimes: CIFAR-10 over seeds, then ResNet-50 on synthetic data.
 
 python3 bench/regimes.py --data-dir DIR --output FILE.json [--seeds 4] [--parallel 8]
 
-Runs share the device while accuracies are measured; the speeds are measured afterwards, one run at a time.
+Accuracies are measured by runs that share the device; speeds afterwards, one run at a time.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
     speeds: dict[str, dict[str, object]] = {}
 
     def keep() -> None:
-        """Save after every run: a borrowed machine may be taken back at any time."""
+        """Save after every run, because the machine may be reclaimed at any time."""
         args.output.write_text(json.dumps({"runs": results, "speeds": speeds, "lines": lines}, indent=1))
 
     with ThreadPoolExecutor(args.parallel) as pool:

@@ -1,7 +1,7 @@
-"""Measures the efficiency of two replicas on two cores against one: `python bench/scaling.py --rounds 5`.
+"""Measure the efficiency of two replicas on two cores relative to one: `python bench/scaling.py --rounds 5`.
 
-One and two processes take turns, so that a busy spell of the machine meets both; one thread each, and images made by
-the loop itself, so that nothing else uses the cores. Run it on a quiet machine; it prints the load it found.
+One and two processes take turns, so that other work on the machine affects both. Each has one thread and generates its
+images in the loop, so that nothing else uses the cores. Run it on a quiet machine; it prints the load average.
 """
 
 import argparse

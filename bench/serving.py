@@ -1,12 +1,12 @@
-"""A served model compared with the same model called directly: images per second, and what limits the difference.
+"""Compare a served model with the same model called directly: images per second, and what limits the difference.
 
-    python bench/serving.py                                        ResNet-50 in 16 bits, 90 images a request
+    python bench/serving.py                                        ResNet-50 in 16 bits, 90 images per request
     python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40 --front-ends 1
 
-`local` is the predictor in this process: images in the host's memory, gathered, copied, computed and the scores copied
-back, by as many lanes as the server has. `transport` is the server with a model that computes nothing. `served` is
-`falconet serve` in a process of its own. Clients are processes; SYNC waits for each answer, ASYNC has four requests in
-flight. Local is measured before and after everything, so that a change of the machine's speed is seen.
+`local` is the predictor in this process, with as many lanes as the server has: images in host memory are gathered,
+copied and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
+is `falconet serve` in a separate process. Clients are processes; SYNC waits for each response, ASYNC keeps four
+requests in flight. `local` is measured before and after everything else, to show a change in the machine's speed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from falconet.config.commands import ServeOptions
 from falconet.config.load import read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.infer.predictor import Pixels, Predictor, Scores, open_classifier
-from falconet.serve import app
+from falconet.serve import app, connections
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.protocol import Served
 
@@ -45,7 +45,7 @@ LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
 
 
 def serve_nothing(args: argparse.Namespace) -> None:
-    """The server with a lane that answers at once."""
+    """The server with a lane that responds immediately."""
 
     def lane(portions: Sequence[Pixels]) -> list[Scores]:
         return [np.zeros((len(portion), 1000), dtype=np.float16) for portion in portions]
@@ -64,9 +64,9 @@ def serve_nothing(args: argparse.Namespace) -> None:
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
         return [app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=0.0) for way in ways]
 
-    with app.Address(host="127.0.0.1", port=0).open() as listening:
-        print(f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: ", flush=True)
-        asyncio.run(app.serve(fronts, listening))
+    with connections.Address(host="127.0.0.1", port=0).open() as listening:
+        line = f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: "
+        asyncio.run(connections.serve(fronts, listening, drain_seconds=20.0, started=lambda: print(line, flush=True)))
     batcher.close()
 
 

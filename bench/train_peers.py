@@ -1,11 +1,11 @@
-"""ResNet-50 training on images that are already on the GPU: Falconet beside plain loops over timm's and torchvision's.
+"""Compare ResNet-50 training on images already on the GPU: Falconet, and plain loops over timm and torchvision.
 
     python bench/train_peers.py                           batch 256, three rounds, the peers eager and compiled
     python bench/train_peers.py --batch 512 --rounds 5
 
 The peers train as their own scripts do with mixed precision: channels-last, fp16 autocast with a gradient scaler, SGD
 with momentum and torch's fused update. Falconet is `falconet train --data synthetic`. The methods take turns, so that a
-change of the machine's speed falls on all alike; warm-up and compilation are not counted.
+change in the machine's speed affects all of them; warm-up and compilation are not counted.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
         return DONE
     with exits.at_once():
         loaded = inputs.load(command, read_line(command, _with_names(command, rest)))
-        # torch takes two seconds to import: every mistake of the line has been answered before.
+        # torch takes two seconds to import: every mistake in the line has been reported by now.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     given = {"conventions": conventions} if name in CONVENTIONAL else {}
     code: int = module.run(loaded, **given)

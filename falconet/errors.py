@@ -48,7 +48,7 @@ class DeviceError(UserError):
 
 
 class DiskError(UserError):
-    """A disk without room."""
+    """A disk that is full."""
 
 
 class UnsavedError(UserError):
@@ -77,8 +77,8 @@ class NoRoom(NamedTuple):
 
 NO_ROOM = {
     errno.ENOSPC: NoRoom("the disk is full", "make room"),
-    errno.EDQUOT: NoRoom("the disk quota is used up", "make room"),
-    errno.EFBIG: NoRoom("a file would be larger than is allowed here", "raise the limit, which `ulimit -f` shows"),
+    errno.EDQUOT: NoRoom("the disk quota is exceeded", "make room"),
+    errno.EFBIG: NoRoom("a file would exceed the size limit", "raise the limit, which `ulimit -f` shows"),
 }
 
 

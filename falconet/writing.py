@@ -105,7 +105,7 @@ def _sweep(folder: Path) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuse before hours of work what would be refused when it is written."""
+    """Refuse now what would be refused after hours of work."""
     with _below(folder, "any") as (parent, _):
         for name in names:
             _refuse_link(folder / name, name, parent)

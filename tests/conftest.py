@@ -1,5 +1,6 @@
-"""Fixtures shared by all tests: the command line in this process, small data, and the watch over hanging tests."""
+"""Fixtures shared by all tests: the command line in this process, small data, and a time limit."""
 
+import gc
 import os
 import re
 import signal
@@ -30,6 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+gc.disable()  # a fifth of the time of collection, which imports torch and leaves little garbage
+
 # The same examples on every machine, without a deadline; `--hypothesis-profile default` searches for new ones.
 settings.register_profile("here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
@@ -42,12 +45,22 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that run whole commands; sort files that start processes first, because they take longest."""
+    """Mark tests that run whole commands; sort files by how long they take, so that the workers end together."""
     for item in items:
-        if {"falconet", "trained"} & set(getattr(item, "fixturenames", ())):
+        if {"falconet", "original", "trained"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
-    slow = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: item.path not in slow)
+    longest = [{item.path for item in items if item.get_closest_marker(mark)} for mark in ("dist", "run")]
+    items.sort(key=lambda item: [item.path not in paths for paths in longest])
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage from here on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report leaks when the process ends
 
 
 @pytest.hookimpl(wrapper=True)

@@ -142,10 +142,10 @@ def non_finite(world):
     """What each stage learns when none, the second, or both found something; their places are 0, 2 and 1, 4."""
     everywhere = non_finite_of_stages(divide(world, stages=2), [[0, 2], [1, 4]][world.rank])
     cases = [(-1, -1), (-1, 1), (1, 0)]
-    told = [
+    reports = [
         everywhere(NonFinite(torch.tensor(case[world.rank] >= 0), torch.tensor(case[world.rank]))) for case in cases
     ]
-    return [(bool(each.found), int(each.first)) for each in told]
+    return [(bool(each.found), int(each.first)) for each in reports]
 
 
 def saving(world, line, updates, checkpoint, save):
@@ -153,7 +153,7 @@ def saving(world, line, updates, checkpoint, save):
 
 
 def left(world, line, *, rank, after):
-    """How often each process was asked whether to stop, and the outcome; one answers yes after a while."""
+    """How often each process was asked whether to stop, and the outcome; one answers yes after some batches."""
     run = run_of(world, line)
     state, asked = begin(run), []
 

@@ -1,4 +1,4 @@
-"""What the processes in tests/parallel run; importable, because they are other processes."""
+"""What the processes in tests/parallel run; in a module, because they are started elsewhere and import it."""
 
 import copy
 import math
@@ -260,11 +260,11 @@ def furthest(found, expected):
     """The name and size of the largest difference between two states, relative to its tensor's largest value."""
     assert found.keys() == expected.keys()
     off = {}
-    for name, wanted in expected.items():
-        assert found[name].dtype == wanted.dtype, name
-        if wanted.numel():
-            size = wanted.double().abs().max().clamp(min=1e-6)
-            off[name] = float((found[name].double() - wanted.double()).abs().max() / size)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        if tensor.numel():
+            size = tensor.double().abs().max().clamp(min=1e-6)
+            off[name] = float((found[name].double() - tensor.double()).abs().max() / size)
     return max(off.items(), key=lambda item: item[1])
 
 
@@ -368,7 +368,7 @@ def alone(scenario, *args):
 
 
 def bad_images(world, allowed):
-    """Each process finds one bad image of its own and one that all find; the notes of each."""
+    """Each process finds one bad image that the others do not have, and one that all have; returns its notes."""
     notes = []
     bad = BadImages(allowed, note=notes.append, count=world.counter("bad images"))
     for name in (os.fsdecode(b"own-%d-caf\xe9.png" % world.rank), "shared.png"):

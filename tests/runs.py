@@ -16,7 +16,7 @@ LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
 
 
 def stop_at(monkeypatch, update, act=lambda: True):
-    """Let the loop find that it was asked to stop after an update; `act` is called there, and answers."""
+    """Ask the loop to stop after an update, if `act`, which is called then, returns true."""
     plain = loop.train
 
     def train(plan, progress, step, *, watch, **rest):

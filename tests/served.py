@@ -1,28 +1,33 @@
-"""A small model served from a thread, for the tests of the server and its clients."""
+"""A small model served from a thread or a process, for the tests of the server and its clients."""
 
 import asyncio
 import contextlib
 import http.client
 import json
+import logging
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.predictor import Classifier, Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
-from falconet.serve import app
+from falconet.serve import app, connections
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.protocol import HEADER, Served
 
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
 PATH = f"/v2/models/{NAME}/infer"
-LIMIT = 100  # seconds; more than anything here takes on any machine
+LIMIT = 100  # seconds; far more than any test needs
 
 
 def until(condition):
@@ -63,14 +68,30 @@ def about(max_batch=8):
     )
 
 
+class Held:
+    """A lane that waits until it is released."""
+
+    def __init__(self):
+        self.lane = Predictor(small_classifier(), max_batch=8).lanes()[0]
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, portions):
+        self.begun.release()
+        assert self.go.wait(LIMIT)
+        return self.lane(portions)
+
+
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, memory=1 << 30, fronts=1):
+    def __init__(
+        self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, memory=1 << 30, fronts=1, drain_seconds=LIMIT
+    ):
         self.served = about(max_batch)
         self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
         self.memory, self.max_delay, self.fronts = app.Memory(memory), max_delay, fronts
-        self.socket = app.Address(host="127.0.0.1", port=0).open()
+        self.drain_seconds, self.cut = drain_seconds, None
+        self.socket = connections.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -81,8 +102,10 @@ class Running:
         batcher = self.batcher
         ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (self.fronts - 1)]
         options = {"counts": batcher.counts, "memory": self.memory, "max_delay": self.max_delay}
-        async with app.answering([app.FrontEnd(self.served, way, **options) for way in ways], self.socket):
+        fronts = [app.FrontEnd(self.served, way, **options) for way in ways]
+        async with connections.answering(fronts, self.socket, drain_seconds=self.drain_seconds) as cut:
             await self._stop.wait()
+        self.cut = sum(cut)
         await asyncio.sleep(0.01)  # let the last connections close
         await asyncio.get_running_loop().shutdown_default_executor()
 
@@ -120,6 +143,23 @@ class Running:
 
 
 @contextlib.contextmanager
+def nothing_logged():
+    """Inside the context, the server's log must stay empty."""
+    logged = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    loggers = [logging.getLogger(name) for name in ("falconet.serve", "asyncio", "aiohttp")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not [record.getMessage() for record in logged]
+
+
+@contextlib.contextmanager
 def running(lane=None, **options):
     if lane is None:
         (lane,) = Predictor(small_classifier(), max_batch=options.get("max_batch", 8)).lanes()
@@ -140,3 +180,64 @@ def binary(images):
     }
     text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     return text + images.tobytes(), {HEADER: str(len(text))}
+
+
+def connected(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+
+
+def received(connection):
+    """Everything until the server closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(1 << 16):
+            answer += more
+    return answer
+
+
+def answers(raw, *, partial=False):
+    """Status, headers and content of each answer in these bytes, which must be JSON; `partial`: the last may be cut."""
+    found = []
+    while raw:
+        head, end, rest = raw.partition(b"\r\n\r\n")
+        first, *fields = head.decode("ascii").split("\r\n")
+        if first == "HTTP/1.1 100 Continue":
+            raw = rest
+            continue
+        headers = {name.lower(): value for name, value in (field.split(": ", 1) for field in fields)}
+        length = int(headers.get("content-length", 0))
+        if partial and (not end or len(rest) < length):
+            break
+        assert len(rest) >= length > 0
+        found.append((int(first.split()[1]), headers, json.loads(rest[: int(headers.get(HEADER.lower(), length))])))
+        raw = rest[length:]
+    return found
+
+
+def infer(images, *, model=NAME):
+    """A whole request as bytes: headers and body."""
+    body, headers = binary(images)
+    fields = {"Host": "x", "Content-Length": len(body), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST /v2/models/{model}/infer HTTP/1.1\r\n{head}\r\n".encode(), body
+
+
+@contextlib.contextmanager
+def served(line):
+    """A process of `falconet serve`, its port, and the lines before it was ready."""
+    argv = [sys.executable, "-m", "falconet", "serve", *line.split()]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = []
+    try:
+        for text in process.stdout:
+            lines.append(text)
+            if found := re.search(r"at http://127\.0\.0\.1:(\d+): input_0", text):
+                break
+        else:
+            pytest.fail(f"exit code {process.wait()}: {lines} {process.stderr.read()}")
+        yield process, int(found[1]), lines
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

@@ -46,7 +46,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("line", "expected"), ANSWERS.items())
-def test_line_gets_its_answer(falconet, line, expected):
+def test_a_line_gets_its_exit_code_and_answer(falconet, line, expected):
     answer = falconet(line)
     assert answer.code == expected[0]
     assert expected[1] in answer.out + answer.err
@@ -179,6 +179,7 @@ def test_ctrl_c_during_imports_exits_silently(tmp_path, start, library, line):
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.run
 def test_train_imports_no_library_that_it_does_not_need():
     """timm takes two seconds and torch's pipelines one: of every launcher, of every worker, of every mistake."""
     code = (

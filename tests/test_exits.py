@@ -55,7 +55,7 @@ def test_ctrl_c_during_clean_up_keeps_the_exit_code():
     assert ended(2, more=interrupted) == (2, "printed", "")
 
 
-def test_closed_stdout_is_no_mistake():
+def test_closed_stdout_is_not_a_mistake():
     for code in (0, 130):
         line = [sys.executable, "-c", f"from falconet import cli; import sys; sys.stdout = None; cli.end({code})"]
         result = subprocess.run(line, capture_output=True, text=True)

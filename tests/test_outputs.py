@@ -13,6 +13,8 @@ import pytest
 
 from falconet.legacy.programs import main
 
+pytestmark = pytest.mark.run
+
 COMPAT = Path(__file__).parents[1] / "compat"
 HERE = "--device cpu --threads 1 --dataloader-workers 1"
 FOLDERS = {"pytorch": "pytorch/train", "tf1": "tensorflow", "popart": "popart"}
@@ -40,9 +42,9 @@ def run(capfd, tmp_path, monkeypatch):
 def requires_in_order(text, table):
     """Every line of the table is in the text, one after the other."""
     lines = iter(text.splitlines())
-    for wanted in table.strip("\n").splitlines():
-        pattern = re.escape(wanted).replace(r"\{\}", r" *(?:-?[\d.]+(?:e[+-]?\d+)?|nan)").replace(r"\.\.\.", ".*")
-        assert any(re.fullmatch(pattern, line) for line in lines), f"not there, or too early: {wanted}"
+    for expected in table.strip("\n").splitlines():
+        pattern = re.escape(expected).replace(r"\{\}", r" *(?:-?[\d.]+(?:e[+-]?\d+)?|nan)").replace(r"\.\.\.", ".*")
+        assert any(re.fullmatch(pattern, line) for line in lines), f"not there, or too early: {expected}"
 
 
 def rows(path):

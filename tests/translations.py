@@ -38,7 +38,7 @@ def wrong(cases, answer):
 
 
 def lacking(cases, answer):
-    """The same of answers that are dictionaries, by the keys of the expected ones alone; a missing key is None."""
+    """The same for dictionaries, comparing only the keys of the expected ones; a missing key is None."""
 
     def shared(case):
         found = answer(case[0])
@@ -48,6 +48,6 @@ def lacking(cases, answer):
 
 
 def unlike(cases, answer):
-    """The same of answers that are one line, by its start."""
+    """The same for lines, comparing only their starts."""
     answered = [(case, answer(case), start) for case, start in cases]
     return [each for each in answered if not (each[1] or "").startswith(each[2]) or "\n" in each[1]]

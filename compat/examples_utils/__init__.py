@@ -1,1 +1,1 @@
-"""The name of the originals' benchmark runner; Falconet's does the work."""
+"""The originals' benchmark runner, run by Falconet."""

@@ -11,6 +11,6 @@ SCRIPTS = sorted(path for folder in ("train", "inference", "datasets") for path 
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_lists_its_options(script: Path) -> None:
+def test_script_lists_its_options(script: Path) -> None:
     run = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
     assert run.stdout.startswith(f"usage: {script.name} [options]")

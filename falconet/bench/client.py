@@ -1,9 +1,9 @@
 """One client process of a load test: `python -m falconet.bench.client` reads a job and prints its times.
 
-It imports only the standard library and numpy, so that eight clients start in a second and none takes a core from the
-server to import torch. The first line of stdin is the job as JSON. The client connects, prints "ready", and sends its
-requests after another line of input; the result is one line of JSON. Times are CLOCK_MONOTONIC, which all processes of
-a machine share.
+It imports only the standard library, numpy and our errors, so that eight clients start in a second and none takes a
+core from the server to import torch. The first line of stdin is the job as JSON. The client connects, prints "ready",
+and sends its requests after another line of input; the result is one line of JSON. Times are CLOCK_MONOTONIC, which all
+processes of a machine share.
 """
 
 import http.client
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from falconet.errors import printable
 
 HEADER = "Inference-Header-Content-Length"
 SECONDS = 120.0  # without a byte from the server before a client gives up
@@ -85,7 +87,7 @@ class Client:
                 answer = response.read()
                 answered = time.monotonic()
                 if response.status != 200:
-                    raise OSError(f"status {response.status}: {answer[:200].decode(errors='replace')}")
+                    raise OSError(f"status {response.status}: {printable(answer[:200].decode(errors='replace'))}")
                 with self._lock:
                     self._outcome.times.append((sent, answered))
                 if self._expected is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from falconet.bench.client import Job, Outcome
-from falconet.errors import ConfigError, WorldError
+from falconet.errors import ConfigError, WorldError, printable
 from falconet.parallel.host import none_left
 
 DROPPED = 2  # first requests of each client, which are not counted
@@ -65,7 +65,7 @@ class Target:
         except ValueError:
             content = None
         if response.status != 200 or not isinstance(content, dict):
-            raise ConfigError(f"{where}: status {response.status}: {' '.join(text[:200].split())}")
+            raise ConfigError(f"{where}: status {response.status}: {printable(' '.join(text[:200].split()))}")
         return content
 
 

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +21,9 @@ from falconet.report.folders import RUNS
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
 TIMES = "updates.jsonl"
 PERCENTILES = (50, 90, 99)
+REGEXP_SECONDS = 10.0  # for all lines of a run; a regexp that does not backtrack without end takes milliseconds
 # How the trainer and `bench infer` report that a machine has fewer devices than a command asks for.
-_FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* asked for, .+)")
+_FOLDED = re.compile(r"note: (\d+ (?:replicas|stages|devices)\b.* requested, .+)")
 
 
 class Sample(NamedTuple):
@@ -39,6 +42,7 @@ class Measured:
     latencies: Sequence[float] = ()  # milliseconds, of an update or a batch
     steady: Steady = field(default_factory=lambda: Steady(0, "few"))
     metrics: Mapping[str, float] = field(default_factory=dict)  # those of the spec
+    given_up: Sequence[str] = ()  # metrics whose regexp took too long
     peak_memory: int = 0  # bytes
     folded: str | None = None  # how it was made to fit this machine
     seconds: float = 0.0
@@ -90,7 +94,14 @@ def settled(spacing: Sequence[float], latencies: Sequence[float], *, images: flo
 
 def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, runs: Path) -> Measured:
     """Collect everything that a run measured."""
-    found = {name: _found(metric, ended.lines) for name, metric in benchmark.metrics.items()}
+    found: dict[str, list[float]] = {}
+    given_up = []
+    for name, metric in benchmark.metrics.items():
+        try:
+            with _limited(REGEXP_SECONDS):
+                found[name] = _found(metric, ended.lines)
+        except TimeoutError:
+            given_up.append(name)
     samples, latencies = _from_files(runs)
     latencies = latencies or [value for value in found.get("latency", []) if math.isfinite(value)]
     if not samples:
@@ -111,6 +122,7 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
         latencies=rest.latencies,
         steady=steady,
         metrics=metrics | _derived(benchmark.derived, metrics, parameters),
+        given_up=given_up,
         peak_memory=_peak_memory(runs) or ended.peak_memory,
         folded="; ".join(match[1] for line in ended.lines if (match := _FOLDED.search(line))) or None,
         seconds=ended.seconds,
@@ -182,6 +194,22 @@ def _json(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the block after some seconds, even in the middle of a match: it checks for signals."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _found(metric: Metric, lines: Sequence[str]) -> list[float]:

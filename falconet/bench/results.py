@@ -227,7 +227,7 @@ def _notes(result: Result) -> list[str]:
     few = sorted({str(run["warm_up"]) for run in result.runs if run["state"] == "few" and run["measurements"]})
     if few:
         dropped = "dropped the first" if few == ["1"] else f"dropped {' or '.join(few)}"
-        notes.append(f"{result.name}: too few measurements in a run to tell warm-up from noise; {dropped}")
+        notes.append(f"{result.name}: too few measurements in a run to distinguish warm-up from noise; {dropped}")
     return notes
 
 

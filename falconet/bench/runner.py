@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from falconet.bench import execution
-from falconet.bench.measurements import Measured, measure
+from falconet.bench.measurements import REGEXP_SECONDS, Measured, measure
 from falconet.bench.results import Result, summarise
 from falconet.bench.spec import Benchmark
 from falconet.config.recipes import values_of
@@ -119,6 +119,9 @@ def _why_failed(job: Job, ended: execution.Ended, found: Measured, timeout: floa
         return f"timed out after {timeout:g} s; its last line: {ended.last_line}"
     if ended.code:
         return f"exit code {ended.code}: {ended.last_line}"
+    if found.given_up:
+        names = ", ".join(found.given_up)
+        return f"gave up on the regexp of {names} after {REGEXP_SECONDS:g} s; expected one without nested repetition"
     missing = [name for name in job.benchmark.metrics if name not in found.metrics]
     if missing:
         return f"no line matches the regexp of {', '.join(missing)}"

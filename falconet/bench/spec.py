@@ -131,7 +131,7 @@ class _Spelled(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}  # noqa: RUF012, as the base class declares it
 
     def construct_document(self, node: yaml.Node) -> Any:
-        # Not refused at the top: of two entries with one name the last is used, and a note says so.
+        # Not refused at the top: of two entries with one name the last is used, with a note.
         node.merged = True  # type: ignore[attr-defined]
         return super().construct_document(node)
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 CONFIDENCE = 0.95
 BLOCKS = 10  # of a single run: neighbouring measurements are correlated, blocks of them hardly
-ENOUGH = 6  # measurements; with fewer, warm-up cannot be told from noise
+ENOUGH = 6  # measurements; with fewer, warm-up cannot be distinguished from noise
 DRIFT = 0.1  # relative to the mean
 ERRORS = 3  # standard errors
 SMALLEST = 4  # each side of a cut has at least one part in this many

@@ -27,7 +27,7 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     line, path, screen = loaded.line, loaded.options.input.checkpoint_input_path, Screen()
     assert path is not None
     whole = _whole(path, screen.line)
-    # The options of the newest one's training tell how to read its data, not how to average.
+    # The options stored in the newest one decide how its data is read, not how to average.
     stored = format.read_manifest(whole[-1]).config
     data = {name: entry for name, entry in stored.items() if not name.startswith(("weight-avg", "checkpoint"))}
     options = loaded.over(data).options
@@ -76,7 +76,7 @@ def _whole(path: Path, say: Say) -> list[Path]:
             whole.append(folder)
     if not whole:
         raise CheckpointError(
-            f"{path}: no undamaged checkpoint in it; expected a run folder or a folder of checkpoints"
+            f"{path}: contains no undamaged checkpoint; expected a run folder or a folder of checkpoints"
         )
     return whole
 

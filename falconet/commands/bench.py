@@ -16,7 +16,7 @@ from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.report.console import Screen, counted
 
-# torch is imported where it is used, so that a spec's wrong name is answered without it.
+# torch is imported where it is used, so that an unknown spec is reported without it.
 DEFAULT = "./benchmarks.yml"
 RESULTS = ("results.json", "results.csv", "results.md", "comparison.md")
 

@@ -111,9 +111,9 @@ def _trace(subject: Subject, world: World) -> None:
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
     """What becomes of more replicas than there are processes, in the trainer's words."""
-    what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} here"
+    what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} available"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
-    return f"{asked} replicas asked for, {what}: {runs}, with a batch each"
+    return f"{asked} replicas requested, {what}: {runs}, with a batch each"
 
 
 def _devices(options: InferOptions) -> int:
@@ -161,7 +161,7 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options = subject.options
     screen, count = console.screen_of(world), min(options.data.iterations, MOST)
     if count < options.data.iterations:
-        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is just as exact")
+        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is enough")
     predict, batches = _predictor(subject, world), _batches(subject, world)
     resident = measure_resident(predict, batches, count=count, world=world)
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"

@@ -69,11 +69,9 @@ def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOpt
 
 
 def _note_unused(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
-    """Note the options of the line that have no effect here, or less than they say."""
+    """Note the options of the line that have no effect here, or less than usual."""
     if options.data.iterations > MOST:
-        screen.line(
-            f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is just as exact"
-        )
+        screen.line(f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is enough")
     known = options_of(BenchServeOptions)
     typed = {setting.option.removeprefix("no-") for setting in line if setting.source == LINE}
     if options.load.url is not None:

@@ -1,4 +1,4 @@
-"""`falconet data bench`: measure each stage of the input pipeline, alone and together, and name the slowest."""
+"""`falconet data bench`: measure each step of the input pipeline, alone and together, and name the slowest."""
 
 import json
 import platform
@@ -82,7 +82,7 @@ def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:
-    say(f"{'stage':<18} {'images/s':>10}")
+    say(f"{'step':<18} {'images/s':>10}")
     for stage in stages:
         rate = "-" if stage.images_per_second is None else f"{stage.images_per_second:,.0f}"
         say(f"{stage.name:<18} {rate:>10}  {stage.words}")

@@ -62,7 +62,7 @@ def run(loaded: Loaded[DoctorOptions]) -> int:
 
 
 def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
-    """An option must not seem to be obeyed."""
+    """Refuse options that would have no effect."""
     for name in ("precision", "deterministic", "no-deterministic"):
         if name in given:
             raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it")

@@ -18,7 +18,7 @@ FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.A
 
 
 def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
-    """The options of a line, checked, and with them the checkpoint that `restore` continues from.
+    """The checked options of a line, with the checkpoint that `restore` continues from.
 
     Of `validate` and `average`, which open several checkpoints, only types and ranges are checked: the commands load
     the line over the options of each checkpoint.
@@ -27,7 +27,7 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
         loaded = load_options(command, line)
         check(loaded.options)
         return loaded
-    stated = parse(command, line)  # wrong names and values are answered before a checkpoint is looked for
+    stated = parse(command, line)  # wrong names and values are reported before a checkpoint is looked for
     options: Any = stated.options
     path = options.input.checkpoint_input_path
     if path is None:

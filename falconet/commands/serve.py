@@ -1,14 +1,16 @@
 """`falconet serve`: serve a checkpoint's model over HTTP."""
 
 import asyncio
+import gc
 
+from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
 from falconet.exits import INTERRUPTED
 from falconet.infer.predictor import Predictor, open_classifier
 from falconet.report.console import Screen, counted
-from falconet.serve import app  # needs aiohttp, which the command line has checked
+from falconet.serve import app, connections  # need aiohttp, which the command line has checked
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.protocol import Served
 
@@ -19,7 +21,7 @@ WAITING_BATCHES = 16  # full batches that may wait
 
 def run(loaded: Loaded[ServeOptions]) -> int:
     screen, serving = Screen(), loaded.options.serving
-    address = app.Address(host=serving.host, port=value_or(serving.port, PORT))
+    address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     with address.open() as listening:  # first, because a mistake here is found at once
         classifier, options = open_classifier(loaded.line, screen.line)
         max_batch = value_or(serving.max_batch, MAX_BATCH)
@@ -51,17 +53,28 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         host, port = listening.getsockname()[:2]
         side = classifier.preprocessing.image_size
         shown = f"[{host}]" if ":" in host else host
-        screen.line(
+        line = (
             f"serving {served.name} at http://{shown}:{port}: input_0 uint8 [1 to {max_batch}, 3, {side}, {side}],"
             f" {options.machine.precision} on {classifier.device}; Ctrl-C stops"
         )
+        gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
-            code = asyncio.run(app.serve(fronts, listening))
+            code, cut = asyncio.run(
+                connections.serve(
+                    fronts, listening, drain_seconds=serving.drain_timeout, started=lambda: screen.line(line)
+                )
+            )
         except asyncio.CancelledError:
-            code = INTERRUPTED  # the second Ctrl-C
+            code, cut = INTERRUPTED, 0  # the second Ctrl-C
         finally:
-            batcher.close()
+            gc.unfreeze()  # nanobind reports what is left at the end as leaks
+            batcher.close(wait=False)
+        if cut:
+            late = counted(cut, "request")
+            screen.line(f"cut off {late} that had not finished after {serving.drain_timeout:g} s (--drain-timeout)")
         counts = batcher.counts
         batches = counted(counts.executions, "batch")
         screen.line(f"stopped: {counted(counts.requests, 'request')}, {counted(counts.images, 'image')} in {batches}")
+        if cut:
+            exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
         return code

@@ -37,7 +37,7 @@ from falconet.config.options import (
 
 
 class Command:
-    """What a command says about itself, beside its docstring; a subclass has its sections of options as fields."""
+    """A command's example and options, beside its docstring; a subclass has its sections of options as fields."""
 
     example: ClassVar[str]
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
@@ -151,7 +151,7 @@ class InferOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Command):
-    """Serve a checkpoint's model over HTTP, in the Open Inference Protocol that Triton speaks."""
+    """Serve a checkpoint's model over HTTP, in the Open Inference Protocol, as Triton does."""
 
     example = "falconet serve --checkpoint-input-path runs/my-run --port 8000"
     common = ("checkpoint-input-path", "model", "host", "port", "max-batch", "max-delay", "device", "precision")
@@ -193,7 +193,7 @@ class DoctorOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DataBenchOptions(Command):
-    """Measure each stage of the input pipeline, and name the one that limits it."""
+    """Measure each step of the input pipeline, and name the slowest."""
 
     example = "falconet data bench --data folder --data-dir photos --model resnet50"
     common = (

@@ -61,11 +61,11 @@ Generated from `falconet/configs/` by `make docs`; a test fails when it is stale
 on the command line override it. `falconet configs` lists them.
 
 The originals' configs keep their names and their meaning: a test compares each one, option by option, with the
-translation of `compat/*/configs.yml`. None of them has been run to its end here. Figures after "The original:" come
+translation of `compat/*/configs.yml`. None of them has been trained to the end here. What an original "reached" comes
 from its documents, its vendor's page or its public MLPerf logs, on its hardware; no figure means that none is known.
 
 - They were made for 1 to 256 devices. On fewer, replicas are folded into accumulation and stages into one process; the
-  global batch and the learning rate stay the same, and a note reports it.
+  global batch and the learning rate stay the same, and a note reports the change.
 - Configs on ImageNet need `--data-dir` (or `DATA_DIR`).
 - Where a training and an inference config share a name, the command decides which one is meant.
 - Where releases of the TensorFlow program differ under one name, SDK 2.1 takes precedence over SDK 2.5.

@@ -1,4 +1,4 @@
-"""The help of a command: a worked example, the options that people use first, the rest under headings."""
+"""The help of a command: a worked example, the most used options first, the rest under headings."""
 
 import re
 import shutil

@@ -50,7 +50,7 @@ class Loaded(Generic[Options_co]):
     options: Options_co
     sources: Mapping[str, str]  # by option name; defaults are not listed
     line: tuple[Setting, ...] = ()  # the recipe's settings, then those that were typed
-    checkpoint: Path | None = None  # the checkpoint that supplied what the line does not say
+    checkpoint: Path | None = None  # the checkpoint that supplied what the line does not set
 
     def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
         """The same line over the options that a checkpoint stores."""

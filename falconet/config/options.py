@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable
 
-# The zoo's names, repeated here so that a typo is answered without importing torch; a test compares the two lists.
+# The zoo's names, repeated here so that a typo is reported without importing torch; a test compares the two lists.
 MODELS = (
     *("resnet10", "resnet14", "resnet18", "resnet26", "resnet34", "resnet50", "resnet101", "resnet152"),
     *("resnext14", "resnext26", "resnext50", "resnext101", "resnext152"),
@@ -543,7 +543,7 @@ class DataBench:
     split: Literal["train", "validation"] = "train"
     """Training images with random crops in random order, or validation images with fixed crops in order."""
     seconds: Annotated[float, MoreThan(0)] = 2.0
-    """Seconds to measure each stage."""
+    """Seconds to measure each step."""
     passes: Annotated[int, AtLeast(0)] = 0
     """Then also read all images this many times, and print the images per second of each pass."""
     md5: bool = False
@@ -569,6 +569,8 @@ class Serving:
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that may wait; further requests are refused with status 503; auto: 16 x --max-batch."""
+    drain_timeout: Annotated[float, AtLeast(0)] = 20.0
+    """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
     front_ends: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
     capture: bool = True

@@ -111,7 +111,7 @@ def unknown_model(options: Any) -> str | None:
 
 
 def _option_of_another_family(options: Any) -> str | None:
-    """An option of one family must not seem to be obeyed by another."""
+    """Refuse an option of one family for a model of another."""
     model = options.model
     name = model.model
     residual = name.startswith(("resnet", "resnext"))

@@ -158,7 +158,7 @@ class Buffers:
     def _buffer(self, size: int) -> Tensor:
         while self._free:
             buffer, copied = self._free.popleft()
-            copied.synchronize()  # recorded some batches ago: done long since, unless the device is behind
+            copied.synchronize()  # recorded some batches ago: finished by now, unless the device is late
             if len(buffer) == size:  # evaluation and training may differ
                 return buffer
         self.allocated += 1

@@ -182,7 +182,7 @@ def decode_jpegs(encoded: Sequence[Tensor], device: torch.device) -> list[Tensor
         decoded: list[Tensor | None] = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # one of them failed; it does not say which
+    except RuntimeError:  # one of them failed; nvJPEG does not report which
         if len(encoded) == 1:
             return [None]
         middle = len(encoded) // 2

@@ -1,4 +1,4 @@
-"""The input pipeline of a run: from a dataset and its options to loaders, and what the plan says about it."""
+"""The input pipeline of a run: from a dataset and its options to loaders, and its lines in the plan."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Images per second of each stage of the input pipeline alone, and of all of them together."""
+"""Images per second of each step of the input pipeline alone, and of all of them together."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "cop
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage; the rate is None if there is no such stage."""
+    """One step of the pipeline; the rate is None if there is no such step."""
 
     name: str
     images_per_second: float | None
@@ -54,7 +54,7 @@ class Pipeline:
 
 
 def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
-    """Each stage for this many seconds, with the pipeline's threads; reading is from wherever the data is stored."""
+    """Each step for this many seconds, with the pipeline's threads; reading is from wherever the data is stored."""
     threads = counted(pipeline.threads, "thread")
     read = _read_rate(pipeline, seconds)
     both = fill_rate(pipeline, seconds=seconds)
@@ -78,7 +78,7 @@ def fill_rate(pipeline: Pipeline, *, seconds: float) -> float:
 
 
 def limiting(measured: Iterable[Stage]) -> str:
-    """The slowest stage."""
+    """The slowest step."""
     alone = [stage for stage in measured if stage.images_per_second is not None and stage.name != TOGETHER]
     return min(alone, key=lambda stage: stage.images_per_second or 0.0).name
 

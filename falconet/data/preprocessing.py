@@ -14,6 +14,8 @@ Channels = tuple[float, float, float]  # red, green, blue, of pixels in 0..1
 
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
+MOST_SIDE = 4096  # pixels, in a checkpoint: a larger one would be a way to exhaust memory
+LEAST_STD, MOST_VALUE = 1e-6, 1e6  # of a stored deviation or mean, for pixels in 0..1: others make inputs infinite
 IMAGENET_MEAN_PIXEL = (123.68, 116.78, 103.94)  # 0 to 255; not exactly 255 times the mean above
 
 
@@ -64,8 +66,8 @@ class Preprocessing:
         return cls(
             image_size=_whole(stored, "image_size"),
             resize=_whole(stored, "resize"),
-            mean=_channels(stored, "mean"),
-            std=_channels(stored, "std"),
+            mean=_channels(stored, "mean", least=-MOST_VALUE),
+            std=_channels(stored, "std", least=LEAST_STD),
             interpolation=_interpolation(stored),
             antialias=_switch(stored, "antialias", absent=True),
             standardised=_switch(stored, "standardised", absent=False),
@@ -131,28 +133,38 @@ def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float
 
 def _whole(stored: dict[str, object], name: str) -> int:
     value = stored[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected a whole number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_SIDE:
+        raise CheckpointError(f"preprocessing: {name}: got {_cut(value)}, expected a whole number, 1 to {MOST_SIDE}")
     return value
 
 
-def _channels(stored: dict[str, object], name: str) -> Channels:
+def _channels(stored: dict[str, object], name: str, *, least: float) -> Channels:
     value = stored[name]
-    if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(x, int | float) for x in value):
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected three numbers")
-    red, green, blue = value
-    return (float(red), float(green), float(blue))
+    found = value if isinstance(value, list | tuple) else ()
+    fitting = [float(x) for x in found if type(x) in (int, float) and least <= x <= MOST_VALUE]  # which a nan is not
+    if not len(fitting) == len(found) == 3:
+        raise CheckpointError(
+            f"preprocessing: {name}: got {_cut(value)}, expected three numbers, {least:g} to {MOST_VALUE:g}"
+        )
+    red, green, blue = fitting
+    return (red, green, blue)
+
+
+def _cut(value: object) -> str:
+    """A value of another person's checkpoint, which may be long."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _switch(stored: dict[str, object], name: str, *, absent: bool) -> bool:
     value = stored.get(name, absent)
     if not isinstance(value, bool):
-        raise CheckpointError(f"preprocessing: {name}: got {value!r}, expected true or false")
+        raise CheckpointError(f"preprocessing: {name}: got {_cut(value)}, expected true or false")
     return value
 
 
 def _interpolation(stored: dict[str, object]) -> str:
     value = stored["interpolation"]
     if value != "bilinear":
-        raise CheckpointError(f"preprocessing: interpolation: got {value!r}, expected 'bilinear'")
+        raise CheckpointError(f"preprocessing: interpolation: got {_cut(value)}, expected 'bilinear'")
     return "bilinear"

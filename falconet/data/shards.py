@@ -31,7 +31,7 @@ def crc32c(data: bytes) -> int:
 
 
 def unmasked(stored: int) -> int:
-    """The checksum behind the masked one that a TFRecord stores."""
+    """Unmask the checksum that a TFRecord stores."""
     turned = (stored - MASK_DELTA) & 0xFFFFFFFF
     return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 

@@ -19,7 +19,7 @@ from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
-from falconet.errors import ConfigError, named_option
+from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.models import zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
@@ -33,7 +33,7 @@ LANES = 2  # per CUDA device: one computes a batch while the other gathers and c
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A model that is ready to predict, and what its checkpoint says about it."""
+    """A model that is ready to predict, with the facts that its checkpoint stores."""
 
     name: str
     model: nn.Module  # on `device`, in the formats of `regime`
@@ -176,10 +176,13 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
 
 
 def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say) -> Classifier:
+    try:
+        preprocessing = Preprocessing.from_json(manifest.preprocessing)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{folder}: {error}") from None
     model = build_model(options.model, classes=manifest.classes, seed=0)
     weights = format.read_tensors(folder, "model", verified=manifest)
     load_weights(model, weights, where=str(folder), name=options.model.model)
-    preprocessing = Preprocessing.from_json(manifest.preprocessing)
     return _classifier(options, model, preprocessing, manifest.class_names, note)
 
 

@@ -97,34 +97,34 @@ OUTSIDE: dict[str, dict[str, tuple[str, str]]] = {
 INTRODUCTION = """# From the originals to Falconet
 
 Generated from `falconet/legacy/` by `make docs`; a test fails when it is stale. The originals' programs are in
-`compat/`: type what you know there, and it runs. `--show-translation` prints the canonical command line, with a note
-on everything that is different, and exits.
+`compat/`: run them there as before. `--show-translation` prints the equivalent `falconet` command line, with a note on
+every difference, and exits.
 
-- Defaults are each program's own: what a line leaves out is set as its original did.
-- Lines, files and folder names are those of the original ([output.md](output.md) lists them). The
-  canonical line that `--show-translation` prints does the same work, with the lines, files and names of Falconet.
+- Defaults are those of each program: an option that a command line omits has its original's value.
+- Log lines, files and folder names are those of the original ([output.md](output.md) lists them). The canonical
+  command line that `--show-translation` prints does the same work, with the log lines, files and names of Falconet.
 - Falconet's options go after a lone `--` and are not translated: `-- --device cpu --image-size 64`.
 - Options may be shortened as long as they are unambiguous, as in the originals (`--pipeline-split`).
 - Named configs are read from `configs.yml` beside the script, in the originals' format; add yours there. The
   originals' are also named configs of Falconet itself, in canonical options: [configs.md](../knowing/configs.md).
-- An option of another original is refused with its name here. What only tuned the IPU is accepted, with a note that
-  it has no effect.
+- An option of another original is refused, with its equivalent. An option that only tuned the IPU is accepted, with a
+  note that it has no effect.
 - Where the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
   schedule is grouped by default, `--initial-loss-scaling` doubles towards `--loss-scaling`, `weight_avg.py` averages.
 
-What differs with any options:
+What differs whatever the options:
 
-- The default seed is 0; the originals drew one.
+- The default seed is 0; the originals drew one at random.
 - For lines of the TensorFlow program, images of CIFAR are standardised one by one (`--normalization image`): on the
   host before they are shifted, as in the original; with `--eight-bit-io`, on the device, with the black border of the
   shift.
 - For lines of the TensorFlow program on ImageNet, random crops are drawn as by its `sample_distorted_bounding_box`
   (`--crop-draw height --crop-area 0.05`) and overlap annotated objects where there are boxes
   (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop is to lie
-  in a box (`--object-overlap crop`), as its documents say; its code found no box.
+  in a box (`--object-overlap crop`), as documented; its code found no box.
 - Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike
-  there, the convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of the
-  images, which is zero, does not count as an input; and batch norm's running variance starts at 1 for lines of the
+  there, the convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth image channel of
+  zeros does not count as an input; and batch norm's running variance starts at 1 for lines of the
   PopART program, not at 0: training does not use it, and a validation before the statistics have settled would divide
   by almost zero.
 - For lines of the TensorFlow program, convolutions and poolings with a stride pad like TensorFlow's SAME (`--padding

@@ -156,9 +156,7 @@ def _next(name: str, words: list[str], asked: Poprun) -> str:
     if words and (name in MPI or not words[0].startswith("-")):
         return words.pop(0)
     if name == "--ipus-per-replica":  # as one original's README prints it, for a model in 4 stages
-        asked.notes.append(
-            f"--ipus-per-replica: has no value; taken as {FORGOTTEN}, which the README that prints it so means"
-        )
+        asked.notes.append(f"--ipus-per-replica: has no value; using {FORGOTTEN}, as the README that omits it means")
         return FORGOTTEN
     raise ConfigError(f"{name}: needs a value")
 
@@ -232,7 +230,7 @@ def _check(asked: Poprun) -> None:
         return
     asked.replicas = asked.replicas or asked.instances or 1
     if not asked.program:
-        raise ConfigError("PROGRAM: is needed after the flags, such as `falconet train`")
+        raise ConfigError("PROGRAM: required after the flags, such as `falconet train`")
     if asked.instances and asked.replicas % asked.instances:
         raise ConfigError(
             f"--num-replicas: got {asked.replicas}, expected a multiple of --num-instances, which is {asked.instances}"
@@ -288,7 +286,7 @@ def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple
         return tuple(program), None
     if "train.py" not in scripts:
         raise ConfigError(f"{python} {words[0]}: names no script; expected `{python} train.py {words[0]} ...`")
-    return (python, "train.py", *words), f"{python} {words[0]}: names no script; taken as {python} train.py"
+    return (python, "train.py", *words), f"{python} {words[0]}: names no script; running {python} train.py"
 
 
 def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Job:
@@ -345,7 +343,7 @@ def _processes(asked: Poprun) -> tuple[int, list[str]]:
     fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
     if fitting == everyone:
         return everyone, []
-    return fitting, [f"{everyone} processes asked for, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
+    return fitting, [f"{everyone} processes requested, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
 
 
 def _devices() -> tuple[int, str]:
@@ -354,13 +352,13 @@ def _devices() -> tuple[int, str]:
 
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            return count, f"{are(count, 'CUDA device')} here"
+            return count, f"{are(count, 'CUDA device')} available"
     return _cores()
 
 
 def _cores() -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0))
-    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for {PROCESSES_PER_CORE} processes each"
+    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for {PROCESSES_PER_CORE} processes each"
 
 
 def _is_for_cpu(asked: Poprun) -> bool:

@@ -101,7 +101,7 @@ def served_check(old: Values) -> Iterable[Effect]:
 def served_port(old: Values) -> Iterable[Effect]:
     if old.has("--grpc-port"):
         yield To("port", (old.text("--grpc-port"),))
-        yield Note("--grpc-port: the server speaks HTTP on it, not gRPC")
+        yield Note("--grpc-port: the server uses it for HTTP, not gRPC")
 
 
 def bench_data(old: Values) -> Iterable[Effect]:

@@ -427,7 +427,7 @@ TRAINING: tuple[Old, ...] = (
         weight_histogram,
         "the same: every trained weight, at every log point; needs --wandb, as in the original",
     ),
-    same("--seed", "whole", effect="the same; 0 by default, where the original drew one"),
+    same("--seed", "whole", effect="the same; 0 by default, where the original drew one at random"),
     becomes(
         "--recompute-mode",
         "text",

@@ -155,7 +155,7 @@ class Program:
         return self.name.partition(":")[2].rpartition("/")[2]
 
 
-IPU = "tuned the IPU only; there is nothing to set here"
+IPU = "tuned the IPU only; no effect here"
 
 
 def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:

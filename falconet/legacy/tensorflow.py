@@ -136,7 +136,7 @@ def validation_command(old: Values) -> str:
 
 
 def embedded_command(old: Values) -> str:
-    """Several threads that ask at once are clients of a server."""
+    """Several concurrent threads are clients of a server."""
     return "bench serve" if _threads(old) > 1 else "bench infer"
 
 
@@ -147,7 +147,7 @@ def _threads(old: Values) -> int:
 def clients(old: Values) -> Iterable[Effect]:
     if _threads(old) > 1:
         yield To("clients", (str(_threads(old)),))
-        yield Note(f"--num-inference-thread {_threads(old)}: as many processes ask a server started here, over HTTP")
+        yield Note(f"--num-inference-thread {_threads(old)}: as many clients of a local HTTP server")
 
 
 def repeats(old: Values) -> Iterable[Effect]:
@@ -182,7 +182,7 @@ def passes(old: Values) -> Iterable[Effect]:
 
 
 def shared_passes(old: Values) -> Iterable[Effect]:
-    """The same, divided among the threads that ask."""
+    """The same, divided among the threads."""
     for effect in passes(old):
         assert isinstance(effect, To)
         yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
@@ -368,7 +368,7 @@ PROGRAMS = (
                 "1",
                 "clients iterations",
                 clients,
-                "more than one: `falconet bench serve --clients N`, with clients that ask at once",
+                "more than one: `falconet bench serve --clients N`, with concurrent clients",
                 least=1,
             ),
             nothing("--force-recompile", "flag", "there is no compiled program"),

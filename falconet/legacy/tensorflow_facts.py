@@ -41,7 +41,7 @@ def dataset(old: Values) -> str:
     folder = data_dir(old) or ""
     found = re.search(r"imagenet|cifar-?100|cifar-?10", folder.lower())
     if not found:
-        where = f"cannot be guessed from --data-dir {folder}" if folder else "is needed, or --data-dir"
+        where = f"cannot be guessed from --data-dir {folder}" if folder else "required, or --data-dir"
         raise ConfigError(f"--dataset: {where}; expected imagenet, cifar-10 or cifar-100")
     return {"cifar10": "cifar-10", "cifar100": "cifar-100"}.get(found[0], found[0])
 
@@ -172,7 +172,7 @@ def base_exponent(old: Values) -> float:
     known = _EFFICIENTNET_EXPONENTS if family(old) == "efficientnet" else _RESNET_EXPONENTS
     rule = optimiser(old)
     if rule not in known:
-        raise ConfigError(f"--base-learning-rate: is needed with --optimiser {rule}, or --abs-learning-rate")
+        raise ConfigError(f"--base-learning-rate: required with --optimiser {rule}, or --abs-learning-rate")
     return known[rule]
 
 
@@ -208,7 +208,7 @@ def rmsprop_decay(old: Values) -> float:
     elif family(old) == "efficientnet" and is_imagenet(old):
         exponent = -14.0
     else:
-        raise ConfigError("--rmsprop-decay: is needed with --optimiser RMSprop, or --rmsprop-base-decay-exp")
+        raise ConfigError("--rmsprop-decay: required with --optimiser RMSprop, or --rmsprop-base-decay-exp")
     decay = 1.0 - power_of_two("--rmsprop-base-decay-exp", exponent) * total_batch(old)
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(

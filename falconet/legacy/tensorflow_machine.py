@@ -225,7 +225,7 @@ MACHINE: tuple[Old, ...] = (
         "the same; stages of a pipeline recompute if it is given, as in the original",
         aliases=("--xla-recompute", "--enable-recompute"),
     ),
-    becomes("--seed", "text", None, "seed", seed, "the same; 0 by default, where the original drew one"),
+    becomes("--seed", "text", None, "seed", seed, "the same; 0 by default, where the original drew one at random"),
     becomes(
         "--gc-profile",
         "text",
@@ -243,7 +243,7 @@ MACHINE: tuple[Old, ...] = (
         None,
         "passes",
         dataset_benchmark,
-        "`falconet data bench` with one pass over the images: the rate of each stage of the input, and of all",
+        "`falconet data bench` with one pass over the images: the rate of each step of the input, and of all",
     ),
     becomes(
         "--available-memory-proportion",

@@ -76,7 +76,7 @@ def _drops(old: Values) -> list[float]:
 def _exponential(old: Values) -> tuple[float, int]:
     for name in ("--lr-decay-rate", "--lr-drops"):
         if tensorflow_facts.family(old) != "efficientnet" and not old.has(name):
-            raise ConfigError(f"{name}: is needed with --lr-schedule exponential for {tensorflow_facts.family(old)}")
+            raise ConfigError(f"{name}: required with --lr-schedule exponential for {tensorflow_facts.family(old)}")
     rate = old.number("--lr-decay-rate") if old.has("--lr-decay-rate") else 0.97
     return rate, old.whole("--lr-drops") if old.has("--lr-drops") else 146
 

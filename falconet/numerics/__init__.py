@@ -1,1 +1,1 @@
-"""Numbers in training: formats, rounding, the loss scale, activations that are computed again, kernels of our own."""
+"""Numbers in training: formats, rounding, the loss scale, recomputed activations, our kernels."""

@@ -44,7 +44,7 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     if asked.processes <= devices:
         return Division(asked.replicas, asked.accumulation, asked.stages)
     if asked.strict:
-        raise DeviceError(f"{asked} asked for, which takes {asked.processes} devices; {what}")
+        raise DeviceError(f"{asked} requested, which takes {asked.processes} devices; {what}")
     if devices < asked.stages:
         return _in_one(asked, over_devices(replace(asked, stages=1), devices=devices, what=what), what)
     most = devices // asked.stages
@@ -65,14 +65,14 @@ def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
         return Division(replicas, total // replicas, asked.stages, (note,))
     fits = not rest and replicas < asked.replicas and asked.replicas % replicas == 0
     if asked.strict and size < asked.processes and (fits or asked.stages > 1):
-        raise DeviceError(f"{asked} asked for, which takes {_processes(asked.processes)}; {launcher} started {size}")
+        raise DeviceError(f"{asked} requested, which takes {_processes(asked.processes)}; {launcher} started {size}")
     if fits:
         return _folded(asked, replicas, what)
     if asked.stages > 1 and size < asked.processes:
         return _in_one(asked, over_processes(replace(asked, stages=1), size=size, launcher=launcher), what)
     divisor = "" if asked.stages > 1 else ", or a number that divides it"
     raise ConfigError(
-        f"{asked} with accumulation {asked.accumulation} asked for, but {launcher} started {_processes(size)};"
+        f"{asked} with accumulation {asked.accumulation} requested, but {launcher} started {_processes(size)};"
         f" expected {_processes(asked.processes)}{divisor}"
     )
 
@@ -96,7 +96,7 @@ def _folded(asked: Asked, replicas: int, what: str) -> Division:
     times = asked.replicas // replicas
     of = f" of {asked.stages} stages" if asked.stages > 1 else ""
     note = (
-        f"{_replicas(asked.replicas)}{of} asked for, {what}: {replicas} {'runs' if replicas == 1 else 'run'}, with"
+        f"{_replicas(asked.replicas)}{of} requested, {what}: {replicas} {'runs' if replicas == 1 else 'run'}, with"
         f" {times} times the accumulation; same global batch and learning rate"
     )
     return Division(replicas, asked.accumulation * times, asked.stages, (note,))
@@ -104,5 +104,5 @@ def _folded(asked: Asked, replicas: int, what: str) -> Division:
 
 def _in_one(asked: Asked, division: Division, what: str) -> Division:
     """Run all stages of a replica in one process."""
-    note = f"{asked.stages} stages asked for, {what}: all stages of a replica run in one process, with the same updates"
+    note = f"{asked.stages} stages requested, {what}: all stages of a replica run in one process, with the same updates"
     return replace(division, notes=(note, *division.notes))

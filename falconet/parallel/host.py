@@ -1,4 +1,4 @@
-"""Processes and memory of this host: end processes left behind, find peak and free memory. No torch in here."""
+"""Processes and memory of this host: end leftover processes, find peak and free memory. No torch in here."""
 
 import os
 import re

@@ -36,7 +36,7 @@ class Workers:
 
 
 def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:
-    """Run the workers to their end and return the exit code; `progress()` changes with every new checkpoint."""
+    """Run the workers until they exit; return the exit code. `progress()` changes with every new checkpoint."""
     attempt, left, stood = 0, workers.restarts, progress()
     while True:
         failures = _run(workers, attempt)

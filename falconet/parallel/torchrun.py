@@ -1,4 +1,4 @@
-"""torchrun, made safe and tidy: no unpickling, its workers' exit code, one line, nothing left behind."""
+"""torchrun, made safe and tidy: no unpickling, the workers' exit code, one-line errors, no leftover files."""
 
 import errno
 import os

@@ -36,7 +36,7 @@ def are(number: int, word: str) -> str:
 
 
 class Lines(Console):
-    """A console that falls silent when its reader closes it: `| head`, a `tee` ended by Ctrl-C, a closed terminal."""
+    """A console that stops printing when its reader closes it: `| head`, a `tee` ended by Ctrl-C, a closed terminal."""
 
     is_closed = False
 
@@ -54,7 +54,7 @@ class Lines(Console):
             exits.forget_lost_terminal([self.file.fileno()])
 
     def on_broken_pipe(self) -> None:
-        """Fall silent; rich would end the process, even in the middle of an update."""
+        """Stop printing; rich would end the process, even in the middle of an update."""
         self.quiet = self.is_closed = True
 
 

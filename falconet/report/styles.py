@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a checkpoint says about itself when it is validated."""
+    """What a checkpoint states about itself when it is validated."""
 
     model: str
     data: str

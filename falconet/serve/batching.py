@@ -78,11 +78,11 @@ class Batcher:
                 self.waiting -= len(images)
                 self.counts.dropped += 1
 
-    def close(self) -> None:
-        """Let the threads end, after the last request."""
+    def close(self, *, wait: bool = True) -> None:
+        """Let the threads end, after the batches that they compute."""
         if self._alarm:
             self._alarm.cancel()
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown(wait=wait)
 
     def _start_batches(self) -> None:
         """Start batches on idle lanes, or set an alarm for when the next one is due."""

@@ -1,10 +1,8 @@
 """The Open Inference Protocol (v2) with Triton's binary tensors: bytes to values and back, no network."""
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -12,12 +10,13 @@ import numpy as np
 
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.predictor import Pixels, Scores
+from falconet.serve import numbers
 
 INPUT, OUTPUT, VERSION = "input_0", "output_0", "1"
 HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
-MOST_JSON = 16 << 20  # bytes of images as text, which are slow to parse
-MOST_HEADER = 64 << 10  # bytes of JSON beside binary tensors
+MOST_JSON = 4 << 20  # bytes of a request whose images are text
+SHOWN = 40  # characters of a client's value in an error
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
 
@@ -41,9 +40,14 @@ class Served:
         return (3, side, side)
 
     @property
+    def most_binary(self) -> int:
+        """The longest request body with a binary tensor, in bytes."""
+        return numbers.MOST_REST + self.max_batch * prod(self.image_shape)
+
+    @property
     def most_bytes(self) -> int:
-        """The longest request body that is accepted."""
-        return max(MOST_JSON, MOST_HEADER + self.max_batch * prod(self.image_shape))
+        """The longest request body of any kind."""
+        return max(MOST_JSON, self.most_binary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +82,28 @@ def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
 def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
     """Encode an answer: its body and its headers."""
     output: dict[str, object] = {"name": OUTPUT, "datatype": _DATATYPES[served.output], "shape": list(scores.shape)}
-    raw = b""
-    if asked.binary:
-        raw = scores.astype(scores.dtype.newbyteorder("<"), copy=False).tobytes()
-        output["parameters"] = {"binary_data_size": len(raw)}
-    else:
-        output["data"] = _numbers(scores)
-    content = {"model_name": served.name, "model_version": VERSION, "outputs": [output]}
-    text = json.dumps(content if asked.id is None else {"id": asked.id, **content}, allow_nan=False).encode()
+    content: dict[str, object] = {"model_name": served.name, "model_version": VERSION, "outputs": [output]}
+    if asked.id is not None:
+        content = {"id": asked.id, **content}
     if not asked.binary:
-        return text, {"Content-Type": "application/json"}
-    return text + raw, {"Content-Type": "application/octet-stream", HEADER: str(len(text))}
+        before = json.dumps(content).removesuffix("}]}")  # the ends of the output, of the outputs and of the answer
+        return f'{before}, "data": {_numbers(scores)}}}]}}'.encode(), {"Content-Type": "application/json"}
+    raw = scores.astype(scores.dtype.newbyteorder("<"), copy=False).tobytes()
+    output["parameters"] = {"binary_data_size": len(raw)}
+    head = json.dumps(content).encode()
+    return head + raw, {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
 
 
-def _numbers(scores: Scores) -> list[float | None]:
-    """Flatten, with null for nan and inf: JSON has neither, and Python's spelling breaks strict parsers."""
-    flat = scores.ravel()
-    finite = np.isfinite(flat)
-    return [value if is_number else None for value, is_number in zip(flat.tolist(), finite.tolist(), strict=True)]
+def _numbers(scores: Scores) -> str:
+    """All scores as one list, with null for nan and inf: JSON has neither, and Python's spelling breaks strict parsers.
+
+    Row by row: the encoder holds the GIL, and other threads run between two rows.
+    """
+    rows = (
+        [value if is_number else None for value, is_number in zip(row.tolist(), np.isfinite(row).tolist(), strict=True)]
+        for row in scores
+    )
+    return f"[{', '.join(json.dumps(row, allow_nan=False)[1:-1] for row in rows)}]"
 
 
 def metadata(served: Served) -> dict[str, object]:
@@ -137,18 +145,15 @@ def _json_length(header: str | None, body: memoryview) -> int:
         return len(body)
     length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
     if not 0 < length <= len(body):
-        raise RequestError(f"{HEADER}: got '{header[:40]}', expected 1 to {len(body):,}, the length of the body")
-    if length > MOST_HEADER:
-        raise RequestError(f"{HEADER}: got {length:,}, expected at most {MOST_HEADER:,}")
+        raise RequestError(f"{HEADER}: got '{header[:SHOWN]}', expected 1 to {len(body):,}, the length of the body")
     return length
 
 
 def _json(text: memoryview) -> Any:
     try:
-        return json.loads(bytes(text))
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
-        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise RequestError(f"the request is not JSON: {reason}") from None
+        return numbers.loads(text)
+    except ValueError as error:
+        raise RequestError(f"the request's JSON: {' '.join(str(error).split())}") from None
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:
@@ -191,28 +196,15 @@ def _pixels(tensor: Mapping[str, Any], shape: tuple[int, ...], rest: memoryview)
 
 
 def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
-    """Parse flat or nested lists of integers; the protocol allows both."""
-    if not isinstance(data, list):
-        raise RequestError(f"{INPUT}.data: got {_shown(data)}, expected a list of numbers, or binary_data_size")
-    found = np.empty(0)
-    # Check first: from strings numpy would make an array as wide as the longest, a thousand times the body's size.
-    if _holds_integers(data, most=prod(shape)):
-        with contextlib.suppress(ValueError, OverflowError):  # lists of unequal lengths, numbers over 64 bits
-            found = np.array(data)
-    if found.dtype.kind not in "iu" or found.size != prod(shape) or found.shape not in (shape, (prod(shape),)):
-        raise RequestError(f"{INPUT}.data: expected {prod(shape)} integers, flat or nested like its shape")
-    if found.min() < 0 or found.max() > 255:
-        raise RequestError(f"{INPUT}.data: got {found.min()} to {found.max()}, expected 0 to 255")
+    """Read flat or nested lists of integers; the protocol allows both."""
+    if data is None:
+        raise RequestError(f"{INPUT}.data: got nothing, expected a list of numbers, or binary_data_size")
+    found = data.pixels(shape) if isinstance(data, numbers.Numbers) else None
+    if found is None or found.max() > 255:
+        raise RequestError(
+            f"{INPUT}.data: expected {prod(shape)} integers from 0 to 255, flat or nested like its shape"
+        )
     return found.astype(np.uint8).reshape(shape)
-
-
-def _holds_integers(data: list[Any], *, most: int) -> bool:
-    """Whether these lists, flat or nested like images, hold at most `most` integers and nothing else."""
-    for _ in range(4):
-        if len(data) > most or set(map(type, data)) != {list}:
-            break
-        data = list(chain.from_iterable(data))
-    return len(data) <= most and set(map(type, data)) == {int}
 
 
 def _wants_binary(content: Mapping[str, Any]) -> bool:
@@ -228,7 +220,7 @@ def _wants_binary(content: Mapping[str, Any]) -> bool:
     parameters = _object(output.get("parameters", {}), f"{OUTPUT}.parameters")
     for name in parameters:
         if name != "binary_data":
-            raise RequestError(f"{OUTPUT}.parameters: '{name[:40]}' is not supported; expected only binary_data")
+            raise RequestError(f"{OUTPUT}.parameters: {_shown(name)} is not supported; expected only binary_data")
     return _switch(parameters.get("binary_data", everything), f"{OUTPUT}.parameters.binary_data")
 
 
@@ -239,8 +231,8 @@ def _switch(value: object, what: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value in at most 40 characters."""
+    """A value as JSON, which has no control characters, cut to a few words."""
     if value is None:
         return "nothing"
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 40 else text[:37] + "..."
+    text = json.dumps(value, default=lambda _: "a list of numbers")
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -297,10 +297,10 @@ def _part(piece: Piece, whole: Part) -> Part:
 
 
 def _require_one_format(model: nn.Module, undecayed: frozenset[str] | None) -> None:
-    """The norms of divided weights are summed in one message, so all that lars scales must have one format."""
+    """The norms of sharded weights are summed in one message, so all that lars scales must have one format."""
     if len({p.dtype for p in decay_groups(model, undecayed)[0]}) > 1:
         raise ConfigError(
-            "--lars-skip: leaves weights of two number formats to lars, which --enable-optimizer-rts cannot divide;"
+            "--lars-skip: leaves weights of two number formats to lars, which --enable-optimizer-rts cannot shard;"
             " expected patterns that match the weights of all norm layers, which are fp32"
         )
 

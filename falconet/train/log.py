@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a phase reports to, and the stopwatch that stands while it does not train."""
+    """Where a phase reports to, and the stopwatch, which is stopped while it does not train."""
 
     screen: Screen
     style: Style
@@ -133,8 +133,8 @@ def weight_drawing(
     """Draws a histogram of every weight of a replica; its stages each count their own and add them up in one message.
 
     `names`: of all trained weights, in every stage. Called in every process of one replica, the first of which has the
-    sinks. Replicas are alike, and weights are whole in each even where the optimizer's state is divided. `pause`: a
-    context in which the stopwatch stands.
+    sinks. Replicas are identical, and weights are whole in each even where the optimizer's state is sharded. `pause`: a
+    context in which the stopwatch is stopped.
     """
     own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 

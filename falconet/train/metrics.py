@@ -130,7 +130,7 @@ class Memory:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For the summary, with what dividing and offloading save."""
+        """For the summary, with what sharding and offloading save."""
         state = self.optimizer_state
         where = f"{_megabytes(state.device)} on the device, " if state.device else ""
         lines = [

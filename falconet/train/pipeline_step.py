@@ -427,7 +427,7 @@ _RECOMPUTED = {
 
 
 def _training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
-    """Bytes of weights, gradients and the update rule's state, which the replicas may divide."""
+    """Bytes of weights, gradients and the update rule's state, which the replicas may shard."""
     slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
     shares = replicas if options.parallel.enable_optimizer_rts else 1
     per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)

@@ -181,7 +181,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan in words."""
         tail = self.images - self.updates_per_epoch * self.global_batch
-        left = f", of which each epoch leaves out a different {tail:,}" if tail else ""
+        left = f"; each epoch skips a different {tail:,}" if tail else ""
         return [
             f"global batch {self.global_batch:,} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",

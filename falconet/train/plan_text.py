@@ -121,8 +121,8 @@ def _weights(built: BuiltPhase) -> list[str]:
 
 
 def _optimizer_state(parallel: options.Parallel, device: torch.device, *, replicas: int) -> str:
-    """Where the optimizer's state lies; nothing for the usual place. `replicas`: those that run."""
-    words = ", state divided over the replicas" if parallel.enable_optimizer_rts and replicas > 1 else ""
+    """Where the optimizer's state is; empty for the usual place. `replicas`: those that run."""
+    words = ", state sharded over the replicas" if parallel.enable_optimizer_rts and replicas > 1 else ""
     if not parallel.offload_optimizer:
         return words
     if device.type == "cpu":

@@ -181,10 +181,10 @@ def _divided(loaded: Options, place: Place | None) -> Division:
             raise ConfigError(f"--replicas: {error}") from None
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
-        devices, what = max(1, count), f"{are(count, 'CUDA device')} here"
+        devices, what = max(1, count), f"{are(count, 'CUDA device')} available"
     else:
         cores = world.cores()
-        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} here, for 2 processes each"
+        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for 2 processes each"
     with named_option("strict_devices"):
         return over_devices(asked, devices=devices, what=what)
 
@@ -192,7 +192,7 @@ def _divided(loaded: Options, place: Place | None) -> Division:
 def _check_stages(stages: int) -> None:
     """A launcher's processes per replica are the stages of its pipeline."""
     asked = environment.asked_of_launcher(os.environ)
-    if asked and asked[1] not in (1, stages):  # of 1, the division says what became of the stages
+    if asked and asked[1] not in (1, stages):  # of 1, the division has a note on the stages
         raise ConfigError(
             f"the launcher was asked for {asked[1]} processes per replica, but the model is in"
             f" {counted(stages, 'stage')}; expected {stages}, or {asked[1] - 1} --pipeline-splits"
@@ -201,7 +201,7 @@ def _check_stages(stages: int) -> None:
 
 def _check_span(parallel: options.Parallel, division: Division) -> None:
     if division.replicas % parallel.batchnorm_span:
-        folded = f" (of {parallel.replicas} asked for)" if division.replicas != parallel.replicas else ""
+        folded = f" (of {parallel.replicas} requested)" if division.replicas != parallel.replicas else ""
         raise ConfigError(
             f"--batchnorm-span: got {parallel.batchnorm_span}, expected a divisor of the number of replicas that run,"
             f" {division.replicas}{folded}"
@@ -228,7 +228,7 @@ def _whole(options: commands.TrainOptions, division: Division) -> Division:
 
 
 def _undivided_state(parallel: options.Parallel, division: Division) -> Division:
-    """The division, with a note if there are no replicas to divide the optimizer's state."""
+    """The division, with a note if there is only one replica, so that the optimizer's state is not sharded."""
     if not parallel.enable_optimizer_rts or parallel.replicas == 1 or division.replicas > 1:
         return division  # for one replica asked for, the rules of the options have a note
     note = "--enable-optimizer-rts has no effect: only one replica runs, and holds the whole state"
@@ -325,7 +325,7 @@ def _check_restarts(options: commands.TrainOptions, restored: Restored) -> None:
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if limit and options.run.run_dir == "auto" and not restored:
         raise ConfigError(
-            f"--run-dir: is needed under torchrun --max-restarts {limit}: restarted workers look there for checkpoints"
+            f"--run-dir: required under torchrun --max-restarts {limit}: restarted workers look there for checkpoints"
         )
 
 

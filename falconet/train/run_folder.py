@@ -51,7 +51,7 @@ def how_to_continue(folder: Path, checkpoints: Path) -> str:
     """The command that continues a run, if it left a checkpoint."""
     if checkpoints.is_dir() and checkpoints_in(checkpoints):
         return f"to continue: {restore_line(folder, checkpoints)}"
-    return "there is no checkpoint to continue from; the same command starts again"
+    return "there is no checkpoint to continue from; the same command starts over"
 
 
 def restore_line(folder: Path, checkpoints: Path) -> str:
@@ -74,7 +74,7 @@ def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]
 
 @contextlib.contextmanager
 def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
-    """Turn a full disk into one line that says how to continue."""
+    """Turn a full disk into one line with the command that continues."""
     try:
         yield
     except OSError as error:
@@ -339,7 +339,7 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         found = home(restored)
         if found is None and not options.run.plan:
             raise ConfigError(
-                f"--run-dir: is needed, because {restored.folder} does not lie in a run folder, and folders are not"
+                f"--run-dir: required, because {restored.folder} is not in a run folder, and folders are not"
                 " taken from a checkpoint"
             )
         folder = found or folder

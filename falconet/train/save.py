@@ -254,7 +254,7 @@ def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str,
 
 
 def averaged_name(newest: Path, suffix: str = "") -> Path:
-    """`<model>_<data>_<epoch>_averaged` beside the others; further averages end in a suffix."""
+    """`<model>_<data>_<epoch>_averaged` beside the others; further averages have a suffix."""
     return newest.with_name("_".join([newest.name.partition("+")[0], "averaged", *([suffix] if suffix else [])]))
 
 

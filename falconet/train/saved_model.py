@@ -61,8 +61,8 @@ def refuse_download(loaded: Loaded[Any]) -> None:
         require_local(data)
     except DataError as error:
         raise DataError(
-            f"{error}, and a checkpoint alone starts no download; expected --data-dir, the folder that has it, or"
-            f" --data {data.data}, which downloads it"
+            f"{error}, and data that only a checkpoint names is not downloaded; expected --data-dir, the folder that"
+            f" has it, or --data {data.data}, which downloads it"
         ) from None
 
 

@@ -52,7 +52,7 @@ def test_equal_programs_differ_at_most_one_time_in_twenty():
 
 def test_new_missing_and_changed_benchmarks_are_reported():
     old = {"b": result([1, 1]), "gone": result([1, 1], name="gone")}
-    new = [result([1, 1], folded="2 replicas asked for"), result([1, 1], name="added")]
+    new = [result([1, 1], folded="2 replicas requested"), result([1, 1], name="added")]
     found = {one.name: one for one in compare(old, new)}
     assert found["added"].verdict == "new"
     assert found["gone"].verdict == "missing"

@@ -1,16 +1,18 @@
 """Combined times of several clients, worked out by hand, and clients against a real server."""
 
 import contextlib
+import http.server
 import json
 import math
 import subprocess
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from falconet.bench import load_test
-from falconet.bench.client import Job, Outcome, difference
+from falconet.bench.client import Client, Job, Outcome, difference
 from falconet.bench.load_test import Target, Tensors, together
 from falconet.errors import ConfigError, WorldError
 from falconet.infer.predictor import Predictor
@@ -103,6 +105,28 @@ def test_a_failing_client_is_reported_and_none_is_left(job):
         load_test.run_clients(job, 2)
     with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*there is no model"):
         load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
+
+
+def test_control_characters_of_a_foreign_server_are_escaped(job):
+    class Foreign(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_error(500)
+            self.wfile.write(b"\x1b[31mred")
+
+        def log_message(self, *_):
+            pass
+
+        def send_error(self, code):
+            self.send_response_only(code)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Foreign) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        client = Client(replace(job, port=server.server_port, window=1, count=1))
+        assert client.run().error == r"OSError: status 500: \x1b[31mred"
+        thread.join()
 
 
 def test_a_client_that_exits_early_is_reported():

@@ -118,8 +118,8 @@ def test_throughput_is_all_images_over_all_seconds(tmp_path):
 
 
 def test_folding_is_read_from_the_trainers_output(tmp_path):
-    printed = "16 replicas asked for, 1 CUDA device is here: 1 runs, with 16 times the accumulation"
-    stages = "4 stages asked for, 1 CUDA device is here: all stages of a replica run in one process"
+    printed = "16 replicas requested, 1 CUDA device is available: 1 runs, with 16 times the accumulation"
+    stages = "4 stages requested, 1 CUDA device is available: all stages of a replica run in one process"
     found = measure(benchmark(tmp_path), {}, ended(f"note: {stages}", f"note: {printed}", "other"), tmp_path)
     assert found.folded == f"{stages}; {printed}"
     assert measure(benchmark(tmp_path), {}, ended("note: x has no effect"), tmp_path).folded is None

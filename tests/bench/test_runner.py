@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from falconet.bench import execution
+from falconet.bench import execution, measurements
 from falconet.bench.runner import Routine, _places, prepare, run_all
 from falconet.bench.spec import read_spec
 
@@ -20,7 +20,7 @@ rate = float(sys.argv[1])
 (home / "plan.txt").write_text("global batch 10 = 10 x 1\\n")
 points = [{"update": n, "train/images_per_second": rate if n > 2 else 1.0} for n in range(1, 21)]
 (home / "metrics.jsonl").write_text("\\n".join(map(json.dumps, points)))
-print("note: 8 replicas asked for, 1 device is here: 1 runs")
+print("note: 8 replicas requested, 1 device is available: 1 runs")
 sys.exit("it broke") if rate == 13 else None
 """
 
@@ -57,7 +57,7 @@ def test_every_variant_is_repeated_and_one_failure_does_not_stop_the_rest(jobs, 
     assert found[2].output == {"samples/sec": "200"}
     assert found[0].throughput.count == 2
     assert found[1].reason == "exit code 1: it broke"
-    assert found[0].folded == "8 replicas asked for, 1 device is here: 1 runs"
+    assert found[0].folded == "8 replicas requested, 1 device is available: 1 runs"
     assert "  needs 8 devices, 4 here: runs folded and is marked as such" in printed
     assert "  FAILED: exit code 1: it broke" in printed
     assert "  run 2/2: 100.0 images/s (2 of 20 measurements dropped as warm-up, steady)" in printed
@@ -69,6 +69,17 @@ def test_the_first_failure_stops_the_rest_when_asked(jobs, tmp_path):
     text = "a:\n  cmd: python program.py 13\nb:\n  cmd: python program.py 100\n"
     found = list(run_all(jobs(text), routine(tmp_path, stop_on_error=True), lambda _: None))
     assert [one.name for one in found] == ["a"]
+
+
+def test_a_regexp_that_backtracks_without_end_fails_its_benchmark_alone(jobs, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "REGEXP_SECONDS", 0.5)
+    text = (
+        f"a:\n  cmd: echo {'a' * 60}\n  data: {{x: {{regexp: '((?:a|a)+)b'}}}}\n"  # 2 ** 60 ways to fail
+        "b:\n  cmd: python program.py 200\n"
+    )
+    first, second = run_all(jobs(text), routine(tmp_path, repeat=1), lambda _: None)
+    assert (first.status, second.status) == ("failed", "passed")
+    assert first.reason.startswith("gave up on the regexp of x after ")
 
 
 def test_a_metric_without_a_matching_line_is_a_failure(jobs, tmp_path):

@@ -229,6 +229,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(tmp_path, line, says):
     assert str(caught.value) == f"{path}: {says}"
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("text", ["[" * 2000, "a: \0"], ids=["deep", "no character of YAML"])
 def test_invalid_yaml_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "spec.yml"

@@ -29,7 +29,7 @@ def result(rates, **facts):
 def test_markdown_table_has_numbers_intervals_and_notes():
     text = results.markdown(
         [
-            result([1990, 2000, 2010], folding="16 replicas asked for, 1 runs"),
+            result([1990, 2000, 2010], folding="16 replicas requested, 1 runs"),
             result([], status="failed", reason="why"),
         ],
         {"cores": 2, "devices": ""},
@@ -40,7 +40,7 @@ def test_markdown_table_has_numbers_intervals_and_notes():
         " 25.0 +- 0.0 % | 1.00 GiB |"
     )
     assert failed.startswith("| b/c | FAILED |")
-    assert "- b|c: written for 16 devices; 16 replicas asked for, 1 runs" in text
+    assert "- b|c: written for 16 devices; 16 replicas requested, 1 runs" in text
     assert "- b|c: why" in text
     assert "- b|c: how wrong 2\n" in text
     assert "Machine: cores 2\n" in text
@@ -58,7 +58,7 @@ def test_dropped_measurements_of_short_runs_are_noted():
     for dropped, printed in ((0, "dropped 0"), (1, "dropped the first"), (3, "dropped 3")):
         run = Measured(samples=samples, steady=Steady(dropped, "few"))
         text = results.markdown([summarise([run], name="b", command="c", status="passed")], {})
-        assert f"- b: too few measurements in a run to tell warm-up from noise; {printed}\n" in text
+        assert f"- b: too few measurements in a run to distinguish warm-up from noise; {printed}\n" in text
     nothing = results.markdown([summarise([Measured()], name="b", command="c", status="passed")], {})
     assert "dropped" not in nothing
 

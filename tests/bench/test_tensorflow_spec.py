@@ -58,8 +58,8 @@ def by_dialect(name):
 def test_a_benchmark_does_what_the_original_line_does(name):
     translation = by_dialect(name)
     kind = TrainOptions if translation.command == "train" else InferOptions
-    wanted = parse(kind, translation.settings).options
-    batch = str(wanted.data.micro_batch_size)
+    expected = parse(kind, translation.settings).options
+    batch = str(expected.data.micro_batch_size)
     words = shlex.split(ENTRIES[f"tensorflow_{name}"]["cmd"].replace("$DATASETS_DIR", "d"))
     assert words[1 : 1 + len(translation.command.split())] == translation.command.split()
     own = [word.replace("{batchsize}", batch) for word in words[1 + len(translation.command.split()) :]]
@@ -68,7 +68,7 @@ def test_a_benchmark_does_what_the_original_line_does(name):
     for option in options_of(kind).values():
         if option.name in left_out:
             continue
-        theirs = value_of(wanted, option)
+        theirs = value_of(expected, option)
         theirs = AUTOMATIC.get(option.name, theirs) if theirs == "auto" else theirs
         if option.name == "data-dir":
             assert str(theirs).rstrip("/") == str(value_of(found, option))

@@ -285,6 +285,7 @@ print(len(found), len(left))
 """
 
 
+@pytest.mark.run
 def test_kill_9_of_several_writers_leaves_only_complete_checkpoints(tmp_path):
     home = tmp_path / "run"
     home.mkdir()

@@ -187,6 +187,7 @@ print(len(found), half_written())
 """
 
 
+@pytest.mark.run
 def test_kill_9_while_saving_leaves_only_complete_checkpoints(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

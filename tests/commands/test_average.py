@@ -208,7 +208,7 @@ def test_torn_checkpoint_is_named_and_skipped(falconet, run):
 MISTAKES = {
     "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no undamaged checkpoint in it",
+    "--checkpoint-input-path empty": "empty: contains no undamaged checkpoint",
     "--checkpoint-input-path averages": "averages: holds only averages; expected checkpoints of training",
     "--checkpoint-input-path averages --checkpoint-output-path x": "averages: holds only averages",
     f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (

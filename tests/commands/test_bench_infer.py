@@ -118,7 +118,7 @@ def test_fewer_devices_than_replicas_are_noted(falconet, monkeypatch):
     monkeypatch.setattr(bench_infer, "_devices", lambda options: 1)
     answer = falconet(f"{SMALL} --replicas 4")
     assert answer.code == 0
-    assert "note: 4 replicas asked for, 1 device is here: 1 runs, with a batch each" in answer.out
+    assert "note: 4 replicas requested, 1 device is available: 1 runs, with a batch each" in answer.out
 
 
 def test_launched_processes_are_not_called_devices():
@@ -126,7 +126,7 @@ def test_launched_processes_are_not_called_devices():
 
     started = Place(rank=0, size=4, local_rank=0, local_size=4, launcher="torchrun")
     assert folding(16, place=started, here=2) == (
-        "16 replicas asked for, 4 processes of torchrun: 4 run, with a batch each"
+        "16 replicas requested, 4 processes of torchrun: 4 run, with a batch each"
     )
 
 

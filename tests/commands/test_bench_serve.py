@@ -19,7 +19,7 @@ SMALL = f"bench serve --data generated {SIZES} --threads 1 --device cpu"
 pytestmark = pytest.mark.dist
 
 
-def test_lines_output_file_and_answers(falconet):
+def test_bench_serve_prints_its_lines_writes_its_file_and_checks_answers(falconet):
     before = children(os.getpid())  # a server that forks may be among them
     line = f"{SMALL} --clients 2 --request-type ASYNC --window 2 --check-answers --output o.json"
     answer = falconet(line, "pytorch")

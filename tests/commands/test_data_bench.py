@@ -1,4 +1,4 @@
-"""`falconet data bench`: every stage with a number, the slowest named, on any data."""
+"""`falconet data bench`: every step with a number, the slowest named, on any data."""
 
 import json
 import re

@@ -35,7 +35,7 @@ def test_pack_reports_what_it_did_and_verify_finds_it_whole(falconet, root):
     assert falconet("data verify packed").out == "packed: 6 shards, 24 images: all checksums match\n"
 
 
-def test_file_that_is_no_image_is_named_and_counted(falconet, root):
+def test_a_file_that_is_not_an_image_is_named_and_counted(falconet, root):
     path = next((root / "train").rglob("*.JPEG"))
     path.write_text("hello")
     answer = falconet(f"data pack {root} packed")
@@ -200,12 +200,12 @@ def test_optional_boxes_are_used_where_they_exist(falconet, root):
     assert trained("none", "--use-bbox-info-if-there") == plain == (losses("plain"), False)
     names = [path.name for path, _ in layouts.photos_of(root, "train")]
     (root / "bounding_boxes.csv").write_text("".join(f"{name},0,0,0.3,0.3\n" for name in names))
-    wanted = trained("wanted", "--use-bbox-info")
-    assert trained("there", "--use-bbox-info-if-there") == wanted
-    assert wanted[1]
+    expected = trained("boxes", "--use-bbox-info")
+    assert trained("there", "--use-bbox-info-if-there") == expected
+    assert expected[1]
     assert trained("bounded", "--crop-area 0.9")[0] != plain[0]
-    assert trained("larger", "--use-bbox-info --crop-area 0.9")[0] != wanted[0]
-    assert trained("own", "--use-bbox-info --crop-area 0.9 --object-crop-area 0.08") == wanted
+    assert trained("larger", "--use-bbox-info --crop-area 0.9")[0] != expected[0]
+    assert trained("own", "--use-bbox-info --crop-area 0.9 --object-crop-area 0.08") == expected
     assert (
         "note: --object-crop-area has no effect without --use-bbox-info"
         in falconet(f"{line} --object-crop-area 0.1 --plan").out

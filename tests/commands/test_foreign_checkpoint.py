@@ -1,4 +1,4 @@
-"""A checkpoint of another person chooses how training goes on, and neither where nor what is removed or sent."""
+"""A checkpoint from another person decides how training continues, not where files go or what is removed or sent."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_recorded_run_folder_is_not_written_to(falconet, trained, victim):
     line = "restore --checkpoint-input-path alone/inner --epoch 2"
     answer = falconet(line)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert "--run-dir: is needed, because alone/inner does not lie in a run folder" in answer.err
+    assert "--run-dir: required, because alone/inner is not in a run folder" in answer.err
     assert falconet(f"{line} --plan").code == 0
     assert falconet(f"{line} --run-dir r").code == 0
     assert format.checkpoints_in(Path("r/checkpoints"))[-1].name == "resnet8-cifar_generated_2"
@@ -130,7 +130,7 @@ def test_config_of_another_program_makes_no_run_folder(falconet, trained, tmp_pa
     (tmp_path / "project/plan.txt").write_text("mine")
     answer = falconet("restore --checkpoint-input-path project --epoch 2")
     assert answer.code == 2
-    assert "does not lie in a run folder" in answer.err
+    assert "is not in a run folder" in answer.err
     assert (tmp_path / "project/plan.txt").read_text() == "mine"
 
 
@@ -145,7 +145,7 @@ def test_checkpoint_alone_starts_no_download(falconet, trained, victim, monkeypa
     answer = falconet(f"{command} --checkpoint-input-path dl/checkpoints/{NAME}")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert "cifar10: not found under " in answer.err
-    assert "a checkpoint alone starts no download" in answer.err
+    assert "data that only a checkpoint names is not downloaded" in answer.err
 
 
 def test_only_the_line_chooses_host_port_and_url():

@@ -84,7 +84,7 @@ def test_no_update_waits_for_the_device(extra):
 
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_a_run_stopped_on_the_gpu_goes_on_bit_for_bit(falconet, monkeypatch, extra):
+def test_a_run_stopped_on_the_gpu_continues_bit_for_bit(falconet, monkeypatch, extra):
     line = f"train {LINE} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
     with monkeypatch.context() as patched:

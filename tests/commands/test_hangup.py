@@ -1,4 +1,4 @@
-"""A terminal that goes away, as when an ssh connection breaks: the run saves, or goes on behind `nohup`."""
+"""A terminal that goes away, as when an ssh connection breaks: the run saves, or continues under `nohup`."""
 
 import os
 import signal
@@ -14,14 +14,13 @@ from watched import children
 
 pytestmark = pytest.mark.dist
 
-# Each hands over to the program behind it: with the terminal on its standard input as its own, as a login does, or
-# as `nohup` does.
+# Each runs the program after it: with standard input as its controlling terminal, as a login does, or as `nohup` does.
 LOGIN = "os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
 NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 THROUGH = "import fcntl, os, signal, sys, termios; {}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_whose_terminal_is_lost_saves(tmp_path, replicas):
     there, terminal = os.openpty()
     words = f"train {TINY} --epoch 5000 --checkpoint-save-freq 5000 --run-dir r --replicas {replicas}".split()
@@ -35,8 +34,9 @@ def test_run_whose_terminal_is_lost_saves(tmp_path, replicas):
     assert format.verify(saved).progress.update >= updates(tmp_path / "r")[-1]
 
 
+@pytest.mark.slow
 def test_run_of_two_processes_continues_under_nohup(tmp_path):
-    """torchrun takes the signal over, whoever has turned it off: pytorch issue 76894."""
+    """torchrun handles SIGHUP even where it was ignored: pytorch issue 76894."""
     line = f"train {TINY} --epoch 40 --run-dir r --replicas 2"
     process = begin(line, tmp_path, launcher=(sys.executable, "-c", THROUGH.format(NOHUP), "-m", "falconet"))
     wait_for(lambda: len(updates(tmp_path / "r")) > 2, "updates")

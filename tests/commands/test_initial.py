@@ -1,4 +1,4 @@
-"""`falconet train` that begins with the weights of another run, and with a share of the data."""
+"""`falconet train` starting with the weights of another run, and with a share of the data."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from falconet.checkpoint import format
 from tiny import TINY
 
-STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights stay where they begin
+STILL = "--lr 0 --warmup-epoch 0 --seed 1 --epoch 1"  # a run whose weights never change
 
 
 def weights(run):
@@ -65,11 +65,17 @@ DRAWN = "--weight-init channels --zero-init none"
 
 
 @pytest.mark.dist
-def test_initial_weights_depend_on_the_seed_in_stages_too(falconet, tmp_path):
+@pytest.mark.slow
+def test_initial_weights_are_the_same_in_stages(falconet, tmp_path):
     for run, line in {"a": "", "b": "--pipeline-splits layer2"}.items():
         answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir {run} --validation-mode none {line}")
         assert answer.code == 0, answer.err
     assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_initial_weights_follow_the_options(falconet, tmp_path):
+    answer = falconet(f"train {TINY} {STILL} {DRAWN} --run-dir a --validation-mode none")
+    assert answer.code == 0, answer.err
     found = weights(tmp_path / "a")
     assert (
         found["layer3.0.conv2.weight"].abs().max()

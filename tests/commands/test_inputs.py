@@ -67,7 +67,7 @@ PLANNED = {
     "--data imagenet --model resnet18 --micro-batch-size 256": (
         "1,281,167 training and 50,000 validation images of 1,000 classes, 224 x 224, from the published sizes,"
         " because no data folder is given",
-        "5,004 updates; 1,281,167 images, of which each epoch leaves out a different 143",
+        "5,004 updates; 1,281,167 images; each epoch skips a different 143",
     ),
     "--data imagenet --data-dir nope --model resnet18 --micro-batch-size 100 --dataset-percentage 50": (
         "640,583 training and 50,000 validation images of 1,000 classes, 224 x 224, from the published sizes,"

@@ -51,7 +51,7 @@ def test_run_restored_from_the_initial_checkpoint_equals_a_straight_one(falconet
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_tensorflow_style_says_it_and_averages_without_it_but_validates_it(falconet, tmp_path):
+def test_the_tensorflow_style_reports_and_validates_the_initial_checkpoint_but_does_not_average_it(falconet, tmp_path):
     line = f"train {TINY} --initial-checkpoint --checkpoints-kept all --run-dir a"
     answer = falconet(f"{line} --weight-avg-strategy mean", "tensorflow")
     assert answer.code == 0, answer.err
@@ -130,6 +130,7 @@ def test_temporary_contradicts_named_folders(falconet, line, message):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_temporary_run_of_two_processes_leaves_nothing(falconet, temporary, monkeypatch):
     monkeypatch.setattr(world, "cores", lambda processes=1: 2)
     answer = falconet(f"train {TINY} --temporary --replicas 2 --epoch 1")

@@ -30,7 +30,7 @@ def run_of(line):
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
     run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
-    wanted = run.regime.formats(run.site.world.device)
+    expected = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
     seen = {}
@@ -54,14 +54,14 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
     step(micro_batches, update=0, lr=0.001)
     loader.close()
 
-    assert seen["activations"] == {wanted["activations"]}
-    assert seen["loss"] == {wanted["loss"]}
-    assert {layer.weight.dtype for layer in convolutions} == {wanted["weights"]}
-    assert {layer.weight.grad.dtype for layer in convolutions} == {wanted["gradients"]}
+    assert seen["activations"] == {expected["activations"]}
+    assert seen["loss"] == {expected["loss"]}
+    assert {layer.weight.dtype for layer in convolutions} == {expected["weights"]}
+    assert {layer.weight.grad.dtype for layer in convolutions} == {expected["gradients"]}
     moments = {state.optimizer.state[layer.weight]["exp_avg"].dtype for layer in convolutions}
-    assert moments == {wanted["optimizer state"]}
-    assert {layer.weight.dtype for layer in norms} == {wanted["norm weights"]}
-    assert {layer.running_var.dtype for layer in norms} == {wanted["norm statistics"]}
+    assert moments == {expected["optimizer state"]}
+    assert {layer.weight.dtype for layer in norms} == {expected["norm weights"]}
+    assert {layer.running_var.dtype for layer in norms} == {expected["norm statistics"]}
 
 
 RECOMPUTED = [

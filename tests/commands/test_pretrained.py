@@ -71,8 +71,8 @@ def test_auto_is_random_where_weights_are_unavailable(falconet, measured):
 
 def test_pretrained_is_refused_where_weights_are_unavailable(falconet):
     answer = falconet(f"{LINE} --weights pretrained")
-    wanted = f"{ABSENT}; expected --weights random, or a file with --checkpoint-input-path"
-    assert (answer.code, answer.err) == (2, f"falconet bench infer: --weights pretrained: {wanted}\n")
+    expected = f"{ABSENT}; expected --weights random, or a file with --checkpoint-input-path"
+    assert (answer.code, answer.err) == (2, f"falconet bench infer: --weights pretrained: {expected}\n")
 
 
 def test_random_weights_and_plans_download_nothing(falconet, measured, monkeypatch):

@@ -18,6 +18,7 @@ SLIM = (
 )
 
 
+@pytest.mark.slow
 def test_small_network_learns_the_digits(falconet):
     answer = falconet(
         f"train {SLIM} --image-size 16 --epoch 2 --micro-batch-size 32 --optimizer adamw --lr 0.005"

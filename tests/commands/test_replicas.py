@@ -22,7 +22,8 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
     answer = falconet(f"train {TINY} --replicas 8 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 64 = micro-batch 8 x accumulation 2 x replicas 4" in answer.out
-    assert "note: 8 replicas asked for, 2 cores are here, for 2 processes each: 4 run, with 2 times the" in answer.out
+    note = "note: 8 replicas requested, 2 cores are available, for 2 processes each: 4 run, with 2 times the"
+    assert note in answer.out
     assert "replicas: 8  # command line" in answer.out
     assert "gradient-accumulation: 1  # default" in answer.out
 
@@ -30,8 +31,8 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
 MISTAKES = {
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 asked for)",
-    "--replicas 8 --strict-devices": "--strict-devices: 8 replicas asked for, which takes 8 devices; 2 cores are here",
+    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 requested)",
+    "--replicas 8 --strict-devices": "8 replicas requested, which takes 8 devices; 2 cores are available",
 }
 
 
@@ -48,7 +49,7 @@ WORLDS = {
     "no folder for restarts": (
         {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
         "",
-        "--run-dir: is needed under torchrun --max-restarts 3",
+        "--run-dir: required under torchrun --max-restarts 3",
     ),
 }
 
@@ -83,7 +84,7 @@ def test_another_process_reports_its_own_mistake(falconet, monkeypatch):
 @pytest.mark.parametrize(
     ("first", "said"), [(True, "falconet restore: rank 1: nowhere: no such file or folder\n"), (False, "")]
 )
-def test_under_our_launcher_a_file_says_whether_the_first_waits(falconet, monkeypatch, tmp_path, first, said):
+def test_under_our_launcher_a_file_shows_whether_the_first_process_waits(falconet, monkeypatch, tmp_path, first, said):
     place = {"RANK": "1", "WORLD_SIZE": "2", environment.MEETING: str(tmp_path)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

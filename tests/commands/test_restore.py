@@ -1,4 +1,4 @@
-"""`falconet restore`: a run that was killed goes on bit for bit, and what cannot be continued is refused."""
+"""`falconet restore`: a killed run continues bit for bit, and what cannot be continued is refused."""
 
 import random
 import signal
@@ -79,7 +79,7 @@ def test_run_stopped_during_a_validation_repeats_it_when_restored(falconet, monk
     assert one.content["best"] == other.content["best"]
 
 
-# Stands still at an update of its last epoch: it cannot end before a test that got no core kills it.
+# Waits at an update of its last epoch, so that it cannot end before a slow test kills it.
 STANDING = """
 import sys, time
 from falconet.cli import main

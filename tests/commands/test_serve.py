@@ -7,41 +7,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import write_manifest
 from falconet.serve.protocol import HEADER
 from falconet.train.saved_model import open_checkpoint
-from served import LIMIT, binary
+from served import LIMIT, answers, binary, connected, infer, received, served
 from tiny import TINY
 
 SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
 pytestmark = pytest.mark.dist
-
-
-@contextlib.contextmanager
-def served(line):
-    """The process, its port, and the lines before it was ready."""
-    argv = [sys.executable, "-m", "falconet", "serve", *line.split()]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    lines = []
-    try:
-        for text in process.stdout:
-            lines.append(text)
-            if found := re.search(r"at http://127\.0\.0\.1:(\d+): input_0", text):
-                break
-        else:
-            pytest.fail(f"exit code {process.wait()}: {lines}")
-        yield process, int(found[1]), lines
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def ask(port, images, *, model="resnet8-cifar"):
@@ -54,27 +34,94 @@ def ask(port, images, *, model="resnet8-cifar"):
     return np.frombuffer(answer[int(response.headers[HEADER]) :], dtype=np.float32).reshape(len(images), -1)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_signal_stops_the_server_after_requests_in_flight(number, code):
+STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
+def test_signal_stops_the_server_after_requests_in_progress(number, code):
+    head, body = infer(np.zeros((1, 3, 8, 8), dtype=np.uint8))
     with served(f"{SMALL} --max-delay 400") as (process, port, lines):
         assert lines[-1] == (
             f"serving resnet8-cifar at http://127.0.0.1:{port}: input_0 uint8 [1 to 4, 3, 8, 8], 32.32 on cpu;"
             " Ctrl-C stops\n"
         )
-        body, headers = binary(np.zeros((1, 3, 8, 8), dtype=np.uint8))
-        fields = {"Host": "x", "Content-Length": len(body), "Expect": "100-continue", **headers}
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as asking,
-            socket.create_connection(("127.0.0.1", port)),  # one that asks for nothing
-        ):
-            asking.sendall(f"POST /v2/models/resnet8-cifar/infer HTTP/1.1\r\n{head}\r\n".encode())
-            assert asking.recv(1000).startswith(b"HTTP/1.1 100")  # it is in flight
-            asking.sendall(body)
+        with connected(port) as whole, connected(port) as half, connected(port) as idle:
+            whole.sendall(head + body)
+            half.sendall(head + body[:50])
             os.kill(process.pid, number)
-            assert asking.recv(1000).startswith(b"HTTP/1.1 200")
+            time.sleep(0.2)
+            half.sendall(body[50:])
+            for asking in (whole, half):
+                ((status, headers, _),) = answers(received(asking))
+                assert (status, headers["connection"]) == (200, "close")
+            assert received(idle) == b""
         assert process.wait(LIMIT) == code
-        assert process.stdout.read() == "stopped: 1 request, 1 image in 1 batch\n"
+        assert re.fullmatch(r"stopped: 2 requests, 2 images in [12] batch(es)?\n", process.stdout.read())
+        assert process.stderr.read() == ""
+
+
+def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
+    head, body = infer(np.zeros((1, 3, 8, 8), dtype=np.uint8))
+    with served(f"{SMALL} --drain-timeout 0.5") as (process, port, _), connected(port) as slow:
+        slow.sendall(head + body[:50])
+        os.kill(process.pid, signal.SIGTERM)
+        assert received(slow) == b""
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read() == (
+            "cut off 1 request that had not finished after 0.5 s (--drain-timeout)\n"
+            "stopped: 0 requests, 0 images in 0 batches\n"
+        )
+        assert process.stderr.read() == ""
+
+
+SLOW = (
+    "--model resnet50 --image-size 64 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # a second and more
+)
+
+
+def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
+    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    with served(f"{SLOW} --drain-timeout 0.2 --max-delay 0") as (process, port, _), connected(port) as asking:
+        asking.sendall(head + body)
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        assert received(asking) == b""
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read().startswith(
+            "cut off 1 request that had not finished after 0.2 s (--drain-timeout)\n"
+        )
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_batch_whose_client_has_left_leaves_no_traceback():
+    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    with served(f"{SLOW} --max-delay 0") as (process, port, _):
+        with connected(port) as asking:
+            asking.sendall(head + body)
+            time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read().startswith("stopped: 0 requests, 0 images in 1 batch")
+        assert process.stderr.read() == ""
+
+
+def test_a_second_signal_stops_at_once():
+    head, body = infer(np.zeros((1, 3, 8, 8), dtype=np.uint8))
+    with (
+        served(f"{SMALL} --drain-timeout {LIMIT}") as (process, port, _),
+        connected(port) as slow,
+        connected(port) as idle,
+    ):
+        slow.sendall(head + body[:50])
+        os.kill(process.pid, signal.SIGTERM)
+        assert received(idle) == b""  # it is draining
+        os.kill(process.pid, signal.SIGHUP)  # which a lost terminal sends twice
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(LIMIT) == 130
+        assert process.stderr.read() == ""
 
 
 def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
@@ -96,6 +143,26 @@ def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
         with torch.no_grad():
             expected = opened.model.eval()(normalise(torch.from_numpy(images))).numpy()
         np.testing.assert_allclose(ask(port, images, model=name), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_with_impossible_preprocessing_is_refused_in_one_line(falconet):
+    assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
+    folder = format.newest_whole(format.Path("r"), print)
+    manifest = format.read_manifest(folder)
+    changes = {
+        "std": ([0.2, 0.2, 0], "std: got [0.2, 0.2, 0], expected three numbers"),
+        "image_size": (10**9, "image_size: got 1000000000, expected a whole number"),
+        "resize": (1, "resize 1 is less than the image size"),
+    }
+    for name, (value, message) in changes.items():
+        changed = manifest.content | {"preprocessing": manifest.preprocessing | {name: value}}
+        del changed["digest"]
+        (folder / "manifest.json").unlink()
+        write_manifest(folder / "manifest.json", changed, manifest.files)
+        answer = falconet("serve --checkpoint-input-path r --port 0 --threads 1 --device cpu")
+        assert answer.code == 2
+        assert answer.err.startswith(f"falconet serve: {folder}: preprocessing: {message}")
+        assert answer.err.count("\n") == 1
 
 
 def test_mistakes_are_one_line(falconet):

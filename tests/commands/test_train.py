@@ -183,6 +183,7 @@ def test_tensorboard_and_wandb_are_written_when_asked_for(falconet, monkeypatch,
     assert {"train/loss", "validation/accuracy"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.run
 def test_wandb_works_offline(tmp_path):
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]
@@ -190,7 +191,7 @@ def test_wandb_works_offline(tmp_path):
     assert list((tmp_path / "r/wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupted_run_saves_reports_how_to_continue_and_exits_130(tmp_path, number, falconet):
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "5000", "--run-dir", "r"]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -226,7 +227,7 @@ def test_disk_too_full_for_metrics_is_one_line(falconet, monkeypatch):
     assert answer.code == 2
     assert answer.err == (
         "falconet train: the disk is full (metrics.jsonl); make room; there is no checkpoint to continue from; the"
-        " same command starts again\n"
+        " same command starts over\n"
     )
 
 
@@ -256,7 +257,7 @@ def test_run_without_a_terminal_reports_its_start(falconet):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
+def test_a_second_signal_reports_what_is_lost(falconet, monkeypatch, saved):
     def twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -268,7 +269,7 @@ def test_a_second_signal_says_what_is_lost(falconet, monkeypatch, saved):
         "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
         " --checkpoint-input-path r"
         if saved
-        else "7 updates lost; there is no checkpoint to continue from; the same command starts again"
+        else "7 updates lost; there is no checkpoint to continue from; the same command starts over"
     )
     assert answer.out.splitlines()[-1] == f"stopped at once: {lost}"
 

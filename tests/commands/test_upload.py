@@ -1,4 +1,4 @@
-"""`falconet upload`: a finished run to Weights & Biases, here to one that only writes down what it gets."""
+"""`falconet upload`: a finished run is sent to Weights & Biases, here a stand-in that records what it gets."""
 
 import sys
 from pathlib import Path

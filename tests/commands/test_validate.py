@@ -118,7 +118,7 @@ def test_accuracy_is_the_same_for_any_batch_size(falconet, checkpoints, batches,
     assert (weights["top1"], weights["images"]) == (f"{numbers['validation/accuracy'][20]:.2f}", "16")
 
 
-def test_a_training_validates_in_batches_of_their_own_size(falconet, batches):
+def test_validation_during_training_uses_its_batch_size(falconet, batches):
     answer = falconet(f"train {TINY} --validation-batch-size 3 --run-dir b", "tensorflow")
     assert answer.code == 0, answer.err
     assert set(batches) == {3}

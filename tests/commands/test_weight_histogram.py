@@ -50,6 +50,7 @@ PROCESSES = {
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("options", PROCESSES.values(), ids=PROCESSES)
 def test_several_processes_log_the_weights_of_one_replica_once(tmp_path, options):
     code, _, err = finish(begin(f"train {TINY} {DRAWN} {options}", tmp_path))

@@ -102,5 +102,5 @@ def test_further_average_is_read(text, expected):
 
 
 @pytest.mark.parametrize("text", ["mean", "mean:0", "mean:-1", "exponential:1.5", "exponential:", "ema:0.9", ""])
-def test_invalid_further_average_is_none(text):
+def test_invalid_further_average_is_not_read(text):
     assert further_average(text) is None

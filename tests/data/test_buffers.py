@@ -40,9 +40,9 @@ def test_values_made_on_the_host_equal_the_devices_bit_for_bit(preprocessing, dt
     normalise = Normalise(preprocessing, dtype=dtype)
     pixels, read = filled(PixelRows(Levels()))
     values, also_read = filled(ValueRows(Levels(), normalise))
-    wanted = normalise(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    expected = normalise(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
     assert values.dtype == dtype
-    assert torch.equal(values, wanted)
+    assert torch.equal(values, expected)
     assert read.tolist() == also_read.tolist() == [True, True, False, True, True, True]
 
 
@@ -75,12 +75,12 @@ def test_images_in_memory_are_standardised_before_they_are_shifted(dtype):
     assert StandardRows(reader, dtype).read(indices, epoch=2, out=read).all()
 
     double = images.astype(np.float64)
-    wanted = (double - double.mean((1, 2, 3), keepdims=True)) / double.std((1, 2, 3), keepdims=True)
+    standard = (double - double.mean((1, 2, 3), keepdims=True)) / double.std((1, 2, 3), keepdims=True)
     moves = crops.shifts(indices, side=16, seed=3, epoch=2).tolist()
     mirrored = crops.flips("shift-flip", indices, seed=3, epoch=2).tolist()
     assert True in mirrored
     for found, index, (down, right), flip in zip(read, indices, moves, mirrored, strict=True):
-        padded = np.pad(wanted[index], ((2, 2), (2, 2), (0, 0)))[2 - down : 18 - down, 2 - right : 18 - right]
+        padded = np.pad(standard[index], ((2, 2), (2, 2), (0, 0)))[2 - down : 18 - down, 2 - right : 18 - right]
         expected = torch.from_numpy(np.ascontiguousarray(padded[:, ::-1] if flip else padded))
         accuracy = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
         torch.testing.assert_close(found.double(), expected, rtol=accuracy, atol=2e-6)
@@ -90,8 +90,8 @@ def test_images_in_memory_are_standardised_before_they_are_shifted(dtype):
 def test_photos_are_standardised_after_they_are_read():
     pixels, read = filled(PixelRows(Levels()))
     values, also_read = filled(StandardRows(Levels(), torch.float32))
-    wanted = normaliser(PREPROCESSING.by_image)(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=1e-6)
+    expected = normaliser(PREPROCESSING.by_image)(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     assert read.tolist() == also_read.tolist()
 
 
@@ -186,7 +186,7 @@ def test_on_the_cpu_nothing_is_read_ahead():
 
 @pytest.mark.gpu
 def test_on_cuda_pinned_buffers_are_used_again_and_batches_arrive_whole():
-    buffers, wanted, sums = Buffers(pin=True), [], []
+    buffers, expected, sums = Buffers(pin=True), [], []
 
     def batches():
         for number in range(200):
@@ -194,13 +194,13 @@ def test_on_cuda_pinned_buffers_are_used_again_and_batches_arrive_whole():
             assert batch.images.is_pinned()
             batch.images.fill_(number)
             batch.labels.fill_(number)
-            wanted.append(number * 4 * 128 * 128 * 3)
+            expected.append(number * 4 * 128 * 128 * 3)
             yield (batch._replace(mix=None),)
 
     for (batch,) in on_device(batches(), device=torch.device("cuda"), buffers=buffers):
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
         sums.append(batch.images.long().sum())
-    assert torch.stack(sums).tolist() == wanted
+    assert torch.stack(sums).tolist() == expected
     assert buffers.allocated <= 4
 
 
@@ -221,5 +221,5 @@ def test_on_cuda_every_update_arrives_whole_while_others_compute(count):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     pixels = 2 * 3 * 256 * 256
-    wanted = [pair for n in range(count) for pair in ([pixels * n, n - 1], [pixels * n, n - 1], [n + 2, 1])]
-    assert [pair.tolist() for pair in sums] == wanted
+    expected = [pair for n in range(count) for pair in ([pixels * n, n - 1], [pixels * n, n - 1], [n + 2, 1])]
+    assert [pair.tolist() for pair in sums] == expected

@@ -54,12 +54,12 @@ def batches(reader, source, workers=2):
 
 @pytest.mark.parametrize("most", [COUNT, 10, 1])
 def test_every_pass_has_the_pixels_and_labels_of_one_without_a_cache(source, most):
-    wanted = batches(counting(source), source)
+    expected = batches(counting(source), source)
     cached = PixelCache(counting(source), images=COUNT, most=most)
     for _ in range(3):
-        for (images, labels), (wanted_images, wanted_labels) in zip(batches(cached, source), wanted, strict=True):
-            assert (images == wanted_images).all()
-            assert (labels == wanted_labels).all()
+        for (images, labels), (expected_images, expected_labels) in zip(batches(cached, source), expected, strict=True):
+            assert (images == expected_images).all()
+            assert (labels == expected_labels).all()
 
 
 def test_cached_images_are_not_read_again_nor_bad_ones(source):

@@ -45,10 +45,10 @@ def batches(reader, source, epoch):
     return [(batch.images.clone(), batch.labels.clone()) for update in loader.updates(epoch) for batch in update]
 
 
-def assert_equal(found, wanted):
-    for (images, labels), (wanted_images, wanted_labels) in zip(found, wanted, strict=True):
-        assert (images == wanted_images).all()
-        assert (labels == wanted_labels).all()
+def assert_equal(found, expected):
+    for (images, labels), (expected_images, expected_labels) in zip(found, expected, strict=True):
+        assert (images == expected_images).all()
+        assert (labels == expected_labels).all()
 
 
 @pytest.mark.parametrize("most", [1 << 30, 20_000, 0])
@@ -63,12 +63,12 @@ def test_jpegs_are_not_read_from_the_disk_again(source):
     reader, cache = reader_of(source), EncodedCache(source, most=1 << 30)
     reader.keep(cache)
     batches(reader, source, 0)
-    wanted = batches(reader_of(source), source, 1)
+    expected = batches(reader_of(source), source, 1)
     assert cache.used == encoded_bytes(source) == sum(source.path(index).stat().st_size for index in range(COUNT))
     for index in range(COUNT):
         if index != 7:  # Pillow reads the PNG from its file
             source.path(index).unlink()
-    assert_equal(batches(reader, source, 1), wanted)
+    assert_equal(batches(reader, source, 1), expected)
 
 
 def test_memory_is_bounded_and_freed(source):

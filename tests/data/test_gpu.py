@@ -97,20 +97,20 @@ def decibels(one, other):
 @pytest.mark.parametrize("augment", ["crop-flip", "none"])
 def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, augment, preprocessing):
     indices, host = np.arange(COUNT), pillow(source, augment, preprocessing)
-    wanted = np.empty((COUNT, 64, 64, 3), np.uint8)
-    wanted_read = host.read(indices, epoch=3, out=wanted)
+    expected = np.empty((COUNT, 64, 64, 3), np.uint8)
+    expected_read = host.read(indices, epoch=3, out=expected)
     rows = device_rows(source, augment, preprocessing)
     images = resources(0).batch_for(rows, COUNT).images.permute(0, 2, 3, 1)
     read = rows.read(indices, epoch=3, out=images)
     found = images.cpu().numpy()
-    assert read[:-1].tolist() == wanted_read[:-1].tolist()  # the last one is garbage to both
+    assert read[:-1].tolist() == expected_read[:-1].tolist()  # the last one is garbage to both
     whole = COUNT - 8
-    agreement = [decibels(found[row], wanted[row]) for row in range(whole)]
+    agreement = [decibels(found[row], expected[row]) for row in range(whole)]
     least = 45 if preprocessing.antialias else 42  # single pixels differ by more than means of many
     assert min(agreement[0::3]) > least  # 4:4:4
     assert min(agreement) > 30, agreement  # subsampled: nvJPEG enlarges colours in its own way
-    assert decibels(found[whole], wanted[whole]) > least  # grey
-    assert (found[whole + 1 : whole + 7] == wanted[whole + 1 : whole + 7]).all()
+    assert decibels(found[whole], expected[whole]) > least  # grey
+    assert (found[whole + 1 : whole + 7] == expected[whole + 1 : whole + 7]).all()
 
 
 def loader_of(source, workers, **shape):
@@ -144,7 +144,7 @@ def test_memory_is_not_reused_while_the_consumer_computes(source):
     """Batches held for a while keep their pixels, though others are decoded meanwhile."""
     loader = loader_of(source, 3, micro_batch=4)
     busy = torch.randn(4096, 4096, device=DEVICE)
-    sums, wanted = [], []
+    sums, expected = [], []
     for epoch in range(4):
         for update in loader.updates(epoch):
             for _ in range(5):
@@ -154,6 +154,6 @@ def test_memory_is_not_reused_while_the_consumer_computes(source):
     torch.cuda.synchronize()
     for epoch in range(4):
         for update in loader.updates(epoch):
-            wanted.append(update[0].images.long().sum())
+            expected.append(update[0].images.long().sum())
             torch.cuda.synchronize()
-    assert torch.equal(torch.stack(sums), torch.stack(wanted))
+    assert torch.equal(torch.stack(sums), torch.stack(expected))

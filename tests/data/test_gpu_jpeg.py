@@ -58,7 +58,7 @@ def test_plain_files_are_accepted_with_their_size(data):
 
 
 @pytest.mark.parametrize("data", OTHER.values(), ids=OTHER.keys())
-def test_all_others_are_left_to_the_host(data):
+def test_other_files_are_left_to_the_host(data):
     assert data != WHOLE
     assert plain_size(data) is None
 

@@ -38,6 +38,7 @@ CASES = {  # width, height, box, flipped
 }
 
 
+@pytest.mark.run
 def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
     random = np.random.default_rng(0)
     pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in CASES.values()]
@@ -47,8 +48,8 @@ def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
     resize_boxes([torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels], boxes, flips, out)
     for name, image, box, flip, found in zip(CASES, pixels, boxes, flips, out.numpy(), strict=True):
         resized = Image.fromarray(image).resize((12, 12), Image.Resampling.BILINEAR, box=tuple(box))
-        wanted = np.asarray(resized)[:, ::-1] if flip else np.asarray(resized)
-        assert np.abs(found.astype(int) - wanted).max() <= 1, name
+        expected = np.asarray(resized)[:, ::-1] if flip else np.asarray(resized)
+        assert np.abs(found.astype(int) - expected).max() <= 1, name
 
 
 def test_without_antialiasing_boxes_agree_with_the_host(resize_boxes):
@@ -67,5 +68,5 @@ def test_without_antialiasing_boxes_agree_with_the_host(resize_boxes):
     planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
     resize_boxes(planes, boxes, flips, out, antialias=False)
     for name, image, box, flip, found in zip(cases, pixels, boxes, flips, out.numpy(), strict=True):
-        wanted = readers.resized_aliased(image, tuple(box), size=12, flip=bool(flip))
-        assert np.abs(found.astype(int) - wanted).max() <= 1, name
+        expected = readers.resized_aliased(image, tuple(box), size=12, flip=bool(flip))
+        assert np.abs(found.astype(int) - expected).max() <= 1, name

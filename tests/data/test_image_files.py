@@ -161,8 +161,8 @@ def test_bad_images_are_noted_once_and_counted_up_to_the_limit():
     ]
     with pytest.raises(DataError) as caught:
         bad.add("data/train/cat/7.jpg", "truncated")
-    wanted = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, at most 2 allowed"
-    assert str(caught.value) == wanted
+    expected = "data/train/cat/7.jpg: cannot be decoded (truncated); 3 bad images, at most 2 allowed"
+    assert str(caught.value) == expected
 
 
 def test_with_none_allowed_the_first_bad_image_ends_the_run():

@@ -222,6 +222,7 @@ NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1,
 QUIET = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords", "tar archives", "boxes"])
 @QUIET
 @given(data=st.data())
@@ -243,6 +244,7 @@ def test_no_numbers_in_an_index_cause_reads_beyond_the_data(made, forged, layout
     forged(layout, rewritten(**{name.replace(".", "__"): change}))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("layout", ["class folders", "TFRecords"])
 @QUIET
 @given(data=st.data())

@@ -38,9 +38,9 @@ def test_the_draws_are_the_documented_chain(seed, epoch, index):
     for part in (seed, epoch, int(Purpose.FLIP)):
         key = next(splitmix64(key ^ (part & MASK)))
     numbers = splitmix64(next(splitmix64(key ^ index)))
-    wanted = [next(numbers) for _ in range(4)]
+    expected = [next(numbers) for _ in range(4)]
     given = keyed.words(seed=seed, epoch=epoch, indices=np.array([index]), purpose=Purpose.FLIP, draws=4)
-    assert given[0].tolist() == wanted
+    assert given[0].tolist() == expected
 
 
 def test_the_numbers_are_those_of_every_earlier_version():

@@ -117,9 +117,9 @@ def test_an_update_takes_its_stretch_of_the_epochs_order():
     for number, update in enumerate(loader(augment="none", augmentation=None).updates(7)):
         numbers = torch.cat([batch.images[:, 0, 4, 4] for batch in update])
         labels = torch.cat([batch.labels for batch in update])
-        wanted = order[number * 12 : (number + 1) * 12]
-        assert numbers.tolist() == wanted.tolist()
-        assert labels.tolist() == (wanted % 10).tolist()
+        expected = order[number * 12 : (number + 1) * 12]
+        assert numbers.tolist() == expected.tolist()
+        assert labels.tolist() == (expected % 10).tolist()
 
 
 def test_the_ragged_tail_is_dropped():
@@ -143,9 +143,9 @@ def test_mixes_are_keyed_by_the_images_and_the_global_number_of_the_micro_batch(
     given = [batch.mix for update in loader(accumulation=1, replicas=2, replica=1).updates(1) for batch in update]
     for mix, number in zip(given, (1, 3, 5, 7, 9), strict=True):
         indices = order[number * 6 : (number + 1) * 6]
-        wanted = draw(MIXING, indices=indices, micro_batch=number, side=8, seed=6, epoch=1)
-        assert torch.equal(mix.mixup, wanted.mixup)
-        assert torch.equal(mix.box, wanted.box)
+        expected = draw(MIXING, indices=indices, micro_batch=number, side=8, seed=6, epoch=1)
+        assert torch.equal(mix.mixup, expected.mixup)
+        assert torch.equal(mix.box, expected.box)
     assert len({tuple(mix.box.tolist()) for mix in given}) > 1
 
 
@@ -164,8 +164,8 @@ def test_a_bad_image_is_labelled_minus_one(file_source, tmp_path):
 def test_too_few_images_for_one_update_are_refused():
     with pytest.raises(DataError) as caught:
         loader(micro_batch=36, accumulation=2)
-    wanted = "70 training images are fewer than the 72 of one update: micro-batch 36 x accumulation 2 x replicas 1"
-    assert str(caught.value) == wanted
+    expected = "70 training images are fewer than the 72 of one update: micro-batch 36 x accumulation 2 x replicas 1"
+    assert str(caught.value) == expected
 
 
 def test_leaving_early_and_closing_end_the_threads():
@@ -267,6 +267,7 @@ def fed(loading, buffers, epoch):
     return found
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("ahead", [1, 192 * 7, 1 << 30])
 @pytest.mark.parametrize("rows", [None, 1, 4, 5])
 def test_buffers_used_again_and_the_size_of_parts_change_no_batch(file_source, rows, ahead):
@@ -279,10 +280,10 @@ def test_buffers_used_again_and_the_size_of_parts_change_no_batch(file_source, r
         augmentation=MIXING,
         resources=Resources(workers=3, buffers=buffers, ahead=ahead),
     )
-    wanted = digests(loader(file_source, augment="crop-flip").updates(2))
-    assert fed(loading, buffers, 2) == wanted
+    expected = digests(loader(file_source, augment="crop-flip").updates(2))
+    assert fed(loading, buffers, 2) == expected
     allocated = buffers.allocated
-    assert fed(loading, buffers, 2) == wanted
+    assert fed(loading, buffers, 2) == expected
     assert buffers.allocated == allocated
 
 
@@ -323,6 +324,7 @@ def soak(source, batches):
     return np.polyfit(np.arange(len(settled)), settled, 1)[0]
 
 
+@pytest.mark.run
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own figures")
 def test_memory_stays_flat_over_1500_batches(jpeg_source):
     threads = set(threading.enumerate())

@@ -142,9 +142,9 @@ def test_cutmix_pastes_the_box_of_the_batch_rolled_by_two():
     images, labels = batch()
     mix = Mix(torch.ones(5), torch.tensor([1, 6, 4, 9]))
     mixed, targets = mixing.apply(images, labels, mix, classes=4)
-    wanted = images.clone()
-    wanted[:, :, 1:6, 4:9] = images.roll(2, 0)[:, :, 1:6, 4:9]
-    assert torch.equal(mixed, wanted)
+    expected = images.clone()
+    expected[:, :, 1:6, 4:9] = images.roll(2, 0)[:, :, 1:6, 4:9]
+    assert torch.equal(mixed, expected)
     one_hot = torch.eye(4)[labels]
     torch.testing.assert_close(targets, 0.75 * one_hot + 0.25 * one_hot.roll(2, 0))
 
@@ -199,8 +199,8 @@ def test_applying_can_be_traced_as_one_graph():
         return mixing.apply(images, labels, Mix(own, box), classes=4)
 
     traced = make_fx(applied, tracing_mode="fake")(images, labels, *mix)
-    for given, wanted in zip(traced(images, labels, *mix), applied(images, labels, *mix), strict=True):
-        assert torch.equal(given, wanted)
+    for given, expected in zip(traced(images, labels, *mix), applied(images, labels, *mix), strict=True):
+        assert torch.equal(given, expected)
 
 
 def test_three_images_are_enough_for_mixup_and_cutmix_together():
@@ -209,12 +209,12 @@ def test_three_images_are_enough_for_mixup_and_cutmix_together():
     own, box = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 2, 0, 2])
     mixed, targets = mixing.apply(images, torch.arange(3), Mix(own, box), classes=3)
     for i in range(3):
-        wanted = np.zeros(3)
-        wanted[i] += 0.75 * own[i].item() + 0.25 * (1 - own[i - 2].item())
-        wanted[i - 1] += 0.75 * (1 - own[i].item())
-        wanted[i - 2] += 0.25 * own[i - 2].item()
-        np.testing.assert_allclose(targets[i].numpy(), wanted, atol=1e-6)
-        np.testing.assert_allclose(mixed[i].mean().item(), wanted @ np.arange(3), atol=1e-6)
+        expected = np.zeros(3)
+        expected[i] += 0.75 * own[i].item() + 0.25 * (1 - own[i - 2].item())
+        expected[i - 1] += 0.75 * (1 - own[i].item())
+        expected[i - 2] += 0.25 * own[i - 2].item()
+        np.testing.assert_allclose(targets[i].numpy(), expected, atol=1e-6)
+        np.testing.assert_allclose(mixed[i].mean().item(), expected @ np.arange(3), atol=1e-6)
 
 
 def test_the_exponential_draw_of_cutmix_follows_its_closed_form():

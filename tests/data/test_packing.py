@@ -119,7 +119,7 @@ def test_a_vanished_file_is_named_and_leaves_no_partial_shard(root, tmp_path):
     assert not list(target.glob(".*"))
 
 
-FULL = {28: "the disk is full", 122: "the disk quota is used up", 27: "a file would be larger than is allowed here"}
+FULL = {28: "the disk is full", 122: "the disk quota is exceeded", 27: "a file would exceed the size limit"}
 
 
 @pytest.mark.parametrize(("number", "words"), FULL.items())

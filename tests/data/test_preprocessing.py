@@ -32,9 +32,20 @@ def test_preprocessing_survives_json():
 
 MISTAKES = {
     "preprocessing: unknown entry 'image_sise'; did you mean 'image_size'?": {"image_sise": 1},
-    "preprocessing: image_size: got '224', expected a whole number above 0": {"image_size": "224"},
-    "preprocessing: resize: got 0, expected a whole number above 0": {"resize": 0},
-    "preprocessing: mean: got [0.5], expected three numbers": {"mean": [0.5]},
+    "preprocessing: image_size: got '224', expected a whole number, 1 to 4096": {"image_size": "224"},
+    "preprocessing: image_size: got 1000000, expected a whole number, 1 to 4096": {"image_size": 10**6},
+    "preprocessing: resize: got 0, expected a whole number, 1 to 4096": {"resize": 0},
+    "preprocessing: mean: got [0.5], expected three numbers, -1e+06 to 1e+06": {"mean": [0.5]},
+    "preprocessing: mean: got [0, 0, nan], expected three numbers, -1e+06 to 1e+06": {"mean": [0, 0, math.nan]},
+    "preprocessing: mean: got [0, 0, inf], expected three numbers, -1e+06 to 1e+06": {"mean": [0, 0, math.inf]},
+    "preprocessing: std: got [1, 1, 0], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, 0]},
+    "preprocessing: std: got [1, 1, -1], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, -1]},
+    "preprocessing: std: got [1, 1, nan], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, math.nan]},
+    "preprocessing: std: got [1, 1, inf], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, math.inf]},
+    "preprocessing: std: got [1, 1, 1e-300], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, 1e-300]},
+    "preprocessing: std: got [1, 1, 1, 1], expected three numbers, 1e-06 to 1e+06": {"std": [1] * 4},
+    "preprocessing: std: got [1, 1, True], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, True]},
+    "preprocessing: std: got [1, 1, {}], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, {}]},
     "preprocessing: interpolation: got 'cubic', expected 'bilinear'": {"interpolation": "cubic"},
 }
 
@@ -65,8 +76,8 @@ def test_the_short_side_scales_as_256_to_224(size, side):
 
 def test_normalising_equals_torchvision_for_every_pixel_value():
     images = every_pixel_value()
-    wanted = normalize(images.double() / 255, IMAGENET_MEAN, IMAGENET_STD)
-    torch.testing.assert_close(Normalise(PHOTOS)(images).double(), wanted, rtol=0, atol=5e-7)
+    expected = normalize(images.double() / 255, IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(Normalise(PHOTOS)(images).double(), expected, rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -109,20 +120,20 @@ def images_to_standardise():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_standardised_images_equal_tensorflows(dtype):
     images = images_to_standardise()
-    wanted = torch.stack([standardised(image) for image in images])
+    expected = torch.stack([standardised(image) for image in images])
     found = normaliser(PHOTOS.by_image, dtype=dtype)(images.contiguous(memory_format=torch.channels_last))
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last)
     # A mean of 7.0003 is off by at most 5e-7, over a deviation of 0.018; a half has 11 bits.
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=3e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=3e-5)
     assert not found[2].any()
 
 
 def test_images_standardised_on_the_host_equal_tensorflows():
     images = images_to_standardise()
-    wanted = torch.stack([standardised(image) for image in images])
+    expected = torch.stack([standardised(image) for image in images])
     found = torch.from_numpy(standardise_pixels(images.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=3e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=3e-5)
 
 
 def test_standardising_does_not_depend_on_the_batch():
@@ -144,6 +155,6 @@ def test_standardising_is_stored_and_off_in_older_checkpoints():
 @pytest.mark.gpu
 def test_images_standardised_on_cuda_equal_tensorflows():
     images = images_to_standardise()
-    wanted = torch.stack([standardised(image) for image in images])
+    expected = torch.stack([standardised(image) for image in images])
     found = normaliser(PHOTOS.by_image).cuda()(images.cuda())
-    torch.testing.assert_close(found.double().cpu(), wanted, rtol=2e-6, atol=3e-5)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-6, atol=3e-5)

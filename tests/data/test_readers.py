@@ -57,10 +57,10 @@ def test_a_shift_equals_torchvisions_pad_crop_and_flip(kind):
     flips = crops.flips(kind, INDICES, seed=5, epoch=4)
     assert kind == "shift" or 0 < flips.sum() < len(flips)
     for image, index, (down, right), flip in zip(images, INDICES, shifts.tolist(), flips, strict=True):
-        wanted = reference.pad(channels_first(array_source().images[index]), [2, 2, 2, 2])
-        wanted = reference.crop(wanted, 2 - down, 2 - right, 16, 16)
-        wanted = reference.hflip(wanted) if flip else wanted
-        assert torch.equal(channels_first(image), wanted)
+        expected = reference.pad(channels_first(array_source().images[index]), [2, 2, 2, 2])
+        expected = reference.crop(expected, 2 - down, 2 - right, 16, 16)
+        expected = reference.hflip(expected) if flip else expected
+        assert torch.equal(channels_first(image), expected)
 
 
 def test_a_shift_of_zero_changes_nothing():
@@ -73,8 +73,8 @@ def test_another_size_equals_pillows_antialiased_resize(image_size):
     images, _ = read(array_reader("none", image_size=image_size))
     for image, index in zip(images, INDICES, strict=True):
         original = Image.fromarray(array_source().images[index])
-        wanted = reference.resize(original, [image_size, image_size], reference.InterpolationMode.BILINEAR)
-        np.testing.assert_array_equal(image, np.asarray(wanted))
+        expected = reference.resize(original, [image_size, image_size], reference.InterpolationMode.BILINEAR)
+        np.testing.assert_array_equal(image, np.asarray(expected))
 
 
 def test_a_random_crop_of_an_array_resizes_its_box():
@@ -84,13 +84,13 @@ def test_a_random_crop_of_an_array_resizes_its_box():
     flips = crops.flips("crop-flip", INDICES, seed=5, epoch=4)
     for image, index, (x0, y0, x1, y1), flip in zip(images, INDICES, boxes.tolist(), flips, strict=True):
         original = Image.fromarray(array_source(32).images[index])
-        wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [24, 24])
-        wanted = reference.hflip(wanted) if flip else wanted
+        expected = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [24, 24])
+        expected = reference.hflip(expected) if flip else expected
         # Enlarging takes no pixel from outside the box beyond the outermost half pixel's neighbours.
         scale = 24 / (x1 - x0), 24 / (y1 - y0)
         edge = int(np.ceil(max(scale))) + 1
         inside = (slice(edge, -edge), slice(edge, -edge))
-        difference = image[inside].astype(int) - np.asarray(wanted)[inside].astype(int)
+        difference = image[inside].astype(int) - np.asarray(expected)[inside].astype(int)
         assert difference.size == 0 or np.abs(difference).max() <= 1
 
 
@@ -132,9 +132,9 @@ def test_evaluation_equals_torchvisions_resize_and_centre_crop(photos, size):
     assert ok.all()
     for index, image in enumerate(images):
         resized = reference.resize(Image.open(photos.path(index)), size * 8 // 7)
-        wanted = np.asarray(reference.center_crop(resized, [size, size]))
+        expected = np.asarray(reference.center_crop(resized, [size, size]))
         # The same filter; Pillow may begin with the other direction, which rounds differently between the two.
-        assert np.abs(image.astype(int) - wanted.astype(int)).max() <= 1
+        assert np.abs(image.astype(int) - expected.astype(int)).max() <= 1
 
 
 def test_a_random_crop_of_a_file_equals_torchvisions_except_at_its_border(photos):
@@ -145,9 +145,9 @@ def test_a_random_crop_of_a_file_equals_torchvisions_except_at_its_border(photos
         original = Image.open(photos.path(index))
         size = np.array([original.width]), np.array([original.height])
         x0, y0, x1, y1 = crops.random_resized_crop(*size, draws[index : index + 1])[0].tolist()
-        wanted = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [28, 28])
-        wanted = np.asarray(reference.hflip(wanted) if flips[index] else wanted).astype(int)
-        assert np.abs(image[3:-3, 3:-3] - wanted[3:-3, 3:-3]).max() <= 1
+        expected = reference.resized_crop(original, y0, x0, y1 - y0, x1 - x0, [28, 28])
+        expected = np.asarray(reference.hflip(expected) if flips[index] else expected).astype(int)
+        assert np.abs(image[3:-3, 3:-3] - expected[3:-3, 3:-3]).max() <= 1
 
 
 def test_a_bad_file_is_black_marked_and_noted(photos):
@@ -157,8 +157,8 @@ def test_a_bad_file_is_black_marked_and_noted(photos):
     assert ok.tolist() == [True, False, True, True]
     assert not images[1].any()
     assert images[0].any()
-    wanted = f"{photos.path(1)}: cannot be decoded (empty file); skipped, bad image 1 of 1 allowed"
-    assert notes == [wanted]
+    expected = f"{photos.path(1)}: cannot be decoded (empty file); skipped, bad image 1 of 1 allowed"
+    assert notes == [expected]
 
 
 def test_a_bad_file_over_the_limit_ends_the_run(photos):
@@ -188,9 +188,9 @@ def test_a_crop_area_of_1_gives_the_whole_image(kind, photos):
     fixed = read(reader_for(source, crops=Crops(preprocessing=size), bad=bad), indices)[0]
     for epoch in range(5):
         flips = crops.flips("crop-flip", indices, seed=5, epoch=epoch)
-        wanted = fixed[:, :, ::-1] if flips[0] else fixed
-        assert np.array_equal(read(whole, indices, epoch=epoch)[0], wanted)
-        assert not np.array_equal(read(free, indices, epoch=epoch)[0], wanted)
+        expected = fixed[:, :, ::-1] if flips[0] else fixed
+        assert np.array_equal(read(whole, indices, epoch=epoch)[0], expected)
+        assert not np.array_equal(read(free, indices, epoch=epoch)[0], expected)
 
 
 def test_photos_cannot_be_shifted(photos):

@@ -152,7 +152,7 @@ def portable(data):
 
 @pytest.mark.parametrize("function", [crc32c, crc32c_numpy, portable])
 @pytest.mark.parametrize(("data", "checksum"), PUBLISHED.items())
-def test_published_values(function, data, checksum):
+def test_checksums_equal_published_ones(function, data, checksum):
     assert function(data) == checksum
 
 

@@ -39,7 +39,7 @@ def test_differences_are_noted():
 
 
 REFUSED = [
-    ("tf1:train.py", "", "--dataset: is needed, or --data-dir; expected imagenet, cifar-10 or cifar-100"),
+    ("tf1:train.py", "", "--dataset: required, or --data-dir; expected imagenet, cifar-10 or cifar-100"),
     ("tf1:train.py", "--data-dir photos", "--dataset: cannot be guessed from --data-dir photos"),
     (
         "tf1:train.py",
@@ -67,8 +67,8 @@ REFUSED = [
         f"{IMAGENET} --shards 2 --pipeline --pipeline-splits x",
         "--pipeline-splits: 'x' is not a split of",
     ),
-    ("tf1:train.py", f"{IMAGENET} --optimiser LARS", "--base-learning-rate: is needed with --optimiser LARS"),
-    ("tf1:train.py", f"{IMAGENET} --optimiser RMSprop --base-learning-rate -9", "--rmsprop-decay: is needed with"),
+    ("tf1:train.py", f"{IMAGENET} --optimiser LARS", "--base-learning-rate: required with --optimiser LARS"),
+    ("tf1:train.py", f"{IMAGENET} --optimiser RMSprop --base-learning-rate -9", "--rmsprop-decay: required with"),
     ("tf1:upload_run.py", "--base-folder a", "--name: is required by upload_run.py"),
     ("pytorch:train.py", "--wandb-weight-histogram", "--wandb-weight-histogram: needs --wandb"),
     ("tf1:weight_avg.py", "--restore-path a", "--filename: is required by weight_avg.py"),
@@ -153,7 +153,7 @@ def test_a_mistake_in_a_file_of_configs_is_answered_in_one_line(tmp_path, text, 
 
 
 def test_parts_without_effect_of_an_option_are_not_noted():
-    """--batch-norm also says how fast statistics move, which no prediction needs; nobody typed that."""
+    """--batch-norm also sets the momentum of the statistics, which predictions do not use and the line did not name."""
     line = ["--dataset", "imagenet", "--synthetic-data", "--batch-norm"]
     translation = translate("tf1:validation.py", line)
     assert "batchnorm-momentum" not in {setting.option for setting in translation.settings}

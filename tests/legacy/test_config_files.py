@@ -71,6 +71,7 @@ def batch_and_stages(program, name):
     return product, len(value.get("pipeline-splits", ())) + 1
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("program", FILES)
 def test_every_named_config_has_its_global_batch_and_stages(program):
     path, table = FILES[program]

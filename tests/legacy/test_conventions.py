@@ -121,7 +121,7 @@ def test_the_line_of_a_batch_names_the_instance_when_there_are_several():
     assert pytorch_batch(TimedBatch(100.0, 40.0, 1, 4)) == alone.replace("  ", " [instance2/4] ", 1)
 
 
-def test_the_pytorch_summary_is_what_is_worked_out_by_hand():
+def test_the_pytorch_summary_equals_one_worked_out_by_hand():
     assert pytorch_predictions(FOUND) == [
         f"[INFO] {'-' * 91}",
         "[INFO] resnet50 results:",
@@ -199,6 +199,7 @@ def test_the_pytorch_program_logs_where_it_saves(falconet):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_workers_keep_the_conventions_of_the_program_that_starts_them(tmp_path):
     launcher = (sys.executable, "-m", "falconet.legacy.programs", "tensorflow")
     code, out, err = finish(begin(f"train {TINY} --epoch 1 --replicas 2 --run-dir r", tmp_path, launcher=launcher))

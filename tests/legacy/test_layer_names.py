@@ -46,6 +46,7 @@ PYTORCH = [
 ]
 
 
+@pytest.mark.run
 def test_layers_of_the_pytorch_program_are_layers_of_ours():
     cases = [((model, old), new) for model, old, new in PYTORCH]
     assert wrong(cases, lambda case: pytorch_layer(case[1], model=case[0])) == []
@@ -129,6 +130,7 @@ def test_an_unknown_name_is_answered_with_known_ones(call, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("model", MODELS)
 def test_every_name_becomes_a_layer_of_ours(model):
     assert {layer for found in _names(model).values() for layer in found} <= layers(model)

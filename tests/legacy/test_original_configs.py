@@ -183,7 +183,8 @@ def test_the_configs_of_the_tensorflow_program_are_what_its_formulas_give():
     assert {name: found for name in expected if (found := differing(named(name), expected[name]))} == {}
 
 
-def test_the_same_typed_in_the_tensorflow_programs_folder():
+@pytest.mark.run
+def test_configs_typed_in_the_tensorflow_programs_folder_are_the_same():
     place = Place(configs=ROOT / "compat/tensorflow/configs.yml")
 
     def typed(name):

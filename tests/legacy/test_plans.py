@@ -194,7 +194,7 @@ def test_every_command_that_starts_a_program_has_a_plan():
     assert not {int(row["line"]) for row in ROWS} & STARTS_NOTHING.keys()
 
 
-def test_the_exponential_schedule_of_tensorflow_drops_as_often_as_it_did():
+def test_the_exponential_schedule_of_tensorflow_drops_as_often_as_in_the_original():
     """146 drops in 350 epochs, of 0.97 each: floor(epoch x 146 / 350) of them by an epoch."""
     argv = shlex.split(
         "--model efficientnet --dataset imagenet --data-dir d --lr-schedule exponential --optimiser RMSprop"

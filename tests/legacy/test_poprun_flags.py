@@ -27,7 +27,7 @@ SEEDS = {
         "replicas": 4,
         "stages": 4,
         "tagged": True,
-        "notes": ["--ipus-per-replica: has no value; taken as 4, which the README that prints it so means"],
+        "notes": ["--ipus-per-replica: has no value; using 4, as the README that omits it means"],
     },
     f"-v --host {HOSTS} --numa-aware=yes {PARTITION}"
     " --mpi-global-args='--tag-output --mca btl_tcp_if_include 10.1.3.0/24'"
@@ -120,7 +120,7 @@ MISTAKES = {
     "--mpi-local-args=--tag-outputs t": "--tag-outputs is not supported; did you mean '--tag-output'?",
     '--mpi-local-args="-x \'A" t': "which is not a shell line: No closing quotation",
     "--num-replicas 2 --only-output-from-instance 2 t": "--only-output-from-instance: got 2, expected less than",
-    "--num-replicas 2": "PROGRAM: is needed after the flags",
+    "--num-replicas 2": "PROGRAM: required after the flags",
 }
 
 
@@ -140,15 +140,15 @@ SCRIPTS = {  # the words after poprun's flags, and what is run in a folder with 
 }
 
 
-def test_a_forgotten_script_is_train_py_which_is_noted():
+def test_a_missing_script_defaults_to_train_py_with_a_note():
     for line, expected in SCRIPTS.items():
         program, note = with_script(line.split(), ["configs.yml", "train.py"])
         assert " ".join(program) == (expected or line)
         python, option = [*line.split(), ""][:2]
-        assert note == (f"{python} {option}: names no script; taken as {python} train.py" if expected else None)
+        assert note == (f"{python} {option}: names no script; running {python} train.py" if expected else None)
 
 
-def test_a_forgotten_script_without_a_train_py_is_refused():
+def test_a_missing_script_without_a_train_py_is_refused():
     with pytest.raises(ConfigError, match="python3 --config: names no script; expected `python3 "):
         with_script(["python3", "--config", "x"], ["resnet_main.py"])
 
@@ -157,8 +157,8 @@ def test_the_cache_of_compiled_programs_becomes_that_of_kernels():
     line = ["--num-replicas", "2", "--executable-cache-path=cache", "python3", "train.py"]
     assert read_poprun(line).exported == {"TRITON_CACHE_DIR": "cache"}
     assert read_poprun(line).notes == []
-    told = ["--mpi-local-args=-x TRITON_CACHE_DIR=own", *line]
-    assert read_poprun(told).exported == {"TRITON_CACHE_DIR": "own"}
+    exporting = ["--mpi-local-args=-x TRITON_CACHE_DIR=own", *line]
+    assert read_poprun(exporting).exported == {"TRITON_CACHE_DIR": "own"}
     assert read_poprun(["--executable-cache-path=", "python3", "train.py"]).exported == {}
 
 

@@ -16,8 +16,9 @@ from watched import is_gone
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.slow,
     pytest.mark.skipif(not SSHD or not shutil.which("ssh-keygen"), reason="sshd and ssh-keygen are not installed"),
-    pytest.mark.skipif(os.getuid() == 0 and not Path("/run/sshd").exists(), reason="sshd wants the folder /run/sshd"),
+    pytest.mark.skipif(os.getuid() == 0 and not Path("/run/sshd").exists(), reason="sshd needs the folder /run/sshd"),
 ]
 HOSTS = ["127.0.0.2", "127.0.0.3"]  # not 127.0.0.1, which would be this host
 LIMIT = 300
@@ -38,7 +39,7 @@ def shell(tmp_path_factory):
         "StrictModes no",
         "PidFile none",
         "PermitRootLogin yes",
-        f"SetEnv HOME={home}",  # else the shell's own start-up files speak here
+        f"SetEnv HOME={home}",  # else the shell's start-up files may print
     ]
     (home / "config").write_text("\n".join(settings) + "\n")
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "config")], stderr=subprocess.PIPE)
@@ -62,9 +63,9 @@ def begin(shell, program, cwd):
 
 
 def test_folder_variables_and_arguments_arrive_unchanged(shell, tmp_path):
-    told = "*(os.environ[name] for name in ('RANK', 'MASTER_ADDR', 'SAID')), os.getcwd(), sys.argv"
-    tell = f"import os, sys; print({told})"
-    process = begin(shell, ["-c", tell, "$HOME", "it's"], tmp_path)
+    values = "*(os.environ[name] for name in ('RANK', 'MASTER_ADDR', 'SAID')), os.getcwd(), sys.argv"
+    show = f"import os, sys; print({values})"
+    process = begin(shell, ["-c", show, "$HOME", "it's"], tmp_path)
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, err) == (0, "")
     rest = f"127.0.0.2 two words {tmp_path} ['-c', '$HOME', \"it's\"]"
@@ -72,8 +73,8 @@ def test_folder_variables_and_arguments_arrive_unchanged(shell, tmp_path):
 
 
 def test_when_poprun_is_killed_the_other_hosts_programs_end(shell, tmp_path):
-    tell = "pathlib.Path(os.environ['RANK']).write_text(str(os.getpid()))"
-    program = f"import pathlib, os, time; {tell}; time.sleep(600)"
+    show = "pathlib.Path(os.environ['RANK']).write_text(str(os.getpid()))"
+    program = f"import pathlib, os, time; {show}; time.sleep(600)"
     process = begin(shell, ["-c", program], tmp_path)
     deadline = time.monotonic() + LIMIT
     files = [tmp_path / "0", tmp_path / "1"]

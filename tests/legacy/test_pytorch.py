@@ -127,7 +127,7 @@ INFER = "pytorch:inference/run_benchmark.py"
     ("typed", "option"),
     [("--half-partial", "half-partial"), ("--profile", "profile"), ("--compile-only", "plan")],
 )
-def test_what_the_inference_benchmark_shares_with_training_has_its_effect(typed, option):
+def test_options_that_the_inference_benchmark_shares_with_training_have_an_effect(typed, option):
     settings, notes = translated(INFER, f"--data generated {typed}")
     assert option in settings
     assert not any("no effect" in note for note in notes)
@@ -161,7 +161,7 @@ TF_SHARES = {
 
 
 @pytest.mark.parametrize(("line", "shares"), TF_SHARES.items())
-def test_of_tensorflows_shares_those_of_convolutions_are_used(line, shares):
+def test_tensorflows_memory_shares_of_convolutions_are_used(line, shares):
     assert translated("tf1:train.py", line)[0]["available-memory-proportion"] == shares
 
 
@@ -200,7 +200,7 @@ ENDS = {
 }
 
 
-def test_a_training_ends_as_it_did():
+def test_a_run_ends_when_the_original_did():
     for typed, (expected, noted) in ENDS.items():
         translation = translate(TRAIN, ["--data", "generated", *typed.split()])
         settings = {setting.option: " ".join(setting.values) for setting in translation.settings}

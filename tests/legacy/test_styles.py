@@ -57,8 +57,8 @@ SCALARS = {
 }
 
 
-class Told:
-    """A style, what it said and where it wrote."""
+class Styled:
+    """A style, the lines it printed and the folder it wrote to."""
 
     def __init__(self, name, folder):
         self.lines, self.folder = [], folder
@@ -70,13 +70,13 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path):
-    return lambda name: Told(name, tmp_path)
+def styled(tmp_path):
+    return lambda name: Styled(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch"])
-def test_the_end_of_an_epoch_matches_the_benchmark_patterns(told, name):
-    one = told(name)
+def test_the_end_of_an_epoch_matches_the_benchmark_patterns(styled, name):
+    one = styled(name)
     one.style.end_epoch(point(20))
     text = "\n".join(one.lines)
     assert re.findall(r"throughput: *(.*?) samples\/sec", text) == ["64.0"]
@@ -86,14 +86,14 @@ def test_the_end_of_an_epoch_matches_the_benchmark_patterns(told, name):
 
 
 @pytest.mark.parametrize("name", ["falconet", "pytorch"])
-def test_the_accuracy_on_the_test_set_is_printed(told, name):
-    one = told(name)
+def test_the_accuracy_on_the_test_set_is_printed(styled, name):
+    one = styled(name)
     one.style.validated(VALIDATED)
     assert any(re.fullmatch(r"(\[INFO\] )?Accuracy on test set: 75\.90%", line) for line in one.lines)
 
 
-def test_pytorch_names_a_checkpoint_that_it_validates(told):
-    one = told("pytorch")
+def test_pytorch_names_a_checkpoint_that_it_validates(styled):
+    one = styled("pytorch")
     origin = Origin(model="resnet18", data="imagenet", loss=1.5, accuracy=25.0)
     one.style.validated(replace(VALIDATED, origin=origin))
     one.style.validated(replace(VALIDATED, origin=replace(origin, loss=None)))
@@ -102,15 +102,15 @@ def test_pytorch_names_a_checkpoint_that_it_validates(told):
     assert one.lines[3] == f"[INFO] Restore the resnet18 model to epoch 2 on imagenet dataset: {VALIDATED.name}"
 
 
-def test_pytorch_prints_how_long_training_took(told):
-    one = told("pytorch")
+def test_pytorch_prints_how_long_training_took(styled):
+    one = styled("pytorch")
     one.style.end(trained=59.0, whole=61.5)
     assert one.lines[0].startswith("[INFO] Finished training. Time: 20")
     assert one.lines[0].endswith(". It took: 0:01:01.500000")
 
 
-def test_pytorch_starts_with_its_facts_and_its_options_file(told, tmp_path):
-    one = told("pytorch")
+def test_pytorch_starts_with_its_facts_and_its_options_file(styled, tmp_path):
+    one = styled("pytorch")
     one.style.begin(facts(tmp_path))
     assert one.lines[-1].startswith("[INFO] Training the model. Start: 20")
     assert one.lines[:-1] == [
@@ -126,8 +126,8 @@ def test_pytorch_starts_with_its_facts_and_its_options_file(told, tmp_path):
     assert re.fullmatch(pattern, kept[0])  # time, module and function, as in the original's file
 
 
-def test_pytorch_logs_rows_with_means_over_an_epoch(told, tmp_path):
-    one = told("pytorch")
+def test_pytorch_logs_rows_with_means_over_an_epoch(styled, tmp_path):
+    one = styled("pytorch")
     for update, loss in ((5, 4.0), (10, 2.0), (15, 1.0)):
         one.style.log(point(update, loss=loss, accuracy=10 * loss))
     one.style.log(point(20, loss=1.0))
@@ -148,24 +148,24 @@ def test_pytorch_logs_rows_with_means_over_an_epoch(told, tmp_path):
 
 
 @pytest.mark.parametrize(("automatic", "ending"), [(False, ",loss_scaling"), (True, "")])
-def test_pytorch_has_the_loss_scale_unless_it_is_automatic(told, tmp_path, automatic, ending):
-    one = told("pytorch")
+def test_pytorch_has_the_loss_scale_unless_it_is_automatic(styled, tmp_path, automatic, ending):
+    one = styled("pytorch")
     one.style.begin(facts(tmp_path, options={"auto-loss-scaling": automatic}))
     one.style.log(point(5, scale=128.0))
     assert (tmp_path / "training.csv").read_text().splitlines()[0] == PYTORCH_COLUMNS + ending
     assert one.csv("training.csv")[0].get("loss_scaling") == (None if automatic else "128.0")
 
 
-def test_pytorch_leaves_the_parts_of_a_smoothed_loss_empty(told, tmp_path):
-    one = told("pytorch")
+def test_pytorch_leaves_the_parts_of_a_smoothed_loss_empty(styled, tmp_path):
+    one = styled("pytorch")
     one.style.begin(facts(tmp_path, options={"label-smoothing": "0.1"}))
     one.style.log(point(5))
     (row,) = one.csv("training.csv")
     assert (row["classification_loss_avg"], row["smoothing_loss_batch:"]) == ("", "")
 
 
-def test_pytorch_counts_throughput_from_the_start_of_an_epoch(told):
-    one = told("pytorch")
+def test_pytorch_counts_throughput_from_the_start_of_an_epoch(styled):
+    one = styled("pytorch")
     fast, slow = Rate(images=300, seconds=1.0, waiting=0.0), Rate(images=100, seconds=3.0, waiting=0.0)
     for update, rate in ((5, fast), (10, slow)):
         one.style.log(replace(point(update), rate=rate))
@@ -176,8 +176,8 @@ def test_pytorch_counts_throughput_from_the_start_of_an_epoch(told):
 
 
 @pytest.mark.parametrize(("mode", "said"), [("during", True), ("after", False)])
-def test_pytorch_prints_the_validation_accuracy_during_training(told, tmp_path, mode, said):
-    one = told("pytorch")
+def test_pytorch_prints_the_validation_accuracy_during_training(styled, tmp_path, mode, said):
+    one = styled("pytorch")
     one.style.begin(facts(tmp_path, options={"validation-mode": mode}))
     one.style.validated(VALIDATED)
     assert ("[INFO] Validation Accuracy: 75.90%" in one.lines) == said
@@ -185,8 +185,8 @@ def test_pytorch_prints_the_validation_accuracy_during_training(told, tmp_path, 
 
 
 @pytest.mark.parametrize(("schedule", "said"), [("step", ["[INFO] Learning rate is changed to 0.05"]), ("cosine", [])])
-def test_pytorch_prints_a_new_learning_rate_for_the_step_schedule_only(told, tmp_path, schedule, said):
-    one = told("pytorch")
+def test_pytorch_prints_a_new_learning_rate_for_the_step_schedule_only(styled, tmp_path, schedule, said):
+    one = styled("pytorch")
     one.style.begin(facts(tmp_path, options={"lr-schedule": schedule}))
     del one.lines[:]
     for update, lr in ((5, 0.1), (10, 0.1), (15, 0.05), (20, 0.05)):
@@ -194,8 +194,8 @@ def test_pytorch_prints_a_new_learning_rate_for_the_step_schedule_only(told, tmp
     assert one.lines == said
 
 
-def test_tensorflow_starts_with_the_lines_its_tests_look_for(told, tmp_path):
-    one = told("tensorflow")
+def test_tensorflow_starts_with_the_lines_its_tests_look_for(styled, tmp_path):
+    one = styled("tensorflow")
     one.style.begin(facts(tmp_path))
     text = "\n".join(one.lines)
     for words in (f"Saving to {tmp_path}", "Batch Size: 64", "Total Parameters:75290", "240x240"):
@@ -204,19 +204,19 @@ def test_tensorflow_starts_with_the_lines_its_tests_look_for(told, tmp_path):
     assert "Restoring" not in text
 
 
-def test_tensorflow_prints_what_it_restores_and_how_long_it_took(told, tmp_path):
-    one = told("tensorflow")
+def test_tensorflow_prints_what_it_restores_and_how_long_it_took(styled, tmp_path):
+    one = styled("tensorflow")
     one.style.begin(facts(tmp_path, restored=tmp_path / "ckpt-4"))
     one.style.end(trained=1.5, whole=2.25)
     assert f"Restoring training from latest checkpoint: {tmp_path}/ckpt-4" in one.lines
     assert one.lines[-2:] == ["Training loop completed in 1.50s.", "Time to train: 2.25s."]
 
 
-def test_tensorflow_lists_a_checkpoint_once(told, tmp_path):
+def test_tensorflow_lists_a_checkpoint_once(styled, tmp_path):
     for _ in range(2):
-        told("tensorflow").style.validated(VALIDATED)
-    told("tensorflow").style.validated(replace(VALIDATED, name="ckpt-30"))
-    assert [row["name"] for row in told("tensorflow").csv("validation.csv")] == ["ckpt-20", "ckpt-30"]
+        styled("tensorflow").style.validated(VALIDATED)
+    styled("tensorflow").style.validated(replace(VALIDATED, name="ckpt-30"))
+    assert [row["name"] for row in styled("tensorflow").csv("validation.csv")] == ["ckpt-20", "ckpt-30"]
 
 
 def test_sinks_get_the_numbers_of_a_style_under_its_names(tmp_path):
@@ -232,8 +232,8 @@ def test_sinks_get_the_numbers_of_a_style_under_its_names(tmp_path):
         assert sink[20].keys() >= expected, name
 
 
-def test_tensorflow_has_a_line_and_a_row_for_every_log_point(told, tmp_path):
-    one = told("tensorflow")
+def test_tensorflow_has_a_line_and_a_row_for_every_log_point(styled, tmp_path):
+    one = styled("tensorflow")
     one.style.log(point(5))
     one.style.end_epoch(point(10))
     pattern = (
@@ -246,8 +246,8 @@ def test_tensorflow_has_a_line_and_a_row_for_every_log_point(told, tmp_path):
     assert (tmp_path / "training.csv").read_text().splitlines()[0] == TENSORFLOW_COLUMNS
 
 
-def test_tensorflow_prints_a_validation_with_its_latency(told):
-    one = told("tensorflow")
+def test_tensorflow_prints_a_validation_with_its_latency(styled):
+    one = styled("tensorflow")
     one.style.validated(VALIDATED)
     # 1000 images in 0.5 s are 10 batches of 50 ms
     assert one.lines == [
@@ -258,25 +258,25 @@ def test_tensorflow_prints_a_validation_with_its_latency(told):
     assert list(row) == ["name", "iteration", "epoch", "val_acc", "val_time", "val_size", "img_per_sec", "latency"]
 
 
-def test_tensorflow_names_checkpoints_by_their_update(told, tmp_path):
-    one = told("tensorflow")
+def test_tensorflow_names_checkpoints_by_their_update(styled, tmp_path):
+    one = styled("tensorflow")
     assert one.style.checkpoint_name(2500) == "ckpt-2500"
     one.style.saved(tmp_path / "ckpt-2500")
     assert one.lines == [f"Saved checkpoint to {tmp_path}/ckpt-2500"]
     assert one.style.average_name("exp_0.97") == "weight_avg_exp_0.97"
-    assert told("pytorch").style.checkpoint_name(2500) is None
+    assert styled("pytorch").style.checkpoint_name(2500) is None
 
 
-def test_popart_stores_its_options(told, tmp_path):
-    one = told("popart")
+def test_popart_stores_its_options(styled, tmp_path):
+    one = styled("popart")
     one.style.begin(facts(tmp_path))
     one.style.begin_epoch(1, 3)
     assert "micro_batch_size=8" in (tmp_path / "log_str.txt").read_text().splitlines()
     assert one.lines == ["Executing epoch  0"]
 
 
-def test_popart_has_its_two_lines(told):
-    one = told("popart")
+def test_popart_has_its_two_lines(styled):
+    one = styled("popart")
     one.style.log(point(5))
     one.style.validated(VALIDATED)
     pattern = (
@@ -302,7 +302,7 @@ def test_without_a_folder_nothing_is_written(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_restored_run_continues_in_the_same_file(told, tmp_path):
-    told("tensorflow").style.log(point(5))
-    told("tensorflow").style.log(point(10))
-    assert [row["iteration"] for row in told("tensorflow").csv("training.csv")] == ["5", "10"]
+def test_a_restored_run_continues_in_the_same_file(styled, tmp_path):
+    styled("tensorflow").style.log(point(5))
+    styled("tensorflow").style.log(point(10))
+    assert [row["iteration"] for row in styled("tensorflow").csv("training.csv")] == ["5", "10"]

@@ -31,7 +31,7 @@ KEEPING = [  # the original's rule: at the offset, then at every interval from t
 ]
 
 
-def test_what_is_kept_and_how_names_are_spelled():
+def test_kept_checkpoints_and_spellings_are_translated():
     assert lacking(KEEPING, settings) == []
 
 
@@ -91,7 +91,7 @@ VALIDATED = [
 
 
 @pytest.mark.parametrize(("program", "line", "sizes"), VALIDATED)
-def test_a_validation_has_its_batch(program, line, sizes):
+def test_validation_has_a_separate_batch_size(program, line, sizes):
     translation = translate(program, f"--dataset imagenet {line} --valid-batch-size 16".split())
     found = {setting.option: setting.values[0] for setting in translation.settings if "batch-size" in setting.option}
     assert found == sizes
@@ -108,7 +108,7 @@ def test_a_dataset_benchmark_measures_the_input_alone(program, split):
 
 @pytest.mark.parametrize("line", ["", "--pipeline --pipeline-splits b1/0/relu --enable-recomputation"])
 def test_one_shard_undoes_the_pipeline_of_a_restored_run(line):
-    """As in the README, which trains on four and goes on with one; a config's own stages lie below it."""
+    """As in the README, which trains on four and continues on one; it overrides the stages of a config."""
     translation = translate("tf1:train.py", f"--dataset imagenet --restore-path r --shards 1 {line}".split())
     assert ["--pipeline-splits"] in [setting.argv() for setting in translation.settings]
     loaded = parse(RestoreOptions, [Setting("pipeline-splits", ("layer3",), "checkpoint"), *translation.settings])

@@ -68,6 +68,7 @@ def assert_same(found, expected):
 RATES = [0.1, 0.4, 0.05]  # a rate that changes: where it stands in the formula matters
 
 
+@pytest.mark.run
 def test_a_scaled_loss_with_momentum_divides_the_rate_and_multiplies_the_decay():
     """3.3: gradients stay scaled, the rate is divided, the decay multiplied. 3.5: beta and gamma are spared."""
     line = f"{SMALL} --optimiser momentum --momentum 0.8 --loss-scaling 128 --weight-decay 0.01 --base-learning-rate -9"
@@ -81,6 +82,7 @@ def test_a_scaled_loss_with_momentum_divides_the_rate_and_multiplies_the_decay()
     assert_same(moved(state, rates=RATES, scale=scale), mine)
 
 
+@pytest.mark.run
 def test_rmsprop_starts_at_one_with_epsilon_inside_the_root():
     """3.5: v += (g^2 - v)(1 - rho); m = mu m + lr g / sqrt(v + eps); w -= m; rho is 1 - 2**-10 x 4 x 3 x 2."""
     line = f"{SMALL} --optimiser RMSprop --abs-learning-rate 0.1 --rmsprop-base-decay-exp -10 --weight-decay 0.01"
@@ -98,6 +100,7 @@ def test_rmsprop_starts_at_one_with_epsilon_inside_the_root():
     assert_same(moved(state, rates=RATES, scale=128.0), mine)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("skips", ["beta gamma bias", "b2/0 fc1", "beta"])
 def test_lars_scales_and_decays_what_no_fragment_of_the_skip_list_names(skips):
     """3.5: trust = eeta |w| / (|g| + wd |w| + eps), 1 if a norm is 0; the rest has plain momentum, and no decay."""

@@ -80,12 +80,12 @@ TENSORFLOW = [
         {"optimizer": "rmsprop_tf", "rmsprop-decay": "0.953125", "optimizer-eps": "0.001", "lr": "0.046875"},
     ),
     (f"{IMAGENET} --optimiser RMSProp --base-learning-rate -14 --rmsprop-decay 0.9", {"rmsprop-decay": "0.9"}),
-    # LARS has a decay of its own, and spares vectors (our default).
+    # LARS has a separate decay, and spares vectors (our default).
     (
         f"{IMAGENET} --optimiser LARS --abs-learning-rate 10.72 --lars-weight-decay 5e-05 --weight-decay 1",
         {"optimizer": "lars", "weight-decay": "5e-05", "optimizer-eps": "0.0"},
     ),
-    # Label smoothing: 0.1 x 1000 / 999; an EfficientNet has 0.1 of its own; 10 classes: 0.1 x 10 / 9.
+    # Label smoothing: 0.1 x 1000 / 999; an EfficientNet defaults to 0.1; 10 classes: 0.1 x 10 / 9.
     (f"{IMAGENET} --label-smoothing 0.1", {"label-smoothing": "0.1001001001001"}),
     (f"{IMAGENET} --model efficientnet", {"label-smoothing": "0.1001001001001"}),
     (f"{CIFAR} --label-smoothing 0.1", {"label-smoothing": "0.111111111111111"}),
@@ -336,7 +336,7 @@ def test_every_option_of_a_served_line_is_used_or_noted():
     assert "check-answers" not in found  # any text is true there
     assert found["checkpoint-input-path"] == "models/resnet50"
     assert found["port"] == "2001"
-    assert "--grpc-port: the server speaks HTTP on it, not gRPC" in translation.notes
+    assert "--grpc-port: the server uses it for HTTP, not gRPC" in translation.notes
     assert "PATH: the folder of the originals' tests; Falconet's server is measured" in translation.notes
 
 

@@ -28,8 +28,8 @@ def errors(n: int, c: int, h: int, w: int, groups: int, mean: float) -> list[flo
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
     exact = functional.group_norm(leaves[0], groups, leaves[1], leaves[2], 1e-5)
     exact.backward(dy.double())
-    wanted = [exact.detach(), *(t.grad for t in leaves)]
-    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
+    expected = [exact.detach(), *(t.grad for t in leaves)]
+    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def errors(n: int, c: int, h: int, w: int, activation: str) -> list[float]:
     leaves = [t.double().requires_grad_() for t in (x, factors)]
     exact = plain_proxy_norm(*leaves, samples.double(), activation=activation, eps=0.03)
     exact.backward(dy.double())
-    wanted = [exact.detach(), *(t.grad for t in leaves)]
-    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
+    expected = [exact.detach(), *(t.grad for t in leaves)]
+    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def on_meta(name, **options):
         return zoo.build(name, classes=options.pop("classes", 1000), seed=0, **options)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", EFFICIENTNET_COUNTS)
 def test_efficientnet_has_the_originals_parameters_and_timms_layers(name):
     plain, grouped = EFFICIENTNET_COUNTS[name]

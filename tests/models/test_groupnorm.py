@@ -36,8 +36,8 @@ def exact(x, dy, weight, bias, groups):
     return [y.detach(), *(t.grad for t in leaves)]
 
 
-def check_close(found, wanted, tolerance):
-    for name, one, other in zip(NAMES, found, wanted, strict=True):
+def check_close(found, expected, tolerance):
+    for name, one, other in zip(NAMES, found, expected, strict=True):
         error = (one.double() - other).abs().max() / other.abs().max()
         assert error <= tolerance, (name, error.item())
 
@@ -53,6 +53,7 @@ def interpreted():
     return json.loads(done.stdout)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_as_exact_as_fp32(case, interpreted):
     # At 1000 fp32's spacing is 6e-5; sums of squares around 0 would lose a variance of 1 altogether.
@@ -68,8 +69,8 @@ def test_plain_function_is_exact_up_to_rounding(dtype):
     y = group_norm(x, groups, weight, bias, eps=1e-5)
     y.backward(dy)
     assert y.dtype == dtype
-    wanted = exact(x, dy, weight, bias, groups)
-    check_close([y.detach(), *(t.grad for t in leaves)], wanted, 4 * torch.finfo(dtype).eps)
+    expected = exact(x, dy, weight, bias, groups)
+    check_close([y.detach(), *(t.grad for t in leaves)], expected, 4 * torch.finfo(dtype).eps)
 
 
 def test_torchs_checkpoint_loads_and_gives_the_same_output():
@@ -117,9 +118,9 @@ def test_gpu_norm_may_lack_scale_and_shift(scales, shifts):
     )
     given = [weight if scales else None, bias if shifts else None]
     x.requires_grad_()
-    found, wanted = (compute(x, groups, *given, eps=1e-5) for compute in (group_norm, plain_group_norm))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    slopes = [torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)]
+    found, expected = (compute(x, groups, *given, eps=1e-5) for compute in (group_norm, plain_group_norm))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    slopes = [torch.autograd.grad(y, x, dy)[0] for y in (found, expected)]
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
 
 

@@ -91,6 +91,7 @@ def test_momentum_is_the_weight_of_the_newest_batch():
 NORMALISED = [name for name in zoo.names() if not name.startswith("squeezenet")]  # tests/models/test_squeezenet.py
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("kind", ["group", "none"])
 @pytest.mark.parametrize("name", [*NORMALISED, "timm:regnety_002", "timm:densenet121", "timm:resnetv2_50"])
 def test_every_batch_norm_is_replaced_in_every_model(name, kind):

@@ -44,8 +44,8 @@ def found(norm, x, dy):
 )
 def test_error_grows_with_the_square_of_the_mean(mean, tolerance):
     norm, x, dy = layer(), images(mean), images(seed=2)
-    for ours, wanted in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
-        assert (ours.double() - wanted).abs().max() / wanted.abs().max() < tolerance
+    for ours, expected in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
+        assert (ours.double() - expected).abs().max() / expected.abs().max() < tolerance
 
 
 def test_torchs_batch_norm_is_more_exact_far_from_zero():
@@ -87,8 +87,8 @@ def test_torchs_checkpoint_loads():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_inputs_are_summed_in_fp32(dtype):
     norm, x, dy = layer(), images(dtype=dtype), images(seed=2, dtype=dtype)
-    for ours, wanted in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
-        assert (ours.double() - wanted).abs().max() / wanted.abs().max() < 2 * torch.finfo(dtype).eps
+    for ours, expected in zip(found(norm, x, dy), exact(norm, x, dy), strict=True):
+        assert (ours.double() - expected).abs().max() / expected.abs().max() < 2 * torch.finfo(dtype).eps
     assert norm.running_mean.dtype == torch.float32
 
 

@@ -72,6 +72,7 @@ KINDS = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "expected"), KINDS.items())
 def test_exactly_the_striding_layers_get_same_padding(name, expected):
     model = zoo.build(name, classes=3, seed=0, padding="same")
@@ -128,6 +129,7 @@ FIRST_CONVS = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "first"), FIRST_CONVS.items())
 def test_padded_input_gives_the_same_logits(name, first):
     side = zoo.image_size(name) if "vit" in name else 64

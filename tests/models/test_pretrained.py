@@ -8,6 +8,7 @@ from falconet.errors import CheckpointError
 from falconet.models import pretrained, zoo
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", pretrained.TAGS)
 def test_model_has_timms_weights_by_name_and_shape(name):
     weights = pretrained.published(name)

@@ -67,9 +67,9 @@ def test_samples_are_quantiles_of_the_normal_distribution():
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_moments_equal_gaussian_integrals(channel, activation):
     mean, rstd = proxy_moments(factors_of([channel]), samples(), activation=activation, eps=EPS)
-    wanted, variance = normal_integrals(channel, activation)
+    expected, variance = normal_integrals(channel, activation)
     spread = math.sqrt(variance + EPS)  # what the mean is a part of
-    assert abs(mean.item() - wanted) < 0.01 * spread  # 200 samples have 0.99 of a normal's variance
+    assert abs(mean.item() - expected) < 0.01 * spread  # 200 samples have 0.99 of a normal's variance
     assert rstd.item() == pytest.approx(1 / spread, rel=0.01)
 
 
@@ -110,8 +110,8 @@ def test_output_follows_the_papers_formula(activation, compute, dtype):
     x = torch.randn(3, len(CHANNELS), 5, 4, generator=noise).to(dtype).contiguous(memory_format=torch.channels_last)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = compute(x, factors_of(CHANNELS, wide), samples(wide), activation=activation, eps=EPS)
-    wanted = torch.from_numpy(by_definition(x.double().numpy(), np.array(CHANNELS, dtype=float).T, activation))
-    torch.testing.assert_close(y.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(wide).eps)
+    expected = torch.from_numpy(by_definition(x.double().numpy(), np.array(CHANNELS, dtype=float).T, activation))
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(wide).eps)
     assert y.dtype == dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
 
@@ -128,8 +128,8 @@ def test_gradients_equal_finite_differences_and_the_plain_formula(activation):
     assert torch.autograd.gradcheck(recomputed, (x, factors))
     dy = torch.randn(x.shape, generator=noise, dtype=torch.float64)
     plain = plain_proxy_norm(x, factors, samples(), activation=activation, eps=EPS)
-    wanted = torch.autograd.grad(plain, (x, factors), dy)
-    for mine, theirs in zip(torch.autograd.grad(recomputed(x, factors), (x, factors), dy), wanted, strict=True):
+    expected = torch.autograd.grad(plain, (x, factors), dy)
+    for mine, theirs in zip(torch.autograd.grad(recomputed(x, factors), (x, factors), dy), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -161,6 +161,7 @@ def test_meta_tensors_are_accepted(keep):
     assert (out.shape, out.dtype, out.device) == (images.shape, torch.float16, images.device)
 
 
+@pytest.mark.run
 def test_compiler_makes_one_graph():
     layer = ProxyNorm(6, activation="silu")
     x = torch.randn(2, 6, 3, 3, requires_grad=True)
@@ -184,23 +185,24 @@ def proxied(name="efficientnet-cifar", *, device=None, **options):
 SIZES = [*((f"efficientnet-b{size}", 1) for size in (0, 2, 4, 7)), ("efficientnet-b4", 16), ("efficientnet-cifar", 16)]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "group_dim"), SIZES)
 def test_every_activation_after_a_norm_is_normalised_and_other_norms_lose_their_shift(name, group_dim):
     model, plain = (
         proxied(name, device="meta", efficientnet_group_dim=group_dim, proxy_norm=proxy) for proxy in (True, False)
     )
     layers = dict(model.named_modules())
-    behind = {path: layer for path, layer in layers.items() if isinstance(layer, ProxyNorm)}
+    added_layers = {path: layer for path, layer in layers.items() if isinstance(layer, ProxyNorm)}
     active = {
         path for path, layer in plain.named_modules() if hasattr(layer, "num_groups") and layer.act.__class__ is nn.SiLU
     }
-    assert {path.removesuffix(".act") for path in behind} == active
+    assert {path.removesuffix(".act") for path in added_layers} == active
     bare = [layer for path, layer in layers.items() if isinstance(layer, nn.GroupNorm) and path not in active]
     assert all(layers[path].weight is None and layers[path].bias is None for path in active)
     assert bare
     assert all(layer.weight is not None and layer.bias is None for layer in bare)
     # Two more numbers for each channel with an activation, one less for each without.
-    added = sum(2 * layer.num_features for layer in behind.values()) - sum(layer.num_channels for layer in bare)
+    added = sum(2 * layer.num_features for layer in added_layers.values()) - sum(layer.num_channels for layer in bare)
     assert zoo.count_parameters(model) == zoo.count_parameters(plain) + added
 
 
@@ -233,8 +235,8 @@ def test_first_layers_of_a_model_follow_the_definition():
     before = nn.functional.group_norm(model.conv_stem(x), 4, eps=model.bn1.eps)
     act = model.bn1.act
     factors = torch.stack((act.weight, act.bias, act.proxy_scale, act.proxy_shift)).detach().double().numpy()
-    wanted = by_definition(before.detach().double().numpy(), factors, "silu")
-    np.testing.assert_allclose(model.bn1(model.conv_stem(x)).detach().numpy(), wanted, rtol=1e-4, atol=1e-4)
+    expected = by_definition(before.detach().double().numpy(), factors, "silu")
+    np.testing.assert_allclose(model.bn1(model.conv_stem(x)).detach().numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_model_without_activations_after_its_norms_is_refused():
@@ -260,6 +262,7 @@ def test_weight_decay_spares_scales_and_shifts_but_not_those_of_the_gaussian():
     assert all(weight.ndim == 1 for name, weight in model.named_parameters() if name in own)
 
 
+@pytest.mark.run
 def test_stages_and_recomputation_change_no_bit():
     model, whole = proxied().train(), proxied().train()
     stages = [stage.module for stage in splits.split(model, ["blocks/1/0/bn1", "blocks/3/0", "conv_head"])]
@@ -291,6 +294,7 @@ def interpreted():
     return json.loads(done.stdout)
 
 
+@pytest.mark.run
 def test_kernels_are_as_exact_as_fp32(interpreted):
     assert len(interpreted) == 6
     for case, errors in interpreted.items():
@@ -313,9 +317,9 @@ def test_gpu_result_is_exact_up_to_rounding(shape, activation, dtype):
     found = [y, *torch.autograd.grad(y, leaves, dy)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     plain = plain_proxy_norm(*exact, samples().cuda(), activation=activation, eps=EPS)
-    wanted = [plain, *torch.autograd.grad(plain, exact, dy.double())]
+    expected = [plain, *torch.autograd.grad(plain, exact, dy.double())]
     assert y.dtype == dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
-    for mine, theirs, rounding in zip(found, wanted, (dtype, dtype, torch.float32), strict=True):
+    for mine, theirs, rounding in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
         error = (mine.double() - theirs).abs().max() / theirs.abs().max()
         assert error < max(1e-5, 2 * torch.finfo(rounding).eps)

@@ -70,6 +70,7 @@ def check(name, names, size=32):
         assert torch.equal(values[0], whole(x))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "names"), QUICK.items())
 def test_stages_equal_the_whole_model(name, names):
     check(name, names)
@@ -86,6 +87,7 @@ def test_stages_equal_the_whole_model_for_a_model_of_timm():
     check("timm:regnetx_002", ["s2/b1/conv2", "s3/b2"])
 
 
+@pytest.mark.run
 def test_model_can_be_split_at_every_layer_but_the_first():
     model = zoo.build("resnet8-cifar", classes=5, seed=0)
     first, *names = legal_names(model)

@@ -22,11 +22,11 @@ def test_bypass_adds_the_input_of_every_second_fire_module(name):
     """Fire 3, 5, 7 and 9 by the names of torchvision's layers, against the sum worked out beside the model."""
     plain, bypassed = (zoo.build(name, classes=5, seed=0, squeezenet_bypass=bypass).eval() for bypass in (False, True))
     assert all(torch.equal(value, bypassed.state_dict()[key]) for key, value in plain.state_dict().items())
-    x = wanted = torch.randn(2, 3, 32, 32)
+    x = expected = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         for number, layer in enumerate(plain.features):
-            wanted = wanted + layer(wanted) if number in (4, 7, 9, 12) else layer(wanted)
-        torch.testing.assert_close(bypassed(x), plain.classifier(wanted).flatten(1))
+            expected = expected + layer(expected) if number in (4, 7, 9, 12) else layer(expected)
+        torch.testing.assert_close(bypassed(x), plain.classifier(expected).flatten(1))
         assert not torch.equal(bypassed(x), plain(x))
 
 
@@ -69,9 +69,10 @@ def test_stages_are_bit_for_bit_equal(bypass):
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", zoo.SQUEEZENETS)
 @pytest.mark.parametrize("bypass", [False, True])
-def test_few_images_are_learned_by_heart(name, bypass):
+def test_a_network_overfits_a_few_images(name, bypass):
     """With torchvision's initial weights and a relu after ten logits it hardly ever does (docs/maintaining/log.md)."""
     torch.manual_seed(0)
     model = zoo.build(name, classes=4, seed=0, squeezenet_bypass=bypass).eval()  # without dropout

@@ -54,26 +54,31 @@ def norm_eps(model):
     return {layer.eps for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)}
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
+# Deeper and wider by the same formulas; their parameters and layers are compared without computing, too.
+LARGE = {"efficientnet-b5", "efficientnet-b6", "efficientnet-b7", "resnet152", "resnext101"}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in TORCHVISION])
 def test_logits_and_parameters_equal_torchvisions(name):
     with torch.device("meta"):
-        expected = TORCHVISION[name](num_classes=7)
-    (eps,) = norm_eps(expected)  # torchvision's differs from timm's in some
+        theirs = TORCHVISION[name](num_classes=7)
+    (eps,) = norm_eps(theirs)  # torchvision's differs from timm's in some
     model = on_meta(name, classes=7, norm_eps=eps)
-    assert zoo.count_parameters(model) == zoo.count_parameters(expected)
+    assert zoo.count_parameters(model) == zoo.count_parameters(theirs)
 
     torch.manual_seed(1)
     state = {key: random_tensor(value) for key, value in model.state_dict().items()}
-    shapes = [value.shape for value in expected.state_dict().values()]
+    shapes = [value.shape for value in theirs.state_dict().values()]
     values = [value.reshape(shape) for value, shape in zip(state.values(), shapes, strict=True)]  # 1 x 1 or linear
     model.load_state_dict(state, assign=True)
-    expected.load_state_dict(dict(zip(expected.state_dict(), values, strict=True)), assign=True)
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), values, strict=True)), assign=True)
 
     images = torch.randn(2, 3, 40, 40, dtype=torch.float64)
     with torch.inference_mode():
-        logits, wanted = model.eval()(images), expected.eval()(images)
-    assert wanted.std(0).min() > 0
-    torch.testing.assert_close(logits / wanted.abs().max(), wanted / wanted.abs().max(), rtol=0, atol=1e-10)
+        logits, expected = model.eval()(images), theirs.eval()(images)
+    assert expected.std(0).min() > 0
+    torch.testing.assert_close(logits / expected.abs().max(), expected / expected.abs().max(), rtol=0, atol=1e-10)
 
 
 TIMM = {
@@ -102,6 +107,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "rate"), DROPOUT.items())
 def test_dropout_before_the_classifier_is_a_module(name, rate):
     model = on_meta(name)

@@ -70,6 +70,7 @@ def kernels_of(name):
     return module, {key for key, kernel in vars(module).items() if isinstance(kernel, JITFunction)} - called
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_group_norm_compiles(dtype, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
@@ -80,6 +81,7 @@ def test_group_norm_compiles(dtype, compiled):
     assert compiled == kernels
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_proxy_norm_compiles(dtype, silu, compiled):
@@ -100,6 +102,7 @@ def test_resizing_compiles(antialias, compiled):
     assert compiled == kernels
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("rounding", [None, Rounding(5)], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_update_rules_compile(name, rounding, compiled):

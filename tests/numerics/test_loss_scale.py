@@ -132,18 +132,18 @@ def test_skipped_update_halves_the_scale(spoiled):
 
 def test_automatic_scale_stays_within_its_bounds():
     scale = automatic(bounds=(0.5, 4.0))
-    for above, wanted in ((0, 2.0), (0, 4.0), (0, 4.0), (1, 2.0), (1, 1.0), (1, 0.5), (1, 0.5)):
+    for above, expected in ((0, 2.0), (0, 4.0), (0, 4.0), (1, 2.0), (1, 1.0), (1, 0.5), (1, 0.5)):
         scale.watch([gradients(above)])
         scale.after(NO)
-        assert scale.value.item() == wanted
+        assert scale.value.item() == expected
 
 
 def test_counts_are_summed_over_a_period():
     scale = automatic(period=3, initial=8.0)
-    for above, wanted in ((1, 8.0), (0, 8.0), (0, 4.0), (0, 4.0), (0, 4.0), (0, 8.0)):
+    for above, expected in ((1, 8.0), (0, 8.0), (0, 4.0), (0, 4.0), (0, 4.0), (0, 8.0)):
         scale.watch([gradients(above)])
         scale.after(NO)
-        assert scale.value.item() == wanted
+        assert scale.value.item() == expected
 
 
 def test_history_holds_the_latest_scales():
@@ -151,8 +151,8 @@ def test_history_holds_the_latest_scales():
     for update in range(HISTORY + 3):
         scale.watch([gradients(update % 2)])
         scale.after(NO)
-    wanted = [1.0 if update % 2 == 0 else 2.0 for update in range(HISTORY + 3)]
-    assert [scale.history[update % HISTORY].item() for update in range(3, HISTORY + 3)] == wanted[3:]
+    expected = [1.0 if update % 2 == 0 else 2.0 for update in range(HISTORY + 3)]
+    assert [scale.history[update % HISTORY].item() for update in range(3, HISTORY + 3)] == expected[3:]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ CASES = [(name, [".*(bn|add).*"]) for name in MODELS] + [
 ]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "patterns"), CASES)
 def test_recomputation_changes_no_bit(name, patterns):
     plain = build(name)
@@ -80,6 +81,7 @@ def test_recomputation_changes_no_bit(name, patterns):
         assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b0"])
 def test_stage_recomputes_every_segment_and_stores_as_predicted(name):
     plain = build(name)
@@ -244,6 +246,7 @@ def test_model_that_branches_on_its_input_is_refused_in_one_line():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "resnet8-cifar"])
 def test_prediction_without_recomputation_matches_autograd(name):
     model, x = build(name), images(name)
@@ -271,6 +274,7 @@ def test_prediction_scales_with_micro_batch_and_type():
     assert half < 0.62 * eight  # the indices of max pooling do not shrink
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.7, 0.5])
 def test_only_as_much_as_needed_is_recomputed_to_fit_the_budget(share):
     model, x = build("resnet18"), images("resnet18")

@@ -153,9 +153,9 @@ def test_noise_is_the_published_hash():
     seed, update, tensor, slot = 0x123456789AB, 1000, 7, 2
     base = mix((mix((mix(seed % 2**32) + (seed >> 32)) % 2**32) + update * 0x9E3779B1) % 2**32)
     stream = mix((base + tensor * 0x85EBCA77) % 2**32)
-    wanted = [mix((mix(element ^ stream) + stream + slot * 0xC2B2AE3D) % 2**32) for element in range(50)]
+    expected = [mix((mix(element ^ stream) + stream + slot * 0xC2B2AE3D) % 2**32) for element in range(50)]
     found = noise(50, key=Key(seed=seed, update=update, tensor=tensor, slot=slot))
-    assert [int(number) % 2**32 for number in found] == wanted
+    assert [int(number) % 2**32 for number in found] == expected
 
 
 def test_every_bit_of_noise_is_a_fair_coin():

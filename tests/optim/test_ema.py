@@ -41,8 +41,8 @@ def test_average_is_the_mean_weighted_by_age(decay, network):
         history.append({name: t.double().numpy().copy() for name, t in model.state_dict().items()})
     for name, average in ema.model.state_dict().items():
         if average.is_floating_point():
-            wanted = closed_form([entry[name] for entry in history], decay)
-            np.testing.assert_allclose(average.numpy(), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+            expected = closed_form([entry[name] for entry in history], decay)
+            np.testing.assert_allclose(average.numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_average_equals_the_weights_after_the_first_update(network):
@@ -71,10 +71,10 @@ def test_half_weights_are_averaged_in_fp32_and_evaluated_in_half(dtype, network)
     for _ in walk(model, 200):
         ema.update(model)
         history.append(model.conv.weight.detach().double().numpy().copy())
-    wanted = closed_form(history, 0.999)
+    expected = closed_form(history, 0.999)
     average = ema.state_tensors()["average/conv.weight"]
     assert average.dtype == torch.float32
-    np.testing.assert_allclose(average.numpy(), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(average.numpy(), expected, rtol=1e-4, atol=1e-5)
     assert ema.model.conv.weight.dtype == dtype
     assert torch.equal(ema.model.conv.weight, average.to(dtype))
 

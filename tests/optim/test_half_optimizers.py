@@ -104,33 +104,33 @@ def float64(t):
 def test_six_fp32_updates_follow_the_formula(name, network):
     model = network()
     optimizer = make(name, model)
-    wanted, state = {n: float64(p) for n, p in model.named_parameters()}, {}
+    expected, state = {n: float64(p) for n, p in model.named_parameters()}, {}
     for update, lr in enumerate([0.0, 0.1, 0.2, 0.2, 0.05, 0.01]):
         set_lr(optimizer, lr)
         give(model, gradients(model, update))
         optimizer.step()
         for n, g in gradients(model, update).items():
-            decay = DECAY if wanted[n].ndim > 1 else 0.0
-            wanted[n] = RULES[name][1](wanted[n], float64(g), state.setdefault(n, {}), lr, decay)
+            decay = DECAY if expected[n].ndim > 1 else 0.0
+            expected[n] = RULES[name][1](expected[n], float64(g), state.setdefault(n, {}), lr, decay)
     for n, p in model.named_parameters():
-        np.testing.assert_allclose(float64(p), wanted[n], rtol=2e-5, atol=2e-6, err_msg=n)
+        np.testing.assert_allclose(float64(p), expected[n], rtol=2e-5, atol=2e-6, err_msg=n)
 
 
 def check_one_update(name, model, optimizer, *, grads, lr, slack):
     """Weights and state go from their stored halves to within `slack` spacings of the formula's result."""
     before = {n: float64(p) for n, p in model.named_parameters()}
-    wanted = {n: {s: float64(t) for s, t in optimizer.state[p].items()} for n, p in model.named_parameters()}
+    expected = {n: {s: float64(t) for s, t in optimizer.state[p].items()} for n, p in model.named_parameters()}
     scale = 1.0 if optimizer.scale is None else optimizer.scale.item()
     set_lr(optimizer, lr)
     give(model, grads)
     optimizer.step()
     for n, p in model.named_parameters():
         decay = DECAY if p.ndim > 1 else 0.0
-        wanted[n]["weight"] = RULES[name][1](before[n], float64(p.grad) / scale, wanted[n], lr, decay)
+        expected[n]["weight"] = RULES[name][1](before[n], float64(p.grad) / scale, expected[n], lr, decay)
         for slot, found in {"weight": p, **optimizer.state[p]}.items():
             if slot == "step":
                 continue
-            exact, numbers = wanted[n][slot], torch.finfo(p.dtype)
+            exact, numbers = expected[n][slot], torch.finfo(p.dtype)
             if slot.startswith("root_") and p.dtype == torch.float16:
                 exact = np.where(exact > 0, np.maximum(exact, 2.0**-24), exact)  # never rounded away
             assert found.dtype == p.dtype
@@ -166,6 +166,7 @@ def test_gradients_are_divided_by_the_scale_in_fp32(name, network):
         check_one_update(name, model, optimizer, grads=grads, lr=3.0, slack=0.51)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", NAMES)
 def test_stochastic_rounding_follows_fp32_on_average(name, dtype, network):
@@ -178,11 +179,11 @@ def test_stochastic_rounding_follows_fp32_on_average(name, dtype, network):
         train(model, make(name, model, Rounding(seed)), range(5), scale=0.1)
         runs.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
     found = torch.stack(runs)
-    wanted = torch.cat([p.detach().double().flatten() for p in exact.parameters()])
+    expected = torch.cat([p.detach().double().flatten() for p in exact.parameters()])
     start = torch.cat(
         [p.detach().double().flatten() - p.detach().to(dtype).double().flatten() for p in network().parameters()]
     )
-    far = (found.mean(0) - wanted + start).abs() - 7 * found.std(0) / 20**0.5
+    far = (found.mean(0) - expected + start).abs() - 7 * found.std(0) / 20**0.5
     # Gradients are rounded to the nearest, and LARS and RMSprop are not linear: those errors remain.
     assert far.max() < 40 * torch.finfo(dtype).eps * 0.05
 
@@ -244,10 +245,10 @@ def test_fp32_weights_have_the_state_of_the_fp32_rule(name, network):
         set_lr(second, 0.01 * (1 + update % 3))
         give(theirs, gradients(theirs, update))
         second.step()
-    found, wanted = state_tensors(first, ours), state_tensors(second, theirs)
-    assert found.keys() == wanted.keys()
+    found, expected = state_tensors(first, ours), state_tensors(second, theirs)
+    assert found.keys() == expected.keys()
     for n in found:
-        torch.testing.assert_close(found[n].double(), wanted[n].double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[n].double(), expected[n].double(), rtol=1e-5, atol=1e-6)
 
 
 def test_large_tensors_are_updated_in_pieces_with_the_same_result(monkeypatch, network):

@@ -96,18 +96,18 @@ def test_six_updates_follow_the_formula(name, decay, momentum, network):
     )
     model = network()
     optimizer = build_optimizer(model, rule)
-    wanted = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
-    state = {n: {} for n in wanted}
+    expected = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
+    state = {n: {} for n in expected}
     for update, lr in enumerate([0.0, 0.1, 0.2, 0.2, 0.05, 0.01]):
         set_lr(optimizer, lr)
         optimizer.zero_grad()
         for n, g in gradients(model, update).items():
             give(model.get_parameter(n), g)
-            own_decay = decay if wanted[n].ndim > 1 else 0.0
-            wanted[n] = REFERENCES[name](wanted[n], g.double().numpy(), state[n], lr, rule, own_decay)
+            own_decay = decay if expected[n].ndim > 1 else 0.0
+            expected[n] = REFERENCES[name](expected[n], g.double().numpy(), state[n], lr, rule, own_decay)
         optimizer.step()
     for n, p in model.named_parameters():
-        np.testing.assert_allclose(p.detach().numpy(), wanted[n], rtol=2e-5, atol=2e-6, err_msg=n)
+        np.testing.assert_allclose(p.detach().numpy(), expected[n], rtol=2e-5, atol=2e-6, err_msg=n)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -326,8 +326,8 @@ def test_trust_ratios_follow_the_formula_and_are_1_where_a_norm_is_zero():
     grads = [noise.normal(size=(3, 4)), np.ones((2, 2)), np.zeros((5, 2))]
     w, g = np.linalg.norm(weights[0]), np.linalg.norm(grads[0])
     sizes = (norms([torch.tensor(x) for x in tensors]) for tensors in (weights, grads))
-    got = trust_ratios(*sizes, coefficient=0.01, decay=0.1, eps=0.5)
-    np.testing.assert_allclose(got.numpy(), [0.01 * w / (g + 0.1 * w + 0.5), 1.0, 1.0], rtol=1e-12)
+    found = trust_ratios(*sizes, coefficient=0.01, decay=0.1, eps=0.5)
+    np.testing.assert_allclose(found.numpy(), [0.01 * w / (g + 0.1 * w + 0.5), 1.0, 1.0], rtol=1e-12)
 
 
 def test_lars_equals_timms_while_the_rate_is_constant(network, accumulate):

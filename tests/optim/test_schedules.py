@@ -55,9 +55,9 @@ def test_schedule_equals_torchs_scheduler_at_its_frequency(kind, frequency):
     options, make = TORCH[kind]
     per_epoch = frequency or UPDATES
     rates = stepped(lambda optimizer: make(optimizer, per_epoch), EPOCHS * per_epoch)
-    wanted = np.repeat(rates, UPDATES // per_epoch)
-    got = [schedule(kind, changes_per_epoch=frequency, **options).lr(u) for u in range(EPOCHS * UPDATES)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-15)
+    expected = np.repeat(rates, UPDATES // per_epoch)
+    found = [schedule(kind, changes_per_epoch=frequency, **options).lr(u) for u in range(EPOCHS * UPDATES)]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["step", "cosine", "exponential"])
@@ -71,16 +71,16 @@ def test_warm_up_is_linear(kind):
 
 def test_polynomial_equals_tensorflows_after_a_ramp_to_the_peak():
     """(L0 - Lend)(1 - t)^power + Lend, as tf.train.polynomial_decay computes it."""
-    got = [schedule("polynomial", warmup_epochs=2, end_ratio=1e-3).lr(u) for u in range(EPOCHS * UPDATES + 1)]
+    found = [schedule("polynomial", warmup_epochs=2, end_ratio=1e-3).lr(u) for u in range(EPOCHS * UPDATES + 1)]
     updates = np.arange(EPOCHS * UPDATES + 1, dtype=np.float64)
     t = (updates - 20) / 40
-    wanted = np.where(updates < 20, 0.4 * updates / 20, (0.4 - 4e-4) * (1 - t) ** 2 + 4e-4)
-    np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-15)
+    expected = np.where(updates < 20, 0.4 * updates / 20, (0.4 - 4e-4) * (1 - t) ** 2 + 4e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_run_shorter_than_its_warm_up_only_rises():
-    got = [schedule("polynomial", epochs=2, warmup_epochs=5).lr(u) for u in range(2 * UPDATES)]
-    np.testing.assert_allclose(got, 0.4 * np.arange(20) / 50, rtol=1e-12)
+    found = [schedule("polynomial", epochs=2, warmup_epochs=5).lr(u) for u in range(2 * UPDATES)]
+    np.testing.assert_allclose(found, 0.4 * np.arange(20) / 50, rtol=1e-12)
 
 
 def test_frequency_0_424_changes_every_2_36_epochs_as_in_the_efficientnet_config():
@@ -110,8 +110,8 @@ def test_drop_between_two_changes_waits_for_the_next_one():
 def test_factors_of_passed_drops_multiply():
     """PopART's 1, 0.5, 0.1 of the first rate, from 0.5 and 0.75 of training on."""
     rates = schedule("step", epochs=8, drops=(4, 6), factors=(0.5, 0.2))
-    got = [rates.lr(update) for update in range(8 * UPDATES)]
-    np.testing.assert_allclose(got, 0.4 * np.repeat([1.0, 0.5, 0.1], [40, 20, 20]), rtol=1e-12)
+    found = [rates.lr(update) for update in range(8 * UPDATES)]
+    np.testing.assert_allclose(found, 0.4 * np.repeat([1.0, 0.5, 0.1], [40, 20, 20]), rtol=1e-12)
 
 
 def test_factor_belongs_to_its_drop_in_any_order():

@@ -47,19 +47,20 @@ FOLDED = {  # replicas, stages, devices -> replicas and stages that run
 def test_replicas_are_folded_before_stages(asked, run):
     replicas, stages, devices = asked
     recipe = Asked(replicas=replicas, accumulation=3, stages=stages)
-    found = over_devices(recipe, devices=devices, what="few are here")
+    found = over_devices(recipe, devices=devices, what="few are available")
     assert (found.replicas, found.stages) == run
 
 
 def test_folding_is_explained_in_a_line_each():
-    found = over_devices(Asked(replicas=4, accumulation=1, stages=4), devices=3, what="3 devices are here")
+    found = over_devices(Asked(replicas=4, accumulation=1, stages=4), devices=3, what="3 devices are available")
     assert found == Division(
         2,
         2,
         1,
         (
-            "4 stages asked for, 3 devices are here: all stages of a replica run in one process, with the same updates",
-            "4 replicas asked for, 3 devices are here: 2 run, with 2 times the accumulation; same global batch"
+            "4 stages requested, 3 devices are available: all stages of a replica run in one process, with the same"
+            " updates",
+            "4 replicas requested, 3 devices are available: 2 run, with 2 times the accumulation; same global batch"
             " and learning rate",
         ),
     )
@@ -68,16 +69,16 @@ def test_folding_is_explained_in_a_line_each():
 def test_strict_devices_refuse_too_few_devices():
     asked = Asked(replicas=4, accumulation=1, strict=True)
     assert over_devices(asked, devices=4, what="").processes == 4
-    with pytest.raises(DeviceError, match="4 replicas asked for, which takes 4 devices; 2 are here"):
-        over_devices(asked, devices=2, what="2 are here")
+    with pytest.raises(DeviceError, match="4 replicas requested, which takes 4 devices; 2 are available"):
+        over_devices(asked, devices=2, what="2 are available")
     with pytest.raises(DeviceError, match="which takes 4 processes; torchrun started 2"):
         over_processes(asked, size=2, launcher="torchrun")
 
 
 def test_strict_devices_refuse_too_few_devices_for_stages():
     asked = Asked(replicas=2, accumulation=1, stages=2, strict=True)
-    with pytest.raises(DeviceError, match="2 replicas of 2 stages asked for, which takes 4 devices; 2 are here"):
-        over_devices(asked, devices=2, what="2 are here")
+    with pytest.raises(DeviceError, match="2 replicas of 2 stages requested, which takes 4 devices; 2 are available"):
+        over_devices(asked, devices=2, what="2 are available")
     with pytest.raises(DeviceError, match="which takes 4 processes; torchrun started 2"):
         over_processes(asked, size=2, launcher="torchrun")
 

@@ -28,7 +28,7 @@ def says(*command):
 
 
 def mpirun(size):
-    """The originals' own line; one variable for all processes, without an index, names the first."""
+    """The originals' line; one variable for all processes, without an index, names the first."""
     if "Open MPI" not in says("mpirun", "--version"):
         pytest.skip("mpirun of Open MPI is not installed")
     workers = [f"127.0.0.1:{gloo.free_port()}", *(f"127.0.0.1:{number}" for number in range(1, size))]

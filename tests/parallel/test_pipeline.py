@@ -200,12 +200,12 @@ def test_a_run_moved_from_two_stages_to_one_process_to_four_is_unchanged(tmp_pat
 
 LEAVING = {
     # Of 24 validation images in batches of 4: six on each stage. The answer comes one batch late.
-    "the first stage wishes it": (2, "", 0, 2, [("left", 4, 24)] * 2),
-    "the last stage wishes it": (2, "", 1, 2, [("left", 4, 24)] * 2),
-    "neither does": (2, "", 9, 0, [(24, 6, 24)] * 2),
+    "the first stage asks": (2, "", 0, 2, [("left", 4, 24)] * 2),
+    "the last stage asks": (2, "", 1, 2, [("left", 4, 24)] * 2),
+    "neither asks": (2, "", 9, 0, [(24, 6, 24)] * 2),
     "too late": (2, "", 0, 5, [(24, 6, 24)] * 2),
-    # The other replica counts all of its own, and learns of it then.
-    "of two replicas one": (4, "--replicas 2", 1, 0, [("left", 2, 48)] * 2 + [("left", 6, 48)] * 2),
+    # The other replica counts all of its images and stops after that.
+    "one of two replicas asks": (4, "--replicas 2", 1, 0, [("left", 2, 48)] * 2 + [("left", 6, 48)] * 2),
 }
 
 

@@ -35,9 +35,9 @@ def test_replicas_match_one_process_with_the_same_micro_batches(size, tmp_path):
         for key in ("scales", "skipped", "offender"):
             assert [each[key] for each in many] == [single[number][key]] * size, (case, key)
         assert single[number]["skipped"] == (case.spoiled is not None)
-        found, wanted = (
+        found, expected = (
             {name: t for name, t in tensors(tmp_path / home / f"{number}-first").items() if name.startswith("model:")}
             for home in ("many", "one")
         )
-        name, off = furthest(found, wanted)
+        name, off = furthest(found, expected)
         assert off <= BOUNDS[size][case.regime.partition(".")[2]], (case, name, off)

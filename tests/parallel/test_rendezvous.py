@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import gloo
 import replica_scenarios
 from falconet.parallel import network, rendezvous
-from runs import begin, finish, updates, wait_for
+from runs import LIMIT, begin, finish, updates, wait_for
 from tiny import TINY
 from watched import descendants
 
@@ -62,19 +64,24 @@ class Touching:
         return os.system, (f"touch {self.path}",)
 
 
-def attack(found, trace, run_ids):
-    """Write a pickle to wherever a rendezvous of torch's reads one, in every store that answers; returns their number.
+def attack(found, trace, run_ids, *, timeout=5):
+    """Write a pickle to wherever torch's rendezvous reads one, in every store that answers; returns their number.
 
-    In the words of TCPStore's protocol: its own client waits for ever for an answer of gloo's ports.
+    By TCPStore's protocol, because its client would wait for ever for an answer from gloo's ports.
     """
-    bad, stores = b64encode(pickle.dumps(Touching(trace))), 0
-    for address, port in found:
-        for name in run_ids:
-            key = f"/torch.rendezvous.{name}".encode()  # every key of a client begins so
-            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2) as line:
-                line.sendall(VALIDATE + SET + sized(key) + sized(bad) + GET + sized(key))
-                stores += line.recv(1 << 20).endswith(bad)
-    return stores
+    bad = b64encode(pickle.dumps(Touching(trace)))
+
+    def wrote(place, name):
+        key = f"/torch.rendezvous.{name}".encode()  # every key of a client starts with a slash
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=timeout) as line:
+            line.sendall(VALIDATE + SET + sized(key) + sized(bad) + GET + sized(key))
+            return line.recv(1 << 20).endswith(bad)
+        return False
+
+    attempts = list(itertools.product(found, run_ids))
+    assert attempts
+    with ThreadPoolExecutor(max_workers=len(attempts)) as threads:
+        return sum(threads.map(lambda attempt: wrote(*attempt), attempts))
 
 
 VALIDATE, SET, GET = (
@@ -101,7 +108,7 @@ def run_ids(pids):
 POPRUN = (sys.executable, "-m", "falconet.legacy.poprun", "--num-replicas=2", sys.executable, "-m", "falconet")
 JOBS = {  # and how many stores a port leads to: that of poprun's first worker
     "our launcher": ((sys.executable, "-m", "falconet"), "--replicas 2", 0),
-    "poprun": (POPRUN, "", 1),
+    "poprun": pytest.param(POPRUN, "", 1, marks=pytest.mark.slow),
 }
 
 
@@ -122,13 +129,13 @@ def test_no_other_host_reaches_a_job_of_one_host_and_no_pickle_is_run(tmp_path, 
     assert [stat.S_IMODE(path.stat().st_mode) for path in private] == [0o700] * len(private)
     trace, before = tmp_path / "trace", max(updates(tmp_path / "r"))
     assert attack(found, trace, run_ids(everyone)) == stores
-    time.sleep(2)  # torch's agent reads its store every 0.1 s, and a state of its own every second
+    time.sleep(2)  # torch's agent reads its store every 0.1 s, and its rendezvous state every second
     wait_for(lambda: max(updates(tmp_path / "r")) > before + 3, "more updates")
     job.send_signal(signal.SIGINT)
     code, out, err = finish(job)
     assert (code, err) == (130, ""), out
     assert not trace.exists(), "the pickle was run"
-    assert list(folders.iterdir()) == [], "nothing is left behind"
+    assert list(folders.iterdir()) == [], "files remain"
 
 
 @pytest.mark.dist
@@ -195,7 +202,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
-def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tmp_path, content):
+def test_a_foreign_state_is_refused_in_one_line_and_never_run(tmp_path, content):
     store, trace = HashStore(), tmp_path / "trace"
     backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     assert backend.get_state() is None
@@ -209,7 +216,7 @@ def test_a_state_that_is_no_json_of_ours_is_refused_in_one_line_and_never_run(tm
     assert not trace.exists()
 
 
-def test_what_is_stored_is_text(tmp_path):
+def test_the_store_holds_text(tmp_path):
     store = HashStore()
     backend = rendezvous.JsonBackend(C10dRendezvousBackend(store, "job"), "job")
     state, token, has_set = backend.set_state(pickle.dumps(some_state()))
@@ -241,7 +248,7 @@ def begin_two(tmp_path, *how):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_agents_of_several_hosts_meet_at_the_address_alone_and_run_no_pickle(tmp_path, backend):
     port = gloo.free_port()
     elastic = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
@@ -252,7 +259,7 @@ def test_agents_of_several_hosts_meet_at_the_address_alone_and_run_no_pickle(tmp
     found, trace = listening_at(everyone), tmp_path / "trace"
     assert ("127.0.0.1", port) in found, [agent.communicate() for agent in agents if agent.poll() is not None]
     assert {address for address, _ in found if is_open_to_others(address)} == set()
-    assert attack([("127.0.0.1", port)], trace, run_ids(everyone)) > 0
+    assert attack([("127.0.0.1", port)], trace, run_ids(everyone), timeout=LIMIT) > 0
     time.sleep(3)  # torch's agent reads the state every second
     if backend == "static":
         assert [agent.poll() for agent in agents] == [None, None], "the key means nothing there"

@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 LINE = f"{TINY} --micro-batch-size 4 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --collective-timeout 25 --resume"
-# Runs its second argument on a "host": a network namespace with a name of its own.
+# Runs its second argument on a "host": a network namespace with its hostname.
 SHELL = """#!/bin/sh
 case "$1" in
 {network}.1) host=left;;

@@ -81,9 +81,9 @@ def test_replicas_train_only_the_chosen_weights(found, number):
     line = list(REPLICAS.values())[number]
     result = found[0][len(STAGES) + number]["tensors"]
     kind = torch.float16 if "16.16" in line else torch.float32
-    wanted = zoo.build("resnet8-cifar", classes=10, seed=0).state_dict()
+    expected = zoo.build("resnet8-cifar", classes=10, seed=0).state_dict()
     moved = set()
-    for name, before in wanted.items():
+    for name, before in expected.items():
         now = torch.from_numpy(result[f"model:{name}"])
         before = before.to(now.dtype if now.dtype == kind else before.dtype)
         if not torch.equal(now, before):
@@ -92,7 +92,7 @@ def test_replicas_train_only_the_chosen_weights(found, number):
         "averaged": ("fc.", "bn2."),
         "statistics without weights": ("fc.", "running_", "num_batches_tracked"),
     }.get(list(REPLICAS)[number], ("fc.", "layer3."))
-    assert moved == {name for name in wanted if any(part in name for part in patterns)}
+    assert moved == {name for name in expected if any(part in name for part in patterns)}
 
 
 def test_sharded_state_covers_only_the_trained_weights(found):

@@ -44,7 +44,7 @@ def test_a_quiet_counter_prints_nothing(clock, capsys):
 def test_a_terminal_shows_a_bar(clock, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")  # and not one that can do nothing
+    monkeypatch.setenv("TERM", "xterm")  # not a dumb terminal
     with Counting("listing photos", total=10) as count:
         clock[0] = 1
         count.add(4)

@@ -64,8 +64,8 @@ def test_every_line_is_json_with_null_for_nan(tmp_path_factory, metrics, update)
     content = path.read_text(encoding="utf-8")
     assert content.count("\n") == 1
     no_number = (float("inf"), -float("inf"))
-    wanted = {name: None if value != value or value in no_number else value for name, value in metrics.items()}
-    assert strictly(content) == {"update": update, **wanted}
+    expected = {name: None if value != value or value in no_number else value for name, value in metrics.items()}
+    assert strictly(content) == {"update": update, **expected}
 
 
 def test_several_sinks_get_every_metric_and_are_closed(tmp_path):

@@ -39,13 +39,13 @@ def test_the_printed_command_is_quoted_for_any_folder_name():
 
 def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    said = "there is no checkpoint to continue from; the same command starts again"
+    said = "there is no checkpoint to continue from; the same command starts over"
     assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
     assert run_folder.how_to_continue(tmp_path, tmp_path / "never/made") == said
 
 
 BEFORE = "stopped before the first update: nothing was saved"
-AFTER = "stopped; there is no checkpoint to continue from; the same command starts again"
+AFTER = "stopped; there is no checkpoint to continue from; the same command starts over"
 
 
 @pytest.mark.parametrize(("at", "words"), [("begin", BEFORE), ("train_phase", AFTER)], ids=["begin", "train"])
@@ -69,6 +69,7 @@ def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch)
     assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
 
 
+@pytest.mark.run
 def test_a_file_size_limit_is_found_before_the_first_update(tmp_path):
     limit = 40_000  # bytes that one file may have; the weights have 300 kB
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--run-dir", "r"]

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from falconet.train.plan import Plan
 from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
 
+LIMIT = 300  # seconds; a save takes milliseconds
 UPDATES = 4  # in an epoch, of 8 images
 PLAN = Plan(
     epochs=5,
@@ -306,12 +308,13 @@ class Disk:
     """A disk that is full until the run has tried to find room `tries` times."""
 
     def __init__(self, monkeypatch, *, tries):
-        self.tries, self.plain = tries, os.fsync
+        self.tries, self.plain, self.failed = tries, os.fsync, threading.Event()
         monkeypatch.setattr(os, "fsync", self.sync)
         monkeypatch.setattr(disk, "reserve", self.reserve)
 
     def sync(self, descriptor):
         if self.tries:
+            self.failed.set()
             raise OSError(28, "No space left on device")
         self.plain(descriptor)
 
@@ -350,7 +353,7 @@ def test_one_failed_save_is_reported_and_the_run_continues(desk, monkeypatch, hu
     at = desk()
     disk_ = Disk(monkeypatch, tries=1)
     at.saving.save()
-    at.saving.writer._under_way.exception()  # until it has failed
+    assert disk_.failed.wait(60)
     disk_.tries = 0
     at.train(1.0)
     at.saving.save()

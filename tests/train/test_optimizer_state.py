@@ -16,7 +16,7 @@ HALF = "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --ena
 def test_a_half_precision_run_with_divided_state_is_saved_per_rank_and_read_by_every_command(falconet):
     answer = falconet(f"train {TINY} {HALF} --replicas 2 --epoch 2 --run-dir r")
     assert answer.code == 0, answer.err
-    assert "optimizer sgd, state divided over the replicas, seed" in answer.out
+    assert "optimizer sgd, state sharded over the replicas, seed" in answer.out
     saved = format.checkpoints_in(Path("r"))
     manifest = format.verify(saved[-1])
     assert manifest.format == 2
@@ -77,4 +77,4 @@ def test_one_replica_cannot_divide_its_state_and_gets_one_note(falconet, extra, 
     out = falconet(f"train {TINY} --enable-optimizer-rts {extra} --plan").out
     assert said in out
     assert out.count("--enable-optimizer-rts has no effect") == 1
-    assert "state divided" not in out
+    assert "state sharded" not in out

@@ -20,7 +20,7 @@ def loaded(line):
 
 
 @pytest.mark.parametrize(("full", "side"), SIDES)
-def test_the_reduced_side(full, side):
+def test_the_side_at_half_resolution(full, side):
     assert reduced_size(full) == side
 
 

@@ -50,13 +50,13 @@ def test_log_points_are_evenly_spread_and_end_with_the_epoch(epochs, updates, lo
 @given(some_epochs, some_updates, st.integers(1, 8), st.sampled_from(["none", "during", "after"]))
 def test_validation_runs_at_its_frequency_and_at_the_end_never_within_an_epoch(epochs, updates, frequency, mode):
     made = plan(epochs=epochs, updates_per_epoch=updates, validation_mode=mode, validation_frequency=frequency)
-    wanted = {
+    expected = {
         "none": set(),
         "after": {epochs},
         "during": {epoch for epoch in range(1, epochs + 1) if epoch % frequency == 0} | {epochs},
     }[mode]
     found = points(made.validates_at, epochs, updates)
-    assert found == [[updates] if epoch in wanted else [] for epoch in range(1, epochs + 1)]
+    assert found == [[updates] if epoch in expected else [] for epoch in range(1, epochs + 1)]
 
 
 @given(some_epochs, some_updates, st.floats(0.01, 10))
@@ -81,8 +81,8 @@ def test_a_save_frequency_in_whole_epochs_saves_at_their_ends(epochs, updates, e
     saved = points(
         plan(epochs=epochs, updates_per_epoch=updates, epochs_per_save=float(every)).saves_at, epochs, updates
     )
-    wanted = [epoch % every == 0 or epoch == epochs for epoch in range(1, epochs + 1)]
-    assert saved == [[updates] if ends else [] for ends in wanted]
+    expected = [epoch % every == 0 or epoch == epochs for epoch in range(1, epochs + 1)]
+    assert saved == [[updates] if ends else [] for ends in expected]
 
 
 @given(some_epochs, some_updates, st.integers(1, 8), st.integers(1, 30))
@@ -139,7 +139,7 @@ def test_the_plan_is_described_in_four_lines():
     made = plan(epochs=30, updates_per_epoch=44, images=1437, micro_batch=8, accumulation=2, replicas=2)
     assert made.lines() == [
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "1,320 updates = 30 epochs x 44 updates; 1,437 images, of which each epoch leaves out a different 29",
+        "1,320 updates = 30 epochs x 44 updates; 1,437 images; each epoch skips a different 29",
         "learning rate cosine from 0.1 to 0 over 30 epochs",
         "validates every epoch; saves every epoch and at the end",
     ]
@@ -149,7 +149,7 @@ def test_one_of_a_kind_is_singular():
     made = plan(epochs=1, updates_per_epoch=1, images=1025, micro_batch=1024)
     assert made.lines()[:2] == [
         "global batch 1,024 = micro-batch 1024 x accumulation 1 x replicas 1",
-        "1 update = 1 epoch x 1 update; 1,025 images, of which each epoch leaves out a different 1",
+        "1 update = 1 epoch x 1 update; 1,025 images; each epoch skips a different 1",
     ]
 
 

@@ -38,12 +38,12 @@ def test_measured_splits_are_planned_too(falconet):
 FOLDED = {
     "--replicas 4 --pipeline-splits layer2/0": (
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "4 replicas of 2 stages asked for, 2 cores are here, for 2 processes each: 2 run, with 2 times the",
+        "4 replicas of 2 stages requested, 2 cores are available, for 2 processes each: 2 run, with 2 times the",
         "pipeline of 2 stages",
     ),
     "--replicas 2 --pipeline-splits auto:5": (
         "global batch 16 = micro-batch 8 x accumulation 1 x replicas 2",
-        "5 stages asked for, 2 cores are here, for 2 processes each: all stages of a replica run in one process",
+        "5 stages requested, 2 cores are available, for 2 processes each: all stages of a replica run in one process",
         "recomputes 4 blocks",
     ),
 }
@@ -60,7 +60,7 @@ def test_what_has_no_device_is_folded_with_a_note(falconet, asked, plan):
 
 
 def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(falconet):
-    """Of 8 replicas asked for, 2 run, and each holds half of the state."""
+    """Of 8 replicas requested, 2 run, and each holds half of the state."""
     line = f"train {TINY} --model resnet18 --image-size 32 --optimizer adamw --enable-optimizer-rts --plan"
     line += " --pipeline-splits layer4/0 --micro-batch-size 2"
     folded = falconet(f"{line} --replicas 8").out
@@ -78,7 +78,7 @@ def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet,
     assert falconet(f"{line} --run-dir whole").code == 0
     answer = falconet(f"{line} --pipeline-splits layer1/0/conv2 layer2/0 layer3/0 --run-dir stages")
     assert answer.code == 0, answer.err
-    assert "note: 4 stages asked for, 1 core is here" in answer.out
+    assert "note: 4 stages requested, 1 core is available" in answer.out
     assert "recomputes 4 blocks" in answer.out
     one, other = (load_file(next(Path(run).glob("checkpoints/*/model.safetensors"))) for run in ("whole", "stages"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -95,7 +95,7 @@ MISTAKES = {
     "--pipeline-splits auto:1": "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or",
     "--pipeline-splits auto": "--pipeline-splits: got 'auto', expected layers",
     "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', expected layers",
-    "--pipeline-splits auto:40 --strict-devices": "1 replica of 40 stages asked for, which takes 40 devices; 2 cores",
+    "--pipeline-splits auto:40 --strict-devices": "1 replica of 40 stages requested, which takes 40 devices; 2 cores",
     "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, expected at least 2,"
     " the number of stages, for --pipeline-schedule interleaved; grouped takes any number",
     "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not work with --pipeline-splits",

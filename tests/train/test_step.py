@@ -81,10 +81,10 @@ def test_accumulation_changes_nothing(make, sizes):
     rule = Optimizer(optimizer="sgd", momentum=0.9, weight_decay=1e-3)
     one, several = stepper(whole, rule=rule, smoothing=0.1), stepper(parted, rule=rule, smoothing=0.1)
     for update in range(3):
-        wanted = one([sixteen(update)], update=update, lr=0.05)
+        expected = one([sixteen(update)], update=update, lr=0.05)
         found = several(split(sixteen(update), sizes), update=update, lr=0.05)
-        assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-6)
-        assert (found.correct, found.images) == (wanted.correct, wanted.images)
+        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert (found.correct, found.images) == (expected.correct, expected.images)
     for name, parameter in weights(parted).items():
         assert relative(parameter, weights(whole)[name]) < 1e-6, name
 
@@ -133,10 +133,10 @@ def test_a_label_of_minus_one_adds_neither_loss_nor_gradient_nor_count():
     labels[[3, 12]] = -1
     kept = labels >= 0
     found = stepper(model, smoothing=0.1)([Batch(batch.images, labels, None)], update=0, lr=0.1)
-    wanted = stepper(fewer, smoothing=0.1)([Batch(batch.images[kept], labels[kept], None)], update=0, lr=0.1)
+    expected = stepper(fewer, smoothing=0.1)([Batch(batch.images[kept], labels[kept], None)], update=0, lr=0.1)
     # The weight of an image is 1 / 16 whether the others can be read or not.
-    assert found.loss.item() == pytest.approx(wanted.loss.item() * 14 / 16, rel=1e-6)
-    assert (found.correct, found.images) == (wanted.correct, wanted.images)
+    assert found.loss.item() == pytest.approx(expected.loss.item() * 14 / 16, rel=1e-6)
+    assert (found.correct, found.images) == (expected.correct, expected.images)
     for (name, one), other in zip(model.named_parameters(), fewer.parameters(), strict=True):
         assert relative(one.grad, other.grad * 14 / 16) < 1e-5, name
 
@@ -203,11 +203,11 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_their_update_in_fp32():
     seen = []
     model[0].register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
     found = stepper(model, regime="bf16.32")(split(sixteen(), [8, 8]), update=0, lr=0.1)
-    wanted = stepper(reference)([sixteen()], update=0, lr=0.1)
+    expected = stepper(reference)([sixteen()], update=0, lr=0.1)
     assert seen == [torch.bfloat16] * 2
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert found.loss.dtype == torch.float32
-    assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=0.01)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=0.01)
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert 0 < relative(one.grad, other.grad) < 0.05, name
 

@@ -40,8 +40,11 @@ def test_a_runs_checkpoints_are_measured_as_validate_does(falconet, extra):
     assert table in answer.out
 
 
+STAGES = "--pipeline-splits layer3/0 --gradient-accumulation 2"
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("extra", ["--replicas 2", "--pipeline-splits layer3/0 --gradient-accumulation 2"])
+@pytest.mark.parametrize("extra", ["--replicas 2", pytest.param(STAGES, marks=pytest.mark.slow)])
 def test_several_processes_measure_checkpoints_together(falconet, monkeypatch, extra):
     monkeypatch.setattr(world, "cores", lambda processes=1: 2)
     answer = falconet(f"train {DATA} --epoch 2 {extra} --run-dir r --validate-checkpoints r/checkpoints")

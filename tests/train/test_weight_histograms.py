@@ -1,4 +1,4 @@
-"""Histograms of all trained weights, in any stage, while the stopwatch stands."""
+"""Histograms of all trained weights, in any stage, while the stopwatch is paused."""
 
 import contextlib
 from dataclasses import dataclass, field, replace
@@ -65,7 +65,7 @@ def test_stages_draw_the_weights_of_the_whole_model():
     assert sink == {3: expected(whole)}
 
 
-def test_the_stopwatch_stands_while_weights_are_drawn():
+def test_the_stopwatch_pauses_while_weights_are_drawn():
     moments = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
 #!/bin/sh
-# What `make get-data` runs: sample photos for the inference benchmark, made here instead of fetched.
+# Draw sample photos for the inference benchmark, as `make get-data` does; nothing is downloaded.
 set -e
 exec python3 "$(dirname "$0")/make_samples.py"

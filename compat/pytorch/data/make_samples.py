@@ -1,4 +1,4 @@
-"""`make get-data`: draw a few sample photos for inference, free of rights and without a network."""
+"""`make get-data`: draw a few sample photos for inference; nothing is downloaded or copyrighted."""
 
 import math
 import sys

@@ -1,6 +1,6 @@
 #!/bin/sh
 # EfficientNet-B0 (group norm, group convolutions) as 8 replicas of 2 stages, half resolution first.
-# Any option of train.py may follow.
+# Takes any option of train.py.
 set -e
 here=$(dirname "$0")
 exec poprun --num-instances=4 --num-replicas=8 --ipus-per-replica=2 python3 "$here/train.py" \

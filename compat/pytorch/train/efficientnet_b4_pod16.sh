@@ -1,6 +1,6 @@
 #!/bin/sh
-# EfficientNet-B4 (group norm, group convolutions) as 8 replicas of 2 stages, once an IPU-POD16.
-# Any option of train.py may follow.
+# EfficientNet-B4 (group norm, group convolutions) as 8 replicas of 2 stages, originally for an IPU-POD16.
+# Takes any option of train.py.
 set -e
 here=$(dirname "$0")
 exec poprun --num-instances=2 --num-replicas=8 --ipus-per-replica=2 python3 "$here/train.py" \

@@ -1,6 +1,6 @@
 #!/bin/sh
-# ResNet-50 as 64 replicas, once an IPU-POD64. HOSTS=a,b,c,d runs them on several hosts.
-# Any option of train.py may follow.
+# ResNet-50 as 64 replicas, originally for an IPU-POD64. HOSTS=a,b,c,d runs them on several hosts.
+# Takes any option of train.py.
 set -e
 here=$(dirname "$0")
 exec poprun -vv --num-instances=16 --num-replicas=64 ${HOSTS:+--host="$HOSTS"} \

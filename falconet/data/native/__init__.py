@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from falconet.data.native.binding import Library
 
-# Imported on request, so that `python -m falconet.data.native.compile` does not load what it is about to build.
+# Imported on request, so that `python -m falconet.data.native.compiler` does not load what it is about to build.
 
 
 def library() -> "Library | None":

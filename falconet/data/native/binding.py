@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.data.keyed import FloatArray
-from falconet.data.native import compile
+from falconet.data.native import compiler
 from falconet.data.storage import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
@@ -164,14 +164,14 @@ class Workspace:
 def load() -> tuple[Library | None, str]:
     """The library, or the reason why there is none."""
     if os.environ.get("FALCONET_NATIVE", "") == "0":
-        return None, "switched off by FALCONET_NATIVE=0"
-    path = compile.HERE / compile.LIBRARY
+        return None, "turned off by FALCONET_NATIVE=0"
+    path = compiler.HERE / compiler.LIBRARY
     if not path.exists():
-        return None, "not built; `python -m falconet.data.native.compile` builds it with a C++ compiler"
+        return None, "not built; `python -m falconet.data.native.compiler` builds it with a C++ compiler"
     try:
         found = Library(path)
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded ({str(error).splitlines()[0]})"
-    if compile.SOURCES.is_dir() and found.sources != compile.digest():
-        return None, "built from other sources; run `python -m falconet.data.native.compile`"
+    if compiler.SOURCES.is_dir() and found.sources != compiler.digest():
+        return None, "built from other sources; run `python -m falconet.data.native.compiler`"
     return found, ""

@@ -165,7 +165,7 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
                 raise DataError(f"{path}: belongs to a different set from the other shards")
             own_name = shard_name(head.facts["split"], head.facts["number"])
             if path.name != own_name:
-                raise DataError(f"{path}: its index says {own_name}; renamed, or a copy?")
+                raise DataError(f"{path}: its index names it {own_name}; was it renamed or copied?")
     assert classes is not None
     train, validation = (
         source_of(_joined(heads[split], split), split, paths=paths, class_names=classes)

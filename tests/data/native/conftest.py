@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from falconet.data import native
-from falconet.data.native import compile
+from falconet.data.native import compiler
 from falconet.data.native.binding import Library
 
 
@@ -16,11 +16,11 @@ from falconet.data.native.binding import Library
 def library() -> Library:
     """Built if it is missing or stale; tests are skipped only where there is no compiler."""
     try:
-        compile.compiler()
-    except compile.CannotBuildError as error:
+        compiler.find_compiler()
+    except compiler.CannotBuildError as error:
         pytest.skip(str(error))
     if native.library() is None:
-        compile.build()
+        compiler.build()
         from falconet.data.native import binding
 
         binding.load.cache_clear()

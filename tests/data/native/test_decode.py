@@ -106,12 +106,12 @@ def test_every_shape_is_decoded(library, tmp_path, photo, jpeg, shape, sampling)
 
 @pytest.mark.parametrize("size", [1, 7, 31, 32, 33, 112, 225])
 @pytest.mark.parametrize("planar", [False, True])
-def test_every_output_size_and_layout(library, tmp_path, photo, jpeg, size, planar):
+def test_every_output_size_and_layout_agrees_with_pillow(library, tmp_path, photo, jpeg, size, planar):
     data, box = jpeg(photo(300, 260, 6), quality=92), (20, 30, 280, 250)
     pixels, status, _ = decoded(library, tmp_path, data, box, size=size, planar=planar, flip=True)
-    wanted = pillows(data, box, size=size, flip=True)
+    expected = pillows(data, box, size=size, flip=True)
     assert status == Status.OK
-    assert psnr(pixels.transpose(1, 2, 0) if planar else pixels, wanted) >= 45
+    assert psnr(pixels.transpose(1, 2, 0) if planar else pixels, expected) >= 45
 
 
 def test_only_the_row_of_the_image_is_written(library, tmp_path, photo, jpeg):
@@ -124,6 +124,7 @@ def test_only_the_row_of_the_image_is_written(library, tmp_path, photo, jpeg):
         assert (out[[0, 2]] == 77).all()
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("reduction", [1, 2, 4, 8, 16, 24])
 def test_large_photos_are_reduced_while_decoding_and_still_agree(library, tmp_path, photo, jpeg, reduction):
     """A half, quarter or eighth of the transform from 4, 8 or 16 times the output on."""
@@ -235,8 +236,8 @@ def refused(photo, jpeg, odd_jpeg):
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("box", [(0, 0, 80, 60), (10, 20, 60, 59)])
 def test_unsupported_images_are_refused(library, tmp_path, refused, box, portable):
-    got = {name: decoded(library, tmp_path, data, box, portable=portable)[1] for name, (data, _) in refused.items()}
-    assert got == {name: wanted for name, (_, wanted) in refused.items()}
+    found = {name: decoded(library, tmp_path, data, box, portable=portable)[1] for name, (data, _) in refused.items()}
+    assert found == {name: expected for name, (_, expected) in refused.items()}
 
 
 def test_a_crop_beyond_the_data_is_damaged(library, tmp_path, photo, jpeg):

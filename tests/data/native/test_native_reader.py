@@ -217,7 +217,7 @@ def test_the_box_is_drawn_from_the_size_in_the_header(library, folder):
     image = Image.open(io.BytesIO(folder.path(3).read_bytes())).convert("RGB")
     draws = crop_draws(np.array([3]), seed=3, epoch=5)
     box = random_resized_crop(np.array([image.width]), np.array([image.height]), draws)[0].tolist()
-    wanted = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box))
+    expected = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box))
     if flips("crop-flip", np.array([3]), seed=3, epoch=5)[0]:
-        wanted = wanted[:, ::-1]
-    assert psnr(images[0], wanted) > 45
+        expected = expected[:, ::-1]
+    assert psnr(images[0], expected) > 45

@@ -25,13 +25,13 @@ def test_pillow_sees_the_same_pixels(library, photo, jpeg, sampling, quality):
 @pytest.mark.parametrize(
     "sampling", [((4, 1), (1, 1), (1, 1)), ((1, 2), (1, 1), (1, 1)), ((2, 2), (2, 1), (1, 2)), ((3, 1), (1, 1), (1, 1))]
 )
-def test_odd_samplings_too(library, photo, odd_jpeg, sampling):
+def test_odd_samplings_keep_their_pixels(library, photo, odd_jpeg, sampling):
     data = odd_jpeg(photo(101, 75, 1), sampling)
     np.testing.assert_array_equal(pixels(library.restart_marked(data, interval=3)), pixels(data))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (8, 8), (9, 70), (300, 2)])
-def test_grey_and_every_shape(library, photo, jpeg, shape):
+def test_grey_photos_and_every_shape_keep_their_pixels(library, photo, jpeg, shape):
     for image in (photo(*shape, 2), photo(*shape, 2).convert("L"), Image.new("RGB", shape)):
         data = jpeg(image)
         np.testing.assert_array_equal(pixels(library.restart_marked(data, interval=2)), pixels(data))

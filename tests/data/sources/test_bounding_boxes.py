@@ -57,7 +57,7 @@ def xml(width, height, *objects):
 
 
 @pytest.mark.parametrize("folder", bounding_boxes.XML_FOLDERS)
-def test_xml_files_give_shares_of_their_own_size(root, folder):
+def test_xml_boxes_are_shares_of_the_size_in_their_file(root, folder):
     place = root / folder / "n01440764"
     place.mkdir(parents=True)
     (place / f"{FIRST}.xml").write_text(xml(200, 100, (50, 25, 100, 100), (0, 0, 400, 50)))

@@ -79,14 +79,14 @@ def test_a_python_file_is_read_as_torchvision_reads_it(tmp_path, monkeypatch):
     (tmp_path / "cifar-10-batches-py/batches.meta").write_bytes(pickle.dumps(meta))
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: True)
-    for path in (tmp_path / "cifar-10-batches-py").glob("*_batch*"):  # torchvision wants text keys
+    for path in (tmp_path / "cifar-10-batches-py").glob("*_batch*"):  # torchvision needs text keys
         content = pickle.loads(path.read_bytes())
         path.write_bytes(pickle.dumps({key.decode(): value for key, value in content.items()}, protocol=4))
-    wanted = CIFAR10(tmp_path, train=True)
+    expected = CIFAR10(tmp_path, train=True)
     splits = cifar.load(tmp_path, kind="cifar10")
-    np.testing.assert_array_equal(splits.train.images, wanted.data)
-    assert splits.train.labels.tolist() == wanted.targets
-    assert list(splits.class_names) == wanted.classes
+    np.testing.assert_array_equal(splits.train.images, expected.data)
+    assert splits.train.labels.tolist() == expected.targets
+    assert list(splits.class_names) == expected.classes
 
 
 def test_the_hundred_names_are_in_order():
@@ -100,8 +100,8 @@ def test_a_truncated_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError) as caught:
         cifar.load(tmp_path, kind="cifar10")
-    wanted = f"{path}: {COUNT * 3073 - 1} bytes, expected a whole number of records of 3073; cut short?"
-    assert str(caught.value) == wanted
+    expected = f"{path}: {COUNT * 3073 - 1} bytes, expected a whole number of records of 3073; cut short?"
+    assert str(caught.value) == expected
 
 
 def test_an_empty_file_is_refused(tmp_path):

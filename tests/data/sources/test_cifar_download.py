@@ -81,11 +81,11 @@ def refused(tmp_path, archive):
 
 def test_a_wrong_checksum_is_refused(tmp_path, serve):
     archive = Archive(address=f"{serve(GOOD)}/set.tar.gz", md5="0" * 32)
-    wanted = (
+    expected = (
         f"set: not found; {archive.address} has md5 {hashlib.md5(GOOD).hexdigest()}, expected {'0' * 32}; "
         "put set.tar.gz, unpacked, there"
     )
-    assert refused(tmp_path, archive) == wanted
+    assert refused(tmp_path, archive) == expected
 
 
 def test_a_download_that_ends_early_is_refused(tmp_path, serve):

@@ -133,7 +133,7 @@ def test_a_renamed_shard_is_refused(root):
     path.write_bytes((root / "train-00002.falconet").read_bytes())
     with pytest.raises(DataError) as caught:
         layout.load_photos(root)
-    assert str(caught.value) == f"{path}: its index says train-00002.falconet; renamed, or a copy?"
+    assert str(caught.value) == f"{path}: its index names it train-00002.falconet; was it renamed or copied?"
 
 
 @pytest.mark.parametrize("facts", [{"shards": "4"}, {"classes": "abc"}, {"classes": [1]}, {"split": None}])
@@ -201,6 +201,7 @@ def test_an_index_larger_than_memory_is_not_read(root, monkeypatch):
 NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 1, 16, 255, 2**31 - 1, 2**32 - 1]))
 
 
+@pytest.mark.run
 @settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_numbers_in_an_index_cause_reads_beyond_the_shard(root, data):

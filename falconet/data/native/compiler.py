@@ -1,4 +1,4 @@
-"""Builds the decoder's shared library with the system's C++ compiler: `python -m falconet.data.native.compile`.
+"""Builds the decoder's shared library with the system's C++ compiler: `python -m falconet.data.native.compiler`.
 
 It imports only the standard library: the package's build runs this file before anything is installed.
 """
@@ -36,7 +36,7 @@ def digest() -> str:
     return total.hexdigest()[:16]
 
 
-def compiler() -> str:
+def find_compiler() -> str:
     """The user's choice in CXX, or the first one found."""
     for name in (os.environ.get("CXX", ""), *COMPILERS):
         found = shutil.which(name.split()[0]) if name.strip() else None
@@ -55,7 +55,7 @@ def compilations(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
 
 def build(folder: Path = HERE, *, flags: tuple[str, ...] = FLAGS) -> Path:
     """Build the library in `folder`, complete or not at all."""
-    command = [compiler(), *flags, f'-DFALCONET_SOURCES="{digest()}"']
+    command = [find_compiler(), *flags, f'-DFALCONET_SOURCES="{digest()}"']
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         objects = []

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from falconet.data import native
-from falconet.data.native import binding, compile
+from falconet.data.native import binding, compiler
 
 CLANG = shutil.which("clang++") or ""
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
@@ -17,59 +17,59 @@ WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversio
 def elsewhere(tmp_path, monkeypatch):
     """The package's native folder copied, so that a test may spoil it."""
     here = tmp_path / "native"
-    shutil.copytree(compile.HERE, here)
-    monkeypatch.setattr(compile, "HERE", here)
-    monkeypatch.setattr(compile, "SOURCES", here / "src")
+    shutil.copytree(compiler.HERE, here)
+    monkeypatch.setattr(compiler, "HERE", here)
+    monkeypatch.setattr(compiler, "SOURCES", here / "src")
     binding.load.cache_clear()
     yield here
     binding.load.cache_clear()
 
 
-def test_the_library_is_there_without_a_reason(library):
+def test_the_built_library_is_loaded(library):
     assert native.library() is library
     assert native.why_not() == ""
     assert library.processor in ("avx2", "portable")
 
 
-def test_not_built(elsewhere):
-    (elsewhere / compile.LIBRARY).unlink(missing_ok=True)
+def test_a_missing_library_is_explained(elsewhere):
+    (elsewhere / compiler.LIBRARY).unlink(missing_ok=True)
     assert native.library() is None
-    assert native.why_not() == "not built; `python -m falconet.data.native.compile` builds it with a C++ compiler"
+    assert native.why_not() == "not built; `python -m falconet.data.native.compiler` builds it with a C++ compiler"
 
 
-def test_built_from_other_sources(library, elsewhere):
+def test_a_library_built_from_other_sources_is_not_loaded(library, elsewhere):
     with (elsewhere / "src" / "axis.cpp").open("a") as file:
         file.write("// changed\n")
     assert native.library() is None
-    assert native.why_not() == "built from other sources; run `python -m falconet.data.native.compile`"
+    assert native.why_not() == "built from other sources; run `python -m falconet.data.native.compiler`"
 
 
-def test_a_library_of_another_kind(elsewhere):
-    (elsewhere / compile.LIBRARY).write_bytes(b"not a library")
+def test_a_file_that_is_not_a_library_is_not_loaded(elsewhere):
+    (elsewhere / compiler.LIBRARY).write_bytes(b"not a library")
     assert native.library() is None
     assert native.why_not().startswith("cannot be loaded (")
     assert "\n" not in native.why_not()
 
 
-def test_switched_off(monkeypatch):
+def test_a_variable_switches_the_library_off(monkeypatch):
     monkeypatch.setenv("FALCONET_NATIVE", "0")
     binding.load.cache_clear()
-    assert (native.library(), native.why_not()) == (None, "switched off by FALCONET_NATIVE=0")
+    assert (native.library(), native.why_not()) == (None, "turned off by FALCONET_NATIVE=0")
     binding.load.cache_clear()
 
 
-def test_no_compiler(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(
-        compile.CannotBuildError, match=r"no C\+\+ compiler found \(looked for CXX, c\+\+, g\+\+, clang\+\+\)"
+        compiler.CannotBuildError, match=r"no C\+\+ compiler found \(looked for CXX, c\+\+, g\+\+, clang\+\+\)"
     ):
-        compile.build(tmp_path)
+        compiler.build(tmp_path)
 
 
 def test_a_failing_compiler_leaves_no_files(library, tmp_path, monkeypatch):
-    with pytest.raises(compile.CannotBuildError, match=r"failed: .*error"):
-        compile.build(tmp_path / "made", flags=("--no-such-flag",))
+    with pytest.raises(compiler.CannotBuildError, match=r"failed: .*error"):
+        compiler.build(tmp_path / "made", flags=("--no-such-flag",))
     assert list((tmp_path / "made").iterdir()) == []
 
 
@@ -78,12 +78,12 @@ def test_the_users_compiler_comes_first(tmp_path, monkeypatch):
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", str(mine))
-    assert compile.compiler() == str(mine)
+    assert compiler.find_compiler() == str(mine)
 
 
-def test_the_command_says_in_one_line_why_it_failed(tmp_path):
+def test_the_build_command_reports_a_failure_in_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, compile.__file__], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        [sys.executable, compiler.__file__], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stderr.startswith("falconet: the native JPEG decoder was not built: no C++ compiler found")
@@ -92,7 +92,7 @@ def test_the_command_says_in_one_line_why_it_failed(tmp_path):
 
 def test_the_build_needs_only_the_standard_library():
     """setup.py runs it before anything is installed."""
-    code = f"import runpy; runpy.run_path({compile.__file__!r})"
+    code = f"import runpy; runpy.run_path({compiler.__file__!r})"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 
@@ -100,9 +100,10 @@ def test_the_build_needs_only_the_standard_library():
 @pytest.mark.slow
 def test_another_compiler_builds_it_without_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", CLANG)
-    compile.build(tmp_path, flags=(*compile.FLAGS, *WARNINGS, "-Werror"))
+    compiler.build(tmp_path, flags=(*compiler.FLAGS, *WARNINGS, "-Werror"))
 
 
+@pytest.mark.run
 def test_it_builds_without_a_warning(library, tmp_path):
-    made = compile.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
+    made = compiler.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
     assert binding.Library(made).sources == library.sources

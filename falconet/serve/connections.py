@@ -1,0 +1,331 @@
+"""Connections: accepted, limited in time, refused in JSON, and drained when the server stops."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import signal
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from falconet import exits
+from falconet.errors import ConfigError, printable
+from falconet.exits import DONE, INTERRUPTED
+
+IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
+ANSWER_SECONDS = 60.0  # for a client to take what was sent to it
+LINGER_SECONDS = 2.0  # to read on after a refusal: a client that is still sending would get a reset instead of it
+RETRY_SECONDS = 0.1  # between a failed accept and the next
+GLANCE_SECONDS = 0.01  # between two looks at the connections while they are drained
+LOOKS = 10  # turns of the loop in which everything that was sent before a request to stop is read
+AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
+READ_AHEAD = 1 << 20  # bytes buffered per connection
+LONGEST = 200  # characters of an error
+LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
+Take = Callable[[socket.socket], None]  # a new connection
+Drain = Callable[
+    [float], Coroutine[None, None, int]
+]  # until a time of the loop's clock; returns the requests that were cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the server listens; port 0 means any free port."""
+
+    host: str
+    port: int
+
+    def open(self) -> socket.socket:
+        """Open a listening socket, or raise a one-line error."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                why = f"port {self.port} is in use; choose another port, or 0 for any free one"
+            elif error.errno == errno.EACCES:
+                why = f"port {self.port} needs privileges; choose a port from 1024 up"
+            else:
+                why = error.strerror or str(error)
+            raise ConfigError(f"cannot listen on '{self.host}': {why}") from error
+
+
+class Answering(Protocol):
+    """What answers the requests of a connection."""
+
+    is_ready: bool
+
+    def application(self) -> web.Application: ...
+
+    def close(self) -> None: ...
+
+
+def refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
+    """An error as the protocol has it: JSON with one printable line."""
+    return web.json_response({"error": printable(reason)}, status=status, headers=headers)
+
+
+class Connection(web.RequestHandler):
+    """A client's connection, whose errors are JSON, also those before there is a request."""
+
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            logger=LOG,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=IDLE_SECONDS,
+            lingering_time=LINGER_SECONDS,
+            read_bufsize=READ_AHEAD,
+            auto_decompress=False,
+        )
+        self.is_draining = False
+        self._clock = loop
+        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own while the last bytes are still sent
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._wire = transport
+        transport.set_write_buffer_limits(0)  # so that `pause_writing` reports the first byte that is not taken
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._unread:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._clock.call_later(ANSWER_SECONDS, self.cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        assert self._unread is not None
+        self._unread.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for the headers of a request; the same test that aiohttp applies before it times out."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def cut(self) -> None:
+        """Reset it: the system, too, forgets what it has not sent."""
+        if self._wire is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+            self._wire.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is not HTTP, or a failure of the server, which is logged."""
+        if isinstance(exc, ConnectionError):  # the client has gone
+            raise exc
+        if status >= 500:
+            LOG.error("%s", printable(f"{request.method} {request.path[:LONGEST]}"), exc_info=exc)
+            message = "internal error, which the server has logged"
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has been started")
+        if isinstance(exc, LineTooLong):
+            status, message = 431, f"a header, or the address, has more than {self.max_field_size:,} bytes"
+        elif message == "Too many headers received":
+            status, message = 431, f"got more than {self.max_headers} headers"
+        response = refusal(
+            status, f"the request is not HTTP: {_first_line(message)}" if status == 400 else message or ""
+        )
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send an answer; while draining, the last one of the connection says so."""
+        if isinstance(resp, web.HTTPException):  # from the router: unknown path or method
+            resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}")
+        if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
+            resp.force_close()
+        return await super().finish_response(request, resp, start_time)
+
+
+def _first_line(message: str | None) -> str:
+    """Aiohttp's reason; below it are the bytes that were sent and an arrow."""
+    return (message or "").strip().partition("\n")[0].rstrip(":")[:LONGEST]
+
+
+class Stopped(NamedTuple):
+    """How a server ended."""
+
+    code: int
+    cut: int  # requests that were not finished in time
+
+
+async def serve(
+    fronts: Callable[[], Sequence[Answering]],
+    listening: socket.socket,
+    *,
+    drain_seconds: float,
+    started: Callable[[], None],
+) -> Stopped:
+    """Serve until a signal, then finish requests in progress; the code is 130 after Ctrl-C, else 0."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[signal.Signals] = loop.create_future()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        exits.forget_lost_terminal()
+        if not asked.done():
+            asked.set_result(number)
+        elif number != signal.SIGHUP:  # which the system sends, and then the shell
+            task.cancel()  # the second signal stops at once
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # else `nohup`
+            loop.add_signal_handler(number, stop, number)
+    async with answering(fronts(), listening, drain_seconds=drain_seconds) as cut:
+        started()  # not before a signal would be handled
+        reason = await asked
+    return Stopped(INTERRUPTED if reason == signal.SIGINT else DONE, sum(cut))
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    fronts: Sequence[Answering], listening: socket.socket, *, drain_seconds: float
+) -> AsyncIterator[list[int]]:
+    """Inside the context, distribute connections over the front ends; on exit, finish requests in progress.
+
+    The first front end runs in this thread, each of the others in its own thread and event loop: reading bodies can
+    limit a fast device, and half of that work is done in the kernel, without the GIL. The yielded list is empty until
+    the exit; then it has the number of cut requests of each front end.
+    """
+    cut: list[int] = []
+    async with contextlib.AsyncExitStack() as stack:
+        lines = [await stack.enter_async_context(_running(fronts[0]))]
+        for front in fronts[1:]:
+            lines.append(await stack.enter_async_context(_running_in_thread(front)))
+        try:
+            with _accepting(listening, [take for take, _ in lines]):
+                yield cut
+        finally:
+            for front in fronts:
+                front.is_ready = False
+        until = asyncio.get_running_loop().time() + drain_seconds
+        cut += await asyncio.gather(*(drain(until) for _, drain in lines))
+
+
+@contextlib.contextmanager
+def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[None]:
+    """Inside the context, hand new connections to the takers in turn; at its end, refuse further ones.
+
+    The loop's `sock_accept` would not do: cancelled as a connection arrives, it loses it and prints a traceback.
+    """
+    loop, turns = asyncio.get_running_loop(), itertools.cycle(takers)
+    later: list[asyncio.TimerHandle] = []
+
+    def accept() -> bool:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return False
+        except OSError:  # the client has gone, or this process is out of file descriptors: wait for some to close
+            loop.remove_reader(listening)
+            later[:] = [loop.call_later(RETRY_SECONDS, loop.add_reader, listening, accept)]
+            return False
+        next(turns)(connection)
+        return True
+
+    listening.setblocking(False)
+    loop.add_reader(listening, accept)
+    try:
+        yield
+    finally:
+        while accept():  # clients whose connection the system has made already
+            pass
+        loop.remove_reader(listening)
+        for handle in later:
+            handle.cancel()
+        listening.close()
+
+
+@contextlib.asynccontextmanager
+async def _running(front: Answering) -> AsyncIterator[tuple[Take, Drain]]:
+    """Serve a front end in the running loop; its connections may come from any thread."""
+    runner = web.AppRunner(front.application(), shutdown_timeout=0, handler_cancellation=True)  # of a lost client's
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
+
+    def begin(connection: socket.socket) -> None:
+        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(server, loop), connection))
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    def take(connection: socket.socket) -> None:
+        loop.call_soon_threadsafe(begin, connection)
+
+    def connections() -> list[Connection]:
+        return [one for one in server.connections if isinstance(one, Connection)]
+
+    async def drain(until: float) -> int:
+        for one in connections():
+            one.is_draining = True
+        for _ in range(LOOKS):
+            await asyncio.sleep(GLANCE_SECONDS)
+        while (left := connections()) and loop.time() < until:
+            for one in left:
+                one.is_draining = True
+                if one.is_idle:
+                    one.force_close()
+            await asyncio.sleep(GLANCE_SECONDS)
+        return sum(not one.is_idle for one in left)
+
+    try:
+        yield take, drain
+    finally:
+        await asyncio.sleep(0)  # let the last connection start
+        if connecting:
+            await asyncio.wait(connecting)  # otherwise they would never be closed
+        for one in connections():
+            one.cut()
+        await runner.cleanup()
+        front.close()
+
+
+@contextlib.asynccontextmanager
+async def _running_in_thread(front: Answering) -> AsyncIterator[tuple[Take, Drain]]:
+    """Serve a front end in another thread."""
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, Take, Drain]] = Future()
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        async with _running(front) as (take, drain):
+            started.set_result((asyncio.get_running_loop(), stop, take, drain))
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C does not wait
+    thread.start()
+    loop, stop, take, drain = await asyncio.wrap_future(started)
+
+    async def drained(until: float) -> int:  # all loops have the same clock
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(drain(until), loop))
+
+    try:
+        yield take, drained
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        await asyncio.to_thread(thread.join)
