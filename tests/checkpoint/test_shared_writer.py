@@ -164,7 +164,9 @@ def test_any_truncated_changed_or_missing_file_is_named(tmp_path):
 HOSTILE = {
     "another file": ({"file": "../../etc/passwd"}, "which 'files' does not name"),
     "negative": ({"begin": -5}, "do not add up"),
-    "huge": ({"shape": [1 << 60]}, "do not add up"),
+    "large": ({"shape": [1 << 40]}, "do not add up"),
+    "huge": ({"shape": [1 << 60]}, "expected lengths"),
+    "huge in two directions": ({"shape": [1 << 40, 1 << 40]}, "expected at most 281,474,976,710,656 values"),
     "not a number": ({"end": True}, "'end' is bool, expected int"),
     "not lengths": ({"shape": [2, -3]}, "expected lengths"),
     "flat channels-last": ({"channels_last": True}, "channels-last with 1 dimensions"),
