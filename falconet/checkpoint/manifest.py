@@ -20,7 +20,6 @@ SUFFIX = ".safetensors"
 MOST_BYTES = 1 << 24  # of a manifest: a million class names, or 100,000 slices
 MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
-MOST_SIDE = 1 << 14  # pixels of an image
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
@@ -220,7 +219,6 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
     classes = _whole(content, "classes", path, least=1, most=MOST_CLASSES if names else MOST_UNNAMED)
     if names and len(names) != classes:
         raise CheckpointError(f"{path}: 'class_names' holds {len(names):,} names, expected {classes:,}, one per class")
-    _check_preprocessing(_typed(content, "preprocessing", dict, path, {}), path)
     _check_runtime(_typed(content, "runtime", dict, path, {}), path)
     for name, value in _typed(content, "metrics", dict, path, {}).items():
         if not isinstance(value, int | float | None):
@@ -270,20 +268,6 @@ def _config(content: dict[str, Any], path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict) or "value" not in entry:
             raise CheckpointError(f"{path}: the option '{name}' in 'config' has no value")
     return found
-
-
-def _check_preprocessing(stored: dict[str, Any], path: Path) -> None:
-    """Refuse numbers that no image can be prepared with; names and types are checked where it is used."""
-    for key in ("image_size", "resize"):
-        if isinstance(stored.get(key), int | float) and not 1 <= stored[key] <= MOST_SIDE:
-            raise CheckpointError(f"{path}: '{key}' is {stored[key]!s:.40}, expected 1 to {MOST_SIDE:,} pixels")
-    for key in ("mean", "std"):
-        values = stored.get(key)
-        for value in values if isinstance(values, list) else ():
-            bad = not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > LARGEST
-            if bad or (key == "std" and value < 1 / LARGEST):
-                expected = "finite numbers" if key == "mean" else "finite numbers above 0"
-                raise CheckpointError(f"{path}: '{key}' holds {value!s:.40}, expected {expected}")
 
 
 def _check_runtime(stored: dict[str, Any], path: Path) -> None:
