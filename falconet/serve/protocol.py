@@ -10,7 +10,7 @@ import numpy as np
 
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.predictor import Pixels, Scores
-from falconet.serve import numbers
+from falconet.serve import json_body
 
 INPUT, OUTPUT, VERSION = "input_0", "output_0", "1"
 HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
@@ -42,7 +42,7 @@ class Served:
     @property
     def most_binary(self) -> int:
         """The longest request body with a binary tensor, in bytes."""
-        return numbers.MOST_REST + self.max_batch * prod(self.image_shape)
+        return json_body.MOST_REST + self.max_batch * prod(self.image_shape)
 
     @property
     def most_bytes(self) -> int:
@@ -151,7 +151,7 @@ def _json_length(header: str | None, body: memoryview) -> int:
 
 def _json(text: memoryview) -> Any:
     try:
-        return numbers.loads(text)
+        return json_body.loads(text)
     except ValueError as error:
         raise RequestError(f"the request's JSON: {' '.join(str(error).split())}") from None
 
@@ -199,7 +199,7 @@ def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
     """Read flat or nested lists of integers; the protocol allows both."""
     if data is None:
         raise RequestError(f"{INPUT}.data: got nothing, expected a list of numbers, or binary_data_size")
-    found = data.pixels(shape) if isinstance(data, numbers.Numbers) else None
+    found = data.pixels(shape) if isinstance(data, json_body.Numbers) else None
     if found is None or found.max() > 255:
         raise RequestError(
             f"{INPUT}.data: expected {prod(shape)} integers from 0 to 255, flat or nested like its shape"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.serve.numbers import MOST_REST
+from falconet.serve.json_body import MOST_REST
 from falconet.serve.protocol import (
     HEADER,
     Asked,
