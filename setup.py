@@ -28,7 +28,7 @@ class BuildWithNative(build_py):
         super().run()
         native = native_build()
         try:
-            native.compiler(native.HERE if self.editable_mode else Path(self.build_lib) / NATIVE)
+            native.build(native.HERE if self.editable_mode else Path(self.build_lib) / NATIVE)
         except native.CannotBuildError as error:
             self.warn(f"the native JPEG decoder was not built, photographs will be decoded by Pillow: {error}")
 

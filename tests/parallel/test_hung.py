@@ -65,6 +65,6 @@ def test_a_worker_that_waits_for_an_image_is_named(tmp_path, image_folder):
     (tmp_path / "hang").touch()
     err = ended(process, hung=time.monotonic())
     where = rf"rank (\d): timed out after {TIMEOUT} s in update \d+, [a-z ']+: rank (\d) did not arrive, last seen"
-    found = re.search(where + r" \d+ s ago at reading the images of update \d+", err)
+    found = re.search(where + r" \d+ s ago in reading the images of update \d+", err)
     assert found, err
     assert found[1] != found[2]

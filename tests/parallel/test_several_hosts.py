@@ -67,7 +67,7 @@ class Hosts:
         return subprocess.Popen(
             [sys.executable, "-m", "falconet.legacy.poprun", *flags, sys.executable, *program],
             cwd=cwd,
-            env=os.environ | variables,
+            env={"PYTHONPATH": ""} | os.environ | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -177,6 +177,6 @@ def test_replicas_that_do_not_divide_are_refused_in_one_line(hosts, tmp_path):
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
     assert err.count("\n") == 1
-    assert "--replicas: got 6 with --gradient-accumulation 1, but torchrun started 4 processes" in err
+    assert "--replicas: 6 replicas with accumulation 1 requested, but torchrun started 4 processes" in err
     assert not (tmp_path / "r").exists()
     gone(hosts)

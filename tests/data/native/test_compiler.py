@@ -1,14 +1,17 @@
 """The library is built by the system's compiler; without one, the reason is reported."""
 
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from falconet.data import native
 from falconet.data.native import binding, compiler
 
+ROOT = Path(__file__).parents[3]
 CLANG = shutil.which("clang++") or ""
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
 
@@ -88,6 +91,22 @@ def test_the_build_command_reports_a_failure_in_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("falconet: the native JPEG decoder was not built: no C++ compiler found")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.run
+def test_the_package_builds_without_a_compiler(tmp_path):
+    line = ["egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", tmp_path / "built"]
+    done = subprocess.run(
+        [sys.executable, "setup.py", *line],
+        cwd=ROOT,
+        env=os.environ | {"CXX": "", "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the native JPEG decoder was not built, photographs will be decoded by Pillow" in done.stderr
+    assert (tmp_path / "built" / "falconet" / "cli.py").exists()
 
 
 def test_the_build_needs_only_the_standard_library():
