@@ -28,6 +28,15 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+def could_name_a_file(text: str) -> bool:
+    """Whether the system takes it in a name: no NUL, and half characters only as Python reads stray bytes."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
 def replace(folder: Path, name: str, content: str | bytes) -> None:
     """Write a whole file under an unpredictable name, then rename it. `name` may be `subfolder/file`."""
     data = content.encode() if isinstance(content, str) else content

@@ -42,6 +42,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Ma
                 data = safetensors.torch.save(storable(group))
                 records[f"{stem}{SUFFIX}"] = write_bytes(temporary / f"{stem}{SUFFIX}", memoryview(data))
             write_manifest(temporary / MANIFEST, content, records)
+            _check_readable(temporary, folder)
             sync_folder(temporary)
             move_into_place(temporary, folder)
         except BaseException:
@@ -60,12 +61,21 @@ def amend(folder: Path, changes: Mapping[str, object]) -> None:
         temporary.mkdir()
         try:
             write_manifest(temporary / MANIFEST, content | dict(changes), manifest.files, manifest.parts)
+            _check_readable(temporary, folder)
             (temporary / MANIFEST).replace(folder / MANIFEST)
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot save {folder}: {error.strerror or error}") from error
+
+
+def _check_readable(temporary: Path, folder: Path) -> None:
+    """Refuse what nothing could read again, before it takes the place of an older checkpoint."""
+    try:
+        read_manifest(temporary)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot save {folder}: {str(error).removeprefix(f'{temporary / MANIFEST}: ')}") from None
 
 
 def refuse_to_replace_other_things(folder: Path) -> None:

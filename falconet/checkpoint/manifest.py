@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError
+from falconet.writing import could_name_a_file
 
 WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that several processes wrote
 FORMAT = DIVIDED  # the newest one that can be read
@@ -156,7 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("digest") != digest:
         raise CheckpointError(f"{path}: contents changed since it was written (digest mismatch)")
     for text in _texts(content):
-        if not _is_text(text):
+        if not could_name_a_file(text):
             raise CheckpointError(f"{path}: holds the text {text!a:.80}; expected text that a file name may have")
     return _manifest(content, path)
 
@@ -172,15 +173,6 @@ def _texts(content: object) -> Iterator[str]:
                 left += [*entries.keys(), *entries.values()]
             case list() as values:
                 left += values
-
-
-def _is_text(text: str) -> bool:
-    """Whether the system could have it in a file name: no NUL, and half characters only as Python reads stray bytes."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text
 
 
 def part_of(content: Mapping[str, Any], *, where: Path) -> Part:

@@ -1,5 +1,6 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,12 +15,15 @@ from falconet.data.crops import Augment, Crops
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
 from falconet.data.shards import Shards
 from falconet.data.sources import bounding_boxes, builtin, cifar
+from falconet.data.sources.shard_index import MOST_CLASSES
 from falconet.data.storage import ArraySource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
 from falconet.report.console import counted
+from falconet.writing import could_name_a_file
 
 IMAGENET_CLASSES = 1000
+MOST_NAMES = 10 << 20  # bytes of all class names as JSON: a manifest, which indents them, may have 16 MiB
 # Images of ILSVRC 2012, and bytes per file on average: the size of the published archive over its images.
 IMAGENET_TRAIN = (1_281_167, 115_440)
 IMAGENET_VALIDATION = (50_000, 134_898)
@@ -128,6 +132,7 @@ def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> D
 
 def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
     """Splits at a size, with the preprocessing that the options ask for."""
+    _check_class_names(splits.class_names, where=str(data.data_dir or data.data))
     if data.validation_crop != "auto":
         splits = replace(splits, centred=data.validation_crop == "centre")
     preprocessing = replace(splits.preprocessing_at(size), antialias=data.antialias)
@@ -148,6 +153,19 @@ def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
         training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
     )
+
+
+def _check_class_names(names: tuple[str, ...], *, where: str) -> None:
+    """Refuse names that no checkpoint could hold, before the run that would save them."""
+    wrong = next((name for name in names if not could_name_a_file(name)), None)
+    if wrong is not None:
+        raise DataError(f"{where}: a class is called {wrong!a:.80}; expected text that a file name may have")
+    length = len(json.dumps(names))
+    if len(names) > MOST_CLASSES or length > MOST_NAMES:
+        raise DataError(
+            f"{where}: {len(names):,} class names of {length:,} bytes; expected at most {MOST_CLASSES:,} names and"
+            f" {MOST_NAMES:,} bytes, which a checkpoint can hold"
+        )
 
 
 def require_local(data: Data) -> None:

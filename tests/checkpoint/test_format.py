@@ -202,11 +202,23 @@ WRONG_VALUES = {
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
 def test_a_manifest_with_an_impossible_value_is_refused_in_one_line(tmp_path, changes, message):
-    format.write(tmp_path / "a", tensors(), content() | changes)
+    (tmp_path / "a").mkdir()
+    format.write_manifest(tmp_path / "a" / "manifest.json", content() | changes, {})
     with pytest.raises(CheckpointError, match=message) as caught:
         format.read_manifest(tmp_path / "a")
     assert "\n" not in str(caught.value)
     str(caught.value).encode()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * (1 << 24)], ids=["NUL", "half a character", "endless"])
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, name):
+    before = saved(tmp_path / "a", class_names=["cat", "dog"])
+    with pytest.raises(CheckpointError, match=f"^cannot save {before}: (holds the text|not a file of at most)"):
+        saved(tmp_path / "a", class_names=["cat", name])
+    with pytest.raises(CheckpointError, match=f"^cannot save {before}: "):
+        format.amend(before, {"class_names": ["cat", name]})
+    assert format.verify(before).class_names == ("cat", "dog")
+    assert list(tmp_path.iterdir()) == [before]
 
 
 def test_names_of_files_that_are_not_utf8_are_kept(tmp_path):
@@ -228,7 +240,8 @@ def test_a_manifest_that_is_a_pipe_or_endless_is_refused_at_once(tmp_path):
 @pytest.mark.parametrize("key", WRONG_TYPES)
 def test_a_manifest_with_a_wrong_type_names_the_key(tmp_path, key):
     wrong, message = WRONG_TYPES[key]
-    format.write(tmp_path / "a", tensors(), content() | {key: wrong})
+    (tmp_path / "a").mkdir()
+    format.write_manifest(tmp_path / "a" / "manifest.json", content() | {key: wrong}, {})
     with pytest.raises(CheckpointError, match=message):
         format.read_manifest(tmp_path / "a")
 

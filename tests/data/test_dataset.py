@@ -1,10 +1,12 @@
 """The data of a run: opened by its options, and a share of its training images."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from falconet.config.options import Data
 from falconet.data.dataset import open_dataset, prepared, require_local, share_of
@@ -58,6 +60,31 @@ def only(native_size):
 )
 def test_arrays_are_resized_whole_and_photos_cropped_unless_asked_otherwise(native_size, crop, resize):
     assert prepared(only(native_size), Data(validation_crop=crop), size=224).preprocessing.resize == resize
+
+
+UNSAVABLE = {
+    "NUL": (("a", "b\0c"), r"a class is called 'b\\x00c'; expected text that a file name may have"),
+    "half a character": (("\ud800",), r"a class is called '\\ud800'; expected text"),
+    "long": (("x" * (11 << 20),), "1 class names of 11,534,340 bytes; expected at most 1,000,000 names"),
+    "many": (("a",) * 1_000_001, "1,000,001 class names"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), UNSAVABLE.values(), ids=UNSAVABLE)
+def test_class_names_that_no_checkpoint_could_hold_are_refused(names, message):
+    source = ArraySource(np.zeros((1, 8, 8, 3), np.uint8), np.zeros(1, np.int64), names)
+    with pytest.raises(DataError, match=message) as caught:
+        prepared(splits(source), Data(data="folder", data_dir=Path("photos")), size=8)
+    assert str(caught.value).startswith("photos: ")
+
+
+def test_a_class_folder_whose_name_is_not_utf8_is_opened(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    for split in ("train", "val"):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / split / name / "1.png")
+    data = Data(data="folder", data_dir=tmp_path)
+    assert open_dataset(data, model="resnet8-cifar", global_batch=1, seed=0).class_names == (name,)
 
 
 COUNT = 200

@@ -9,7 +9,9 @@ import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 import layouts
+from falconet.config.options import Data
 from falconet.data import layout
+from falconet.data.dataset import open_dataset
 from falconet.data.image_files import UnreadableImageError
 from falconet.data.sources import tfrecord
 from falconet.errors import DataError
@@ -72,6 +74,15 @@ def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
     assert splits.train.encoded(1) == image
     assert splits.train.labels.tolist() == [2, 2]
     assert splits.class_names == ("0", "1", "2")
+
+
+def test_a_name_that_no_checkpoint_could_hold_is_refused_when_the_data_is_opened(tmp_path):
+    record = layouts.example(layouts.encoded(layouts.photo(1)), 1, synset="n01\0")
+    for split in ("train", "validation"):
+        layouts.write_records(tmp_path / f"{split}-00000-of-00001", [record])
+    data = Data(data="imagenet", data_dir=tmp_path)
+    with pytest.raises(DataError, match=r"a class is called 'n01\\x00'; expected text that a file name may have"):
+        open_dataset(data, model="resnet18", global_batch=1, seed=0)
 
 
 def test_names_come_from_a_file_if_records_have_none(tmp_path):
