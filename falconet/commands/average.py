@@ -1,12 +1,14 @@
 """`falconet average`: average the checkpoints of a run into one."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import load_weights
+from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.weight_average import average, select
 from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptions
 from falconet.config.load import Loaded, load_options, of_command, unused_notes
@@ -43,25 +45,37 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
     to.parent.mkdir(parents=True, exist_ok=True)
-    with run_folder.alone(to.parent, option="--checkpoint-output-path"):
-        pass  # a run that saves there is noticed before the work
-    weights = average(folders, replace(how, discarded=0))  # already left out
-    screen.line(
-        f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}):"
-        f" {', '.join(folder.name for folder in folders)}"
-    )
-    if options.average.batchnorm_images:
-        opened = _opened(folders[-1], line)
-        load_weights(opened.model, weights, where=str(path))
-        _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
-        weights = dict(opened.model.state_dict())
-    with run_folder.alone(to.parent, option="--checkpoint-output-path"):
+    with _undisturbed(to.parent):
+        weights = average(folders, replace(how, discarded=0))  # already left out
+        screen.line(
+            f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}):"
+            f" {', '.join(folder.name for folder in folders)}"
+        )
+        if options.average.batchnorm_images:
+            opened = _opened(folders[-1], line)
+            load_weights(opened.model, weights, where=str(path))
+            _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
+            weights = dict(opened.model.state_dict())
         save.write_average(folders, how, weights=weights, to=to)
     screen.line(f"written to {to}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)
         screen.line(f"Accuracy on test set: {found.accuracy:.2f}%")
     return 0
+
+
+def _undisturbed(folder: Path) -> AbstractContextManager[None]:
+    """The lock on a folder where a run saves, until the average is written; other folders need none."""
+    if any(not _is_average(path.parent) for path in folder.glob(f"[!.]*/{MANIFEST}")):
+        return run_folder.alone(folder, option="--checkpoint-output-path")
+    return nullcontext()
+
+
+def _is_average(folder: Path) -> bool:
+    try:
+        return format.read_manifest(folder).averaged
+    except CheckpointError:  # damaged, so perhaps of a run
+        return False
 
 
 def _whole(path: Path, say: Say) -> list[Path]:

@@ -10,6 +10,9 @@ import torch
 
 from falconet.checkpoint import format
 from falconet.cli import main
+from falconet.commands import average as command
+from falconet.errors import ConfigError
+from falconet.train import run_folder
 from tiny import TINY
 
 TRAIN = f"train {TINY} --iterations 10 --epoch 4 --lr 0.2 --checkpoints-kept all"
@@ -194,6 +197,34 @@ def test_average_can_be_written_elsewhere(falconet, run):
     assert answer.code == 0, answer.err
     assert format.verify(Path("out/mean")).averaged
     assert not AVERAGED.exists()
+
+
+def test_average_is_written_beside_a_live_run_that_saves_elsewhere(falconet, run, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    for folder in (run, Path("out")):
+        folder.mkdir(exist_ok=True)
+        for _ in range(2):  # the second replaces the first
+            with run_folder.alone(folder):
+                answer = falconet(f"average --checkpoint-input-path r --checkpoint-output-path {folder}/mean")
+            assert answer.code == 0, answer.err
+        assert format.verify(folder / "mean").averaged
+
+
+def test_the_checkpoints_of_a_run_are_locked_until_the_average_is_written(falconet, run, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    refused, made = [], command.average
+
+    def meanwhile(*given):
+        with pytest.raises(ConfigError, match="in use by another run"), run_folder.alone(run / "checkpoints"):
+            pass
+        refused.append(True)
+        return made(*given)
+
+    monkeypatch.setattr(command, "average", meanwhile)
+    answer = falconet("average --checkpoint-input-path r")
+    assert (answer.code, refused) == (0, [True]), answer.err
+    with run_folder.alone(run / "checkpoints"):
+        pass
 
 
 def test_torn_checkpoint_is_named_and_skipped(falconet, run):
