@@ -5,7 +5,7 @@ import gc
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
 from falconet.train.build import BuiltPhase
-from falconet.train.evaluate import Validation
+from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
@@ -246,6 +246,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         writer,
         screen,
         stop.heard(),
+        _saved_together(saving),
     ):
         world.heeds(lambda: stop.requested)
         vote = world.vote()
@@ -272,6 +273,16 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
+
+
+@contextlib.contextmanager
+def _saved_together(saving: Saving) -> Iterator[None]:
+    """After a failure that all processes know of, leave once the checkpoint is whole: a launcher ends slower ones."""
+    try:
+        yield
+    except FailedTogetherError as failed:
+        saving.finish()
+        raise failed.error from failed.error.__cause__
 
 
 def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> Step:
