@@ -79,6 +79,8 @@ def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
     with run_folder.alone(Path("r")):
         answer = falconet("restore --checkpoint-input-path r --epoch 2")
         assert (answer.code, answer.err) == (2, f"falconet restore: {REFUSED}")
+        answer = falconet(f"train {TINY} --epoch 2 --run-dir r --resume")
+        assert (answer.code, answer.err) == (2, f"falconet train: {REFUSED}")
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
 
 
