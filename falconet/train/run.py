@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import secrets
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from falconet.config import commands, effects
 from falconet.data.buffers import Batch
 from falconet.errors import CheckpointError, ConfigError, Interrupted, named_option
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
@@ -198,10 +200,11 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) ->
         options, restored=launch.restored, again=launch.again, conventions=launch.conventions
     )
     saved = run_folder.checkpoints(folder, options)
-    held.enter_context(run_folder.alone(folder, again=launch.again))
+    restarted = environment.attempt(os.environ) > 0
+    held.enter_context(run_folder.alone(folder, again=restarted))
     if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
         option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
-        held.enter_context(run_folder.alone(saved, option=option, again=launch.again))
+        held.enter_context(run_folder.alone(saved, option=option, again=restarted))
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
