@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-_SHORTAGE = re.compile(r"out of memory|can't allocate memory|_STATUS_ALLOC_FAILED")
+_SHORTAGE = re.compile(r"out of memory|not enough memory|an(?:'t|not) allocate memory|_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 
 

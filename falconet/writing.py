@@ -11,14 +11,16 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
-from falconet.errors import LinkError
+from falconet.errors import NO_ROOM, LinkError
 
-SCRATCH = "falconet-"
+SCRATCH, MARK = "falconet-scratch-", ".scratch"  # a folder's name starts with the first, and it holds the second
 ABANDONED = 60.0  # seconds without a new file; the workers of a killed launcher end within half of that
 _OURS = re.compile(rf"{SCRATCH}[a-z0-9_]{{8}}")
 MODE, FOLDER_MODE = 0o666, 0o777  # before the umask
@@ -70,6 +72,46 @@ def growing(folder: Path, name: str) -> int:
     return growing(folder, name)
 
 
+def put(file: FileIO, data: bytes) -> bytes:
+    """Write to a file; returns what a full disk did not take."""
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+    return data
+
+
+class GrowingFile:
+    """A file that grows by whole lines. What a full disk does not take is kept, and written before the next line."""
+
+    def __init__(self, path: Path) -> None:
+        handle = growing(path.parent, path.name)
+        self._file, self._left = FileIO(handle, "ab"), b""
+        self._drop_half_a_line()  # which a killed process may have left
+
+    def add(self, line: str) -> None:
+        self._left = put(self._file, self._left + line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Raise the error of a disk that is still full, unless another error ends the run, which matters more."""
+        ends_badly = sys.exception() is not None
+        with self._file:
+            try:
+                while self._left:
+                    self._left = self._left[self._file.write(self._left) :]
+            except OSError:
+                self._drop_half_a_line()
+                if not ends_badly:
+                    raise
+
+    def _drop_half_a_line(self) -> None:
+        with os.fdopen(self._file.fileno(), "rb", closefd=False) as file:
+            file.seek(0)
+            os.ftruncate(self._file.fileno(), file.read().rfind(b"\n") + 1)
+
+
 def subfolder(folder: Path, name: str) -> Path:
     """A folder in a folder, created if missing."""
     with _below(folder, f"{name}/any"):
@@ -92,6 +134,7 @@ def scratch() -> Iterator[str]:
         try:
             with contextlib.suppress(OSError):  # a file system without locks; nothing is swept there either
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(os.open(MARK, _NEW, 0o600, dir_fd=handle))
             yield name
         finally:
             os.close(handle)
@@ -99,14 +142,18 @@ def scratch() -> Iterator[str]:
 
 def _sweep(folder: Path) -> None:
     """Remove the scratch folders of this user that no process holds; the system frees the lock of a killed one."""
-    for path in folder.iterdir():
-        if not _OURS.fullmatch(path.name):
-            continue
+    try:
+        found = [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+    except OSError:  # a directory that may not be listed
+        return
+    for path in found:
         with contextlib.suppress(OSError):  # in use, another user's, or swept by another process as well
             handle = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
                 state = os.fstat(handle)
-                if state.st_uid == os.geteuid() and time.time() - state.st_mtime >= ABANDONED:
+                private = state.st_uid == os.geteuid() and stat.S_IMODE(state.st_mode) == 0o700
+                if private and time.time() - state.st_mtime >= ABANDONED:
+                    os.stat(MARK, dir_fd=handle, follow_symlinks=False)  # else it is a folder of the user's
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
             finally:

@@ -139,7 +139,9 @@ def temporary(tmp_path, monkeypatch):
     def make(name, *, seconds=120.0):
         folder = tmp_path / "tmp" / name
         folder.mkdir()
+        folder.chmod(0o700)
         (folder / "file").write_text("x")
+        (folder / writing.MARK).touch()
         os.utime(folder, (time.time() - seconds,) * 2)
         return folder
 
@@ -149,7 +151,7 @@ def temporary(tmp_path, monkeypatch):
 def test_a_scratch_folder_is_private_and_removed(temporary):
     with writing.scratch() as name:
         assert stat.S_IMODE(Path(name).stat().st_mode) == 0o700
-        assert Path(name).name.startswith("falconet-")
+        assert Path(name).name.startswith(writing.SCRATCH)
     assert not Path(name).exists()
 
 
@@ -174,26 +176,29 @@ def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
 def test_only_abandoned_folders_of_ours_are_removed(temporary, tmp_path):
     other = {
         temporary(name)
-        for name in ("falconet-mine", "falconet-abcd1234x", "torchelastic_abcd1234", "falconet-ABCD1234")
+        for name in ("falconet-imagenet", "falconet-scratch-mine", "torchelastic_abcd1234", "falconet-scratch-ABCD1234")
     }
-    young = temporary("falconet-abcd1234", seconds=5.0)
+    young = temporary("falconet-scratch-abcd1234", seconds=5.0)
     target = temporary("target")
-    link = target.with_name("falconet-link5678")
+    link = target.with_name("falconet-scratch-link5678")
     link.symlink_to(target)
     os.utime(link, (0, 0), follow_symlinks=False)
-    (file := target.with_name("falconet-file5678")).write_text("x")
+    (file := target.with_name("falconet-scratch-file5678")).write_text("x")
     os.utime(file, (0, 0))
-    old = temporary("falconet-olda5678")
+    old = temporary("falconet-scratch-olda5678")
     (old / "link").symlink_to(target)
     os.utime(old, (0, 0))
+    (unmarked := temporary("falconet-scratch-resnet50")).joinpath(writing.MARK).unlink()
+    os.utime(unmarked, (0, 0))
+    (shared := temporary("falconet-scratch-resnet18")).chmod(0o755)
     with writing.scratch():
         pass
     assert not old.exists()
-    assert all(path.exists() for path in (*other, young, target / "file", link, file))
+    assert all(path.exists() for path in (*other, young, target / "file", link, file, unmarked, shared))
 
 
 def test_a_folder_of_another_user_is_left_alone(temporary, monkeypatch):
-    old = temporary("falconet-olda5678")
+    old = temporary("falconet-scratch-olda5678")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with writing.scratch():
         pass

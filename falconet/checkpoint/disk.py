@@ -1,6 +1,7 @@
 """Files and folders that survive a power cut, and hidden names for checkpoints half written or half removed."""
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -62,11 +63,20 @@ def reserve(folder: Path, sizes: Sequence[int]) -> None:
             handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             held.callback(os.close, handle)  # which frees its room
             place.unlink()  # at once, so that a killed process leaves nothing
-            try:
-                os.posix_fallocate(handle, 0, max(1, size))
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):  # which cannot reserve
-                    raise
+            _allocate(handle, max(1, size))
+
+
+def _allocate(handle: int, size: int) -> None:
+    """Allocate blocks, if the file system can.
+
+    By fallocate(2), because os.posix_fallocate would write to every block of a file system that cannot: over a network,
+    as many bytes as the checkpoint has.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate and fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(number, os.strerror(number))
 
 
 def token() -> str:

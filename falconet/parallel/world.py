@@ -53,6 +53,10 @@ class World:
         """Call `make` on the first process only, and return its result on all."""
         return make()
 
+    def texts(self, mine: str, operation: str) -> list[str]:  # noqa: ARG002
+        """The texts of all processes, by rank; `operation` names this point in a time-out."""
+        return [mine]
+
     def agree(self, what: str, mine: str) -> None:
         """Raise DeviceError if the processes differ in what must be the same on all."""
 

@@ -1,7 +1,6 @@
 """result_<seed>.txt: the MLPerf Training 1.1 log, in the format that github.com/mlcommons/logging checks."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class MlperfLog:
         kept = [line for line in _lines(path) if _is_before(line, done)]
         self._epochs, self._epoch, self._best = submission.epochs, done, _best(kept)
         writing.replace(path.parent, path.name, "".join(f"{line}\n" for line in kept))
-        self._file = os.fdopen(writing.growing(path.parent, path.name), "a", encoding="utf-8", buffering=1)
+        self._file = writing.GrowingFile(path)
         if not kept:
             self._begin(submission)
         if done < self._epochs:
@@ -84,7 +83,7 @@ class MlperfLog:
             "value": value,
             "metadata": {"file": "falconet", "lineno": 0, **more},
         }
-        self._file.write(TOKEN + json.dumps(content) + "\n")
+        self._file.add(TOKEN + json.dumps(content))
 
 
 def tensor_name(name: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from falconet import writing
-from falconet.errors import NO_ROOM, ConfigError
+from falconet.errors import ConfigError
 
 BINS = 64
 _FACTS = 5  # numbers before the counts: minimum, maximum, number of values, sum, sum of squares
@@ -55,11 +54,11 @@ class JsonLines:
     """metrics.jsonl: one JSON object per line. A restored run appends; the last line of an update is the valid one."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _Growing(path)
+        self._lines = writing.GrowingFile(path)
 
     def write(self, update: int, metrics: Metrics) -> None:
         plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        self._lines.add({"update": update, **plain})
+        self._lines.add(json.dumps({"update": update, **plain}))
 
     def close(self) -> None:
         self._lines.close()
@@ -72,40 +71,14 @@ class UpdateTimes:
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = _Growing(path)
+        self._lines = writing.GrowingFile(path)
 
     def write(self, update: int, seconds: Sequence[float]) -> None:
         times = [round(1000 * one, 3) for one in seconds]
-        self._lines.add({"update": update, "milliseconds": times})
+        self._lines.add(json.dumps({"update": update, "milliseconds": times}))
 
     def close(self) -> None:
         self._lines.close()
-
-
-class _Growing:
-    """A file that grows by whole lines. What a full disk does not take is kept, and written before the next line."""
-
-    def __init__(self, path: Path) -> None:
-        handle = writing.growing(path.parent, path.name)
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            os.ftruncate(handle, file.read().rfind(b"\n") + 1)  # a killed process may have left half a line
-        self._file, self._left = os.fdopen(handle, "ab", buffering=0), b""
-
-    def add(self, content: Mapping[str, object]) -> None:
-        self._left += json.dumps(content).encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-
-    def close(self) -> None:
-        with self._file:
-            self._write()
-
-    def _write(self) -> None:
-        while self._left:
-            self._left = self._left[self._file.write(self._left) :]
 
 
 class TensorBoard:

@@ -1,14 +1,17 @@
 """What the users of a program see: the lines it prints, the files it writes, the names it gives."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from falconet import writing
+from falconet.errors import NO_ROOM
 from falconet.report import folders, inference
 from falconet.report.folders import RunShape
 from falconet.report.inference import Predictions, TimedBatch
@@ -91,6 +94,7 @@ class RunLog:
         """`sinks` get a style's numbers under its names."""
         self._say, self._folder, self._sinks = say, folder, sinks
         self._ends: dict[str, int] = {}  # where the last row of each CSV file starts, in bytes
+        self._left: dict[str, bytes] = {}  # what a full disk did not take, for each file
 
     def line(self, text: str) -> None:
         self._say(text)
@@ -99,26 +103,44 @@ class RunLog:
         """Print a line, and append it to log.txt, or `kept` in its place."""
         self._say(text)
         if self._folder:
-            with os.fdopen(writing.growing(self._folder, "log.txt"), "a", encoding="utf-8") as file:
-                file.write((kept or text) + "\n")
+            self._append("log.txt", (kept or text) + "\n")
 
     def row(self, name: str, values: Mapping[str, object], *, update: int) -> None:
         """Append a row to a CSV file; the first one writes the header."""
         self.scalars(update, values)
         if self._folder:
-            with os.fdopen(writing.growing(self._folder, name), "a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(values))
-                if file.tell() == 0:
-                    writer.writeheader()
-                self._ends[name] = file.tell()
-                writer.writerow(values)
+            row = io.StringIO(newline="")
+            writer = csv.DictWriter(row, list(values))
+            if self._size(name) == 0:
+                writer.writeheader()
+            self._ends[name] = self._size(name) + len(row.getvalue().encode())
+            writer.writerow(values)
+            self._append(name, row.getvalue())
 
     def row_again(self, name: str, values: Mapping[str, object], *, update: int) -> None:
         """Replace the last row that this process wrote."""
         if self._folder and name in self._ends:
-            with os.fdopen(writing.growing(self._folder, name), "ab") as file:
-                file.truncate(self._ends[name])
+            with FileIO(writing.growing(self._folder, name), "ab") as file:
+                written = min(self._ends[name], file.seek(0, os.SEEK_END))
+                file.truncate(written)
+            self._left[name] = self._left.get(name, b"")[: self._ends[name] - written]
         self.row(name, values, update=update)
+
+    def _append(self, name: str, text: str) -> None:
+        assert self._folder is not None
+        self._left[name] = self._left.get(name, b"") + text.encode()
+        try:
+            with FileIO(writing.growing(self._folder, name), "ab") as file:
+                self._left[name] = writing.put(file, self._left[name])
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file, including those that are not written yet."""
+        assert self._folder is not None
+        path = self._folder / name
+        return (path.stat().st_size if path.exists() else 0) + len(self._left.get(name, b""))
 
     def has_row(self, name: str, column: str, value: str) -> bool:
         """Whether a CSV file has a row with this value."""

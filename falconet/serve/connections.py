@@ -155,7 +155,8 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; while draining, the last one of the connection says so."""
         if isinstance(resp, web.HTTPException):  # from the router: unknown path or method
-            resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}")
+            allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else None
+            resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}", allowed)
         if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
             resp.force_close()
         return await super().finish_response(request, resp, start_time)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,18 @@ from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
-from falconet.errors import ConfigError, DataError, Interrupted, LinkError, printable
+from falconet.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    LinkError,
+    SaidElsewhereError,
+    UserError,
+    WorldError,
+    memory_shortage,
+    printable,
+)
+from falconet.exits import FAILED
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -32,11 +44,23 @@ from falconet.train.log import Output
 from falconet.train.plan import Plan
 
 MOST_NAMED = 20  # images that could not be read
+FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
 
 def never() -> bool:
     """Never stop."""
     return False
+
+
+class FailedTogetherError(Exception):
+    """A validation that failed in one of several processes and ended in all of them, so that they can still save.
+
+    `error` is what this process should raise after that.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
 @dataclass(frozen=True)
@@ -90,28 +114,72 @@ def evaluate(
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
-    Raises Interrupted in all processes if one of them is `stopping` before its last batch.
+    Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
+    all of several if one fails.
     """
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
-    left = False
-    for batch in batches:
-        left = stopping()
-        if left:
-            break
-        images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-        totals += count(regime.run(model, normalise(images)), labels)
-    return summed(totals, world, left=left)
+    left, failed = False, None
+    try:
+        for batch in batches:
+            left = stopping()
+            if left:
+                break
+            images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
+            totals += count(regime.run(model, normalise(images)), labels)
+    except FAILURES as error:
+        if world.size == 1:
+            raise
+        failed = error  # the others learn of it at the sum, where they wait
+    return summed(totals, world, left=left, failed=failed)
 
 
-def summed(totals: Tensor, world: World, *, left: bool) -> Evaluation:
-    """What all processes counted; raises Interrupted if any of them `left` before it had counted everything."""
-    images, top1, top5, loss, leavers = world.sum(torch.cat((totals, totals.new_full((1,), float(left))))).tolist()
-    if leavers:
+def summed(totals: Tensor, world: World, *, left: bool, failed: Exception | None = None) -> Evaluation:
+    """What all processes counted; raises Interrupted if any of them `left` before it had counted everything.
+
+    Raises FailedTogetherError in all of them if any has `failed`.
+    """
+    many = world.size + 1  # more than can leave: one number tells both, and the message keeps its size
+    mark = totals.new_full((1,), float(left + many * (failed is not None)))
+    try:
+        images, top1, top5, loss, marks = world.sum(torch.cat((totals, mark))).tolist()
+    except (WorldError, RuntimeError):
+        if failed is None:
+            raise
+        raise failed from failed.__cause__  # a broken device cannot tell the others: report what broke it
+    if marks >= many:
+        raise FailedTogetherError(_failure_of_all(failed, world))
+    if marks:
         raise Interrupted
     if not images:
-        raise DataError("validation: none of the images could be read, so there is no accuracy")
+        unread = DataError("validation: none of the images could be read, so there is no accuracy")
+        raise unread if world.size == 1 else FailedTogetherError(unread)
     return Evaluation(int(images), int(top1), int(top5), loss / images)
+
+
+def _failure_of_all(own: Exception | None, world: World) -> Exception:
+    """This process's own failure, or one with the same message as another's, which the first process then reports."""
+    texts = world.texts("" if own is None else _to_json(own), "learning why the validation failed")
+    return own or _from_json(next(filter(None, texts)))
+
+
+def _to_json(error: Exception) -> str:
+    is_short = memory_shortage(error) is not None
+    code = error.code if isinstance(error, UserError) else None
+    return json.dumps({"text": str(error), "code": code, "is_short": is_short})
+
+
+def _from_json(text: str) -> Exception:
+    told = json.loads(text)
+    if told["is_short"]:
+        return MemoryError(told["text"])
+    if told["code"] is None:  # a traceback, which one process prints
+        said = SaidElsewhereError(told["text"])
+        said.code = FAILED
+        return said
+    error = UserError(told["text"])
+    error.code = told["code"]
+    return error
 
 
 def count(logits: Tensor, labels: Tensor) -> Tensor:

@@ -5,22 +5,15 @@ from dataclasses import dataclass
 
 from falconet.checkpoint.state import Progress
 from falconet.data.buffers import Batch
-from falconet.errors import Interrupted, UserError, WorldError
+from falconet.errors import Interrupted
 from falconet.parallel.world import ALONE, World
-from falconet.train.evaluate import Validation
+from falconet.train.evaluate import FAILURES, FailedTogetherError, Validation
 from falconet.train.log import Log
 from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
 from falconet.train.save import Saving
 from falconet.train.step import Step
 
-FAILURES = (
-    UserError,
-    WorldError,
-    RuntimeError,
-    MemoryError,
-    OSError,
-)  # of a validation, which leave the weights intact
 Updates = Callable[[int, int], Iterable[Sequence[Batch]]]  # (epoch, updates to skip) -> micro-batches of each update
 
 
@@ -40,7 +33,7 @@ def train(
     """Train from `progress` to the end of the plan."""
     meter = Meter(progress, world, replicas=plan.replicas)
     if progress.unvalidated:
-        _conclude(plan, meter, watch)
+        _conclude(plan, meter, watch, world=world)
         if progress.update == plan.updates:
             return
     first_epoch, done = plan.place(progress.update)
@@ -55,14 +48,14 @@ def train(
                 watch.log.log(meter)
             if plan.ends_epoch(progress.update):
                 watch.log.end_epoch(meter)
-            _conclude(plan, meter, watch, stopping=stopping)
+            _conclude(plan, meter, watch, world=world, stopping=stopping)
             if progress.update == plan.updates:  # possibly within an epoch
                 return
             world.at(f"reading the images of update {progress.update + 1}")
         done = 0
 
 
-def _conclude(plan: Plan, meter: Meter, watch: Watch, *, stopping: bool = False) -> None:
+def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> None:
     """Save and validate if that is due after an update; a run that is about to stop leaves its validation for later.
 
     The checkpoint is written first: a validation that fails must not lose the updates before it.
@@ -76,8 +69,9 @@ def _conclude(plan: Plan, meter: Meter, watch: Watch, *, stopping: bool = False)
     if progress.unvalidated and not stopping:
         try:
             stopping = progress.unvalidated = not watch.validation.run()
-        except FAILURES:
-            if not saved:
+        except (FailedTogetherError, *FAILURES) as error:
+            # Saving needs all processes: after a failure of this one alone, the others are elsewhere.
+            if not saved and (world.size == 1 or isinstance(error, FailedTogetherError)):
                 saving.save()
             raise
         if stopping and not saved:

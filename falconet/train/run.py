@@ -2,10 +2,11 @@
 
 import contextlib
 import gc
+import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from falconet.config import commands, effects
 from falconet.data.buffers import Batch
 from falconet.errors import CheckpointError, ConfigError, Interrupted, named_option
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
 from falconet.train.build import BuiltPhase
-from falconet.train.evaluate import Validation
+from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
@@ -198,10 +200,11 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) ->
         options, restored=launch.restored, again=launch.again, conventions=launch.conventions
     )
     saved = run_folder.checkpoints(folder, options)
-    held.enter_context(run_folder.alone(folder, again=launch.again))
+    restarted = environment.attempt(os.environ) > 0
+    held.enter_context(run_folder.alone(folder, again=restarted))
     if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
         option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
-        held.enter_context(run_folder.alone(saved, option=option, again=launch.again))
+        held.enter_context(run_folder.alone(saved, option=option, again=restarted))
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
@@ -246,6 +249,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         writer,
         screen,
         stop.heard(),
+        _saved_together(saving),
     ):
         world.heeds(lambda: stop.requested)
         vote = world.vote()
@@ -272,6 +276,16 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
+
+
+@contextlib.contextmanager
+def _saved_together(saving: Saving) -> Iterator[None]:
+    """After a failure that all processes know of, leave once the checkpoint is whole: a launcher ends slower ones."""
+    try:
+        yield
+    except FailedTogetherError as failed:
+        saving.finish()
+        raise failed.error from failed.error.__cause__
 
 
 def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> Step:

@@ -1,5 +1,7 @@
 """metrics.jsonl is strict JSON lines and only grows; the other sinks report what they need."""
 
+import contextlib
+import csv
 import json
 import resource
 import sys
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from falconet.errors import ConfigError
 from falconet.report.sinks import Histogram, JsonLines, Several, TensorBoard, UpdateTimes, WeightsAndBiases
+from falconet.report.styles import RunLog
 
 
 def strictly(line):
@@ -210,3 +213,28 @@ def test_metrics_that_were_never_written_are_an_error_at_the_end(tmp_path, littl
         sink.write(update, {"train/loss": 0.5})
     with pytest.raises(OSError, match="File too large"):
         sink.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_full_disk_does_not_replace_the_error_that_ends_a_run(tmp_path, little_room):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for update in range(200):
+        sink.write(update, {"train/loss": 0.5})
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(sink):
+        raise KeyboardInterrupt
+
+
+def test_rows_and_lines_of_the_originals_wait_for_room_too(tmp_path, little_room):
+    log = RunLog(lambda _: None, tmp_path)
+    for update in range(400):
+        log.row("training.csv", {"iteration": update, "loss": 0.5}, update=update)
+        log.kept_line(f"update {update}")
+    log.row_again("training.csv", {"iteration": 399, "loss": 0.25}, update=399)
+    little_room()
+    log.row("training.csv", {"iteration": 400, "loss": 0.5}, update=400)
+    log.kept_line("the end")
+    with (tmp_path / "training.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["iteration"]) for row in rows] == list(range(401))
+    assert rows[399]["loss"] == "0.25"
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 401

@@ -14,10 +14,10 @@ from falconet.data.loader import BatchShape, EvaluationLoader
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.storage import ArraySource
-from falconet.errors import DataError, Interrupted
+from falconet.errors import DataError, Interrupted, WorldError, memory_shortage
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
-from falconet.train.evaluate import Evaluation, evaluate
+from falconet.train.evaluate import Evaluation, FailedTogetherError, evaluate
 
 RAW = Preprocessing(image_size=1, resize=1, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 ONE = World(device=torch.device("cpu"))
@@ -121,6 +121,49 @@ def test_one_process_that_stops_stops_all_of_them():
             loader(np.array([1, 0]), 1).batches(),
             world=OtherStops(device=torch.device("cpu"), rank=0, size=2),
         )
+
+
+def test_one_process_that_fails_ends_all_of_them_with_its_message():
+    told = []
+
+    class Failing(World):
+        def sum(self, values):
+            return values + torch.tensor([0, 0, 0, 0, 3 * self.rank])  # to the second one, the first has failed
+
+        def texts(self, mine, operation):
+            told.append(mine)
+            return told[:1]
+
+    class Short(Table):
+        def forward(self, images):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB")
+
+    logits, labels, raised = torch.eye(3), np.array([1, 0]), []
+    for rank, model in enumerate((Short(logits), Table(logits))):
+        world = Failing(device=torch.device("cpu"), rank=rank, size=2)
+        with pytest.raises(FailedTogetherError) as caught:
+            measure(model, loader(labels, 1).batches(), world=world)
+        raised.append(caught.value.error)
+    assert isinstance(raised[0], torch.OutOfMemoryError)
+    assert memory_shortage(raised[1]) == memory_shortage(raised[0])
+
+
+def test_a_failure_that_cannot_be_told_is_reported_here():
+    class Broken(World):
+        def sum(self, values):
+            raise WorldError("lost another process")
+
+    class Short(Table):
+        def forward(self, images):
+            raise RuntimeError("device-side assert")
+
+    for model, error in ((Short(torch.eye(3)), RuntimeError), (Table(torch.eye(3)), WorldError)):
+        with pytest.raises(error):
+            measure(
+                model,
+                loader(np.array([1, 0]), 1).batches(),
+                world=Broken(device=torch.device("cpu"), rank=0, size=2),
+            )
 
 
 def test_with_fewer_than_five_classes_top5_is_always_correct():

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.checkpoint.state import Progress
-from falconet.errors import DataError, DivergedError, Interrupted
+from falconet.errors import DataError, DivergedError, Interrupted, WorldError
 from falconet.optim.schedules import Schedule
+from falconet.parallel.world import ALONE, World
+from falconet.train.evaluate import FailedTogetherError
 from falconet.train.loop import train
 from falconet.train.plan import Plan
 from falconet.train.step import Update
@@ -35,9 +37,10 @@ def plan(**changes):
 class Story:
     """Step, data and watch in one: records what the loop does with each."""
 
-    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, losses=()):
+    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, error=None, losses=(), world=ALONE):
         self.events, self.progress, self.saved = [], Progress(), None
         self.stop_at, self.stop_in, self.fail_in, self.losses = stop_at, stop_in, fail_in, dict(losses)
+        self.error, self.world = error or DataError("bad"), world
 
     def updates_of(self, epoch, skip):
         for done in range(skip, UPDATES):
@@ -58,7 +61,7 @@ class Story:
         if self.progress.update == self.stop_in:
             return False
         if self.progress.update == self.fail_in:
-            raise DataError("bad")
+            raise self.error
         self.events.append(("validate", self.progress.update))
         return True
 
@@ -78,7 +81,7 @@ class Story:
             saving=SimpleNamespace(save=self.save, amend=self.amend),
             stopping=lambda: self.progress.update == self.stop_at,
         )
-        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch)
+        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch, world=self.world)
         return self
 
     def after(self, update):
@@ -159,6 +162,17 @@ def test_a_failed_validation_leaves_a_checkpoint_that_owes_it(fail_in):
     assert (first.saved["update"], first.saved["unvalidated"]) == (fail_in, True)
     second = Story().run(Progress.from_json(first.saved))
     assert trained(first) + trained(second) == trained(Story().run())
+
+
+@pytest.mark.parametrize(
+    ("error", "saves"),
+    [(FailedTogetherError(DataError("bad")), 1), (RuntimeError("of one stage"), 0), (WorldError("a dead process"), 0)],
+)
+def test_of_several_processes_only_those_that_failed_together_save(error, saves):
+    story = Story(fail_in=8, error=error, world=World(device=torch.device("cpu"), size=2))
+    with pytest.raises(type(error)):
+        story.run()
+    assert story.after(8).count("save") == saves
 
 
 def test_a_validation_interrupted_twice_is_still_due():

@@ -1,6 +1,7 @@
 """The folder of a run: used by no other run at the same time."""
 
 import contextlib
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +81,17 @@ def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
         answer = falconet("restore --checkpoint-input-path r --epoch 2")
         assert (answer.code, answer.err) == (2, f"falconet restore: {REFUSED}")
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
+
+
+def test_resuming_a_run_that_is_still_going_on_is_refused(falconet, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    line = f"train {TINY} --epoch 2 --run-dir r --checkpoints-kept all --resume"
+    assert falconet(line).code == 0
+    shutil.rmtree(max(Path("r/checkpoints").iterdir()))
+    with run_folder.alone(Path("r")):
+        answer = falconet(line)
+        assert (answer.code, answer.err) == (2, f"falconet train: {REFUSED}")
+    assert falconet(line).code == 0
 
 
 def test_a_run_waits_for_one_that_is_ending(tmp_path, monkeypatch):
