@@ -10,7 +10,22 @@ from dataclasses import replace
 import torch
 
 from falconet.checkpoint import format
+from falconet.report.folders import RunShape
 from falconet.train import loop
+
+RN50 = RunShape(
+    model="resnet50",
+    data="imagenet",
+    micro_batch=8,
+    accumulation=8,
+    replicas=16,
+    pipelined=False,
+    norm="group",
+    groups=32,
+    precision="16.16",
+    rounds_stochastically=True,
+    image_size=224,
+)
 
 LIMIT = 300  # seconds; a launch takes about 10 on a quiet machine
 

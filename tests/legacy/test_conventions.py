@@ -22,24 +22,10 @@ from falconet.legacy.conventions import (
     tensorflow_predictions,
 )
 from falconet.legacy.programs import canonical
-from falconet.report.folders import RunShape
 from falconet.report.inference import Predictions, TimedBatch
-from runs import begin, finish
+from runs import RN50, begin, finish
 from tiny import TINY
 
-RN50 = RunShape(
-    model="resnet50",
-    data="imagenet",
-    micro_batch=8,
-    accumulation=8,
-    replicas=16,
-    pipelined=False,
-    norm="group",
-    groups=32,
-    precision="16.16",
-    rounds_stochastically=True,
-    image_size=224,
-)
 SMALL = {"accumulation": 1, "replicas": 1, "norm": "batch"}
 NAMES = {
     "RN50_bs8x16rx8a_GN32_16.16": {},

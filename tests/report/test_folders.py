@@ -4,21 +4,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from falconet.report.folders import RunShape, fresh
-
-RN50 = RunShape(
-    model="resnet50",
-    data="imagenet",
-    micro_batch=8,
-    accumulation=8,
-    replicas=16,
-    pipelined=False,
-    norm="group",
-    groups=32,
-    precision="16.16",
-    rounds_stochastically=True,
-    image_size=224,
-)
+from falconet.report.folders import fresh
+from runs import RN50
 
 
 def test_a_new_folder_does_not_exist_yet(tmp_path, monkeypatch):
