@@ -30,7 +30,7 @@ from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.numerics.rounding import Rounding
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
+from falconet.optim.optimizers import Treatment, build_optimizer, build_scaled_optimizer
 from falconet.parallel import collectives
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.data_parallel import digest
@@ -180,9 +180,9 @@ def build_case(world, case):
         scale = FixedScale(case.scale, device=world.device)
     rounding = Rounding(7) if case.stochastic else None
     optimizer = (
-        build_scaled_optimizer(trained, rule, rounding=rounding, undecayed=spared)
+        build_scaled_optimizer(trained, rule, rounding=rounding, treatment=Treatment(undecayed=spared))
         if scale
-        else build_optimizer(trained, rule, undecayed=spared)
+        else build_optimizer(trained, rule, treatment=Treatment(undecayed=spared))
     )
     state = TrainState(model, optimizer, scale=scale, shards=shards, rank=world.rank, copies=world.size)
     if shards:

@@ -63,6 +63,11 @@ _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation"
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
 EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
+    (
+        "frozen-batchnorm",
+        "--freeze or --trainable",
+        lambda o: o.training.freeze is not None or bool(o.training.trainable),
+    ),
     ("epoch", "a length in epochs: --updates replaces it", lambda options: options.training.updates is None),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),

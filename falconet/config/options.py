@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable
+from falconet.config.fields import AtLeast, Auto, Between, MoreThan, Range, local, portable
 
 # The zoo's names, repeated here so that a typo is reported without importing torch; a test compares the two lists.
 MODELS = (
@@ -103,6 +103,12 @@ class Training:
     """Update batch norm's statistics once per update, by the mean over its micro-batches, not per micro-batch."""
     trainable: tuple[str, ...] = ()
     """Train only weights whose name matches one of these regular expressions, such as fc or layer4/.*/bias."""
+    freeze: str | None = None
+    """Train all but the first N stages, all but the classifier (backbone), or all but weights that match a pattern."""
+    unfreeze_after: Annotated[int, AtLeast(1)] | None = None
+    """Train what --freeze froze after this many epochs; its optimizer state starts fresh."""
+    frozen_batchnorm: Literal["statistics", "batch"] = "statistics"
+    """Batch norm of frozen layers normalises by its stored statistics, or by its batch as the TensorFlow original."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
     """Percentage of the training images to use, spread evenly over the dataset; validation uses all its images."""
 
@@ -127,6 +133,8 @@ class Optimizer:
     """Trust coefficient of lars."""
     lars_skip: tuple[str, ...] = ()
     """Regular expressions of weights that lars neither scales nor decays; default: see --weight-decay-exclude."""
+    layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
+    """Multiply the learning rate by this for each block before the classifier, which trains at the full rate."""
     ema_half_life: Annotated[float, MoreThan(0)] | None = None
     """Keep an exponential moving average of the weights with this half-life in epochs, and validate it too."""
 

@@ -193,6 +193,30 @@ def _cutmix_bounds_are_ordered(options: Any) -> str | None:
     return None
 
 
+def _one_choice_of_weights(options: Any) -> str | None:
+    training = options.training
+    if training.freeze is not None and training.trainable:
+        return "--freeze: contradicts --trainable, which names what is trained; expected one of the two"
+    if training.freeze is not None and options.fine_tuning.half_res_training:
+        return "--freeze: does not work with --half-res-training; expected --fine-tune-first-trainable-layer"
+    if training.unfreeze_after is not None and training.freeze is None:
+        return "--unfreeze-after: needs --freeze, which says what is frozen until then"
+    return None
+
+
+def _unfreezing_is_undivided(options: Any) -> str | None:
+    """The passes of stages, and the norms that sharded lars sums, have one set of weights."""
+    if options.training.unfreeze_after is not None and options.parallel.pipeline_splits:
+        return "--unfreeze-after: does not work with --pipeline-splits; expected --freeze alone, or one stage"
+    for name, asked in (
+        ("--unfreeze-after", options.training.unfreeze_after is not None),
+        ("--layer-decay", options.optimizer.layer_decay != 1.0),
+    ):
+        if asked and options.optimizer.optimizer == "lars" and options.parallel.enable_optimizer_rts:
+            return f"{name}: does not work with --optimizer lars and --enable-optimizer-rts; expected another optimizer"
+    return None
+
+
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
     if warmup > epochs and options.training.updates is None:  # else the number of epochs depends on the data
@@ -401,6 +425,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
+    (("training", "fine_tuning"), _one_choice_of_weights),
+    (("training", "optimizer", "parallel"), _unfreezing_is_undivided),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("learning_rate",), _one_factor_per_drop),
     (("logging",), _histograms_need_a_sink),

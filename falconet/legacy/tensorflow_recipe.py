@@ -140,6 +140,7 @@ def trainable(old: Values) -> Iterable[Effect]:
     every = tensorflow_variables.weights_of(network)
     if found.weights != set(every):
         yield To("trainable", tensorflow_variables.patterns(found.weights, every=every))
+        yield To("frozen-batchnorm", ("batch",))
 
 
 def label_smoothing(old: Values) -> Iterable[Effect]:

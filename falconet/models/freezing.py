@@ -1,13 +1,15 @@
-"""Which weights are trained: regular expressions of weights, and layers frozen up to a named one."""
+"""Which weights are trained: all but frozen stages, those that patterns name, or those from a layer on."""
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
+from falconet.models.depth import classifier, depths
 from falconet.models.splits import beginnings, place_of
 from falconet.numerics.segments import computed, owner, trace
 
@@ -45,25 +47,113 @@ def _nearest(pattern: str, paths: Collection[list[str]]) -> str:
 
 
 STATISTICS = ("running_mean", "running_var")  # of batch norm; patterns name, train and freeze them like weights
+BACKBONE = "backbone"
 
 
-def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze every weight that no pattern matches; without patterns, freeze nothing.
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """What is not trained, by name, because a pipeline stage holds only some of it."""
 
-    Layers run as in training: a batch norm with frozen statistics normalises by its batch and does not update them.
+    weights: frozenset[str] = frozenset()
+    norms: frozenset[str] = frozenset()  # batch norms whose statistics do not move
+    layers: frozenset[str] = frozenset()  # stay in evaluation mode: batch norm uses its statistics, dropout is off
+
+    def set(self, model: nn.Module, *, trains: bool = False) -> None:
+        """Freeze it in the model, or a stage of it; `trains`: undo that."""
+        for name, weight in model.named_parameters():
+            if name in self.weights:
+                weight.requires_grad_(trains)
+        for name, layer in model.named_modules():
+            if name in self.norms:
+                assert isinstance(layer, _BatchNorm)
+                layer.track_running_stats = trains
+
+
+class Hold:
+    """Keeps frozen layers of a model in evaluation mode, and trains them from an update on if there is such an end."""
+
+    def __init__(
+        self, model: nn.Module, frozen: Frozen, *, until: int | None = None, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`until`: the first update that trains everything; None: never. `changed`: called after each change."""
+        self._model, self._frozen, self._until, self._changed = model, frozen, until, changed
+        held = [layer for name, layer in model.named_modules() if name in frozen.layers]
+        self._evaluated = list(dict.fromkeys(inner for layer in held for inner in layer.modules()))
+        self._is_set = until is None  # what is frozen for good was so before the optimizer was built
+
+    def at(self, update: int) -> None:
+        """Before the passes of an update, of a model in training mode."""
+        holds = self._until is None or update < self._until
+        if holds != self._is_set:
+            self._is_set = holds
+            self._frozen.set(self._model, trains=not holds)
+            self._changed()
+        if holds:
+            for layer in self._evaluated:
+                layer.training = False
+
+
+def frozen_by(model: nn.Module, what: str, *, evaluates: bool = True) -> Frozen:
+    """Freeze the first stages (a number), all but the classifier (backbone), or what a pattern matches.
+
+    `evaluates`: frozen layers stay in evaluation mode; otherwise batch norm normalises by its batch and keeps its
+    statistics, as in the TensorFlow original.
     """
+    every = _names(model)
+    if what == BACKBONE:
+        frozen = frozenset(every) - classifier(model)
+    elif what.isdecimal():
+        found = depths(model, every, by_block=False)
+        last = max(found.values())
+        if not 1 <= int(what) <= last:
+            raise ConfigError(f"got {what}, expected 1 to {last}: the model has {last} stages before its classifier")
+        frozen = frozenset(name for name in every if found[name] < int(what))
+    else:
+        frozen = matching(every, [what])
+    if frozen.issuperset(name for name, _ in model.named_parameters()):
+        raise ConfigError(f"'{what}' leaves no weights to train")
+    return _without(model, frozenset(every) - frozen, evaluates=evaluates)
+
+
+def trained_by(model: nn.Module, patterns: Sequence[str], *, evaluates: bool = True) -> Frozen:
+    """Freeze everything that no pattern matches; without patterns, nothing."""
     if not patterns:
-        return
-    norms = {path: layer for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
-    own = {path: [f"{path}.{name}" for name in STATISTICS] for path in norms}
-    weights = dict(model.named_parameters())
-    trained = matching([*weights, *(name for names in own.values() for name in names)], patterns)
-    if not trained & weights.keys():
+        return Frozen()
+    trained = matching(_names(model), patterns)
+    if trained.isdisjoint(name for name, _ in model.named_parameters()):
         raise ConfigError(f"'{' '.join(patterns)}' matches only batch norm's statistics; expected weights")
-    for name, weight in weights.items():
-        weight.requires_grad_(name in trained)
-    for path, layer in norms.items():
-        layer.track_running_stats = not trained.isdisjoint(own[path])
+    return _without(model, trained, evaluates=evaluates)
+
+
+def _without(model: nn.Module, trained: frozenset[str], *, evaluates: bool) -> Frozen:
+    """All but `trained`, the names of weights and statistics."""
+    norms = {path for path, _ in _norms(model) if trained.isdisjoint(f"{path}.{name}" for name in STATISTICS)}
+    every = _names(model)
+    still = {  # layers that contain no trained weight and no moving statistic
+        path
+        for path, layer in model.named_modules()
+        if path and any(True for _ in layer.parameters()) and not any(name.startswith(f"{path}.") for name in trained)
+    }
+    return Frozen(
+        weights=frozenset(every).difference(trained) & {name for name, _ in model.named_parameters()},
+        norms=frozenset(norms),
+        layers=frozenset(still | norms if evaluates else ()),
+    )
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Weights, then the statistics of batch norms."""
+    weights = [name for name, _ in model.named_parameters()]
+    return [*weights, *(f"{path}.{name}" for path, _ in _norms(model) for name in STATISTICS)]
+
+
+def _norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """Batch norms with statistics."""
+    return [
+        (path, layer)
+        for path, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+    ]
 
 
 def count_trained(model: nn.Module) -> int:
@@ -71,26 +161,25 @@ def count_trained(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
-def freeze(model: nn.Module, *, before: str | None) -> list[nn.Module]:
-    """Freeze the weights of all layers that run before the named one, and return these layers; None: freeze nothing.
+def frozen_before(model: nn.Module, first: str | None) -> Frozen:
+    """Freeze the weights of all layers that run before the named one; None: nothing.
 
-    Keep them in evaluation mode: batch norm then uses its statistics, and dropout passes everything. The name is a
-    module's path, with slashes or dots. A layer that runs again later is trained.
+    The name is a module's path, with slashes or dots. A layer that runs again later is trained.
     """
-    if before is None:
-        return []
+    if first is None:
+        return Frozen()
     traced = trace(model)
-    place = place_of(before, beginnings(traced))
+    place = place_of(first, beginnings(traced))
     early, late = _Part(computed(traced)[:place]), _Part(computed(traced)[place:])
-    frozen = [module for name, module in model.named_modules() if early.runs(name) and not late.runs(name)]
-    for module in frozen:
-        module.requires_grad_(False)
-        if isinstance(module, _BatchNorm):
-            module.track_running_stats = False
-    for name in early.attributes - late.attributes:  # weights of a block that is frozen in part
-        model.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"'{before}' leaves no weights to train; expected an earlier layer")
+    layers = {name: layer for name, layer in model.named_modules() if early.runs(name) and not late.runs(name)}
+    inside = {f"{path}.{name}" for path, layer in layers.items() for name, _ in layer.named_parameters()}
+    frozen = Frozen(
+        weights=frozenset(inside | early.attributes - late.attributes),  # and those of a block that is frozen in part
+        norms=frozenset(path for path, _ in _norms(model) if path in layers),
+        layers=frozenset(layers),
+    )
+    if all(name in frozen.weights for name, _ in model.named_parameters()):
+        raise ConfigError(f"'{first}' leaves no weights to train; expected an earlier layer")
     return frozen
 
 

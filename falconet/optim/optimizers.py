@@ -1,6 +1,7 @@
 """Optimizers from the options: torch's and timm's, and SGD and LARS where theirs fall short."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, assert_never
 
 import torch
@@ -14,14 +15,21 @@ from falconet.numerics.rounding import Rounding
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
 
 
-def build_optimizer(
-    model: nn.Module, options: Optimizer, *, undecayed: frozenset[str] | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters; `set_lr` gives it a rate before each update.
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """What distinguishes parameters from one another for the update rule, by their names."""
 
-    `undecayed`: names of parameters without weight decay; None: those of one dimension.
-    """
-    groups = _groups(model, options, undecayed)
+    undecayed: frozenset[str] | None = None  # without weight decay; None: those of one dimension
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the learning rate; 1 for those without an entry
+    later: frozenset[str] = frozenset()  # get their first gradient in a later update
+
+
+ALIKE = Treatment()
+
+
+def build_optimizer(model: nn.Module, options: Optimizer, *, treatment: Treatment = ALIKE) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters; `set_lr` gives it a rate before each update."""
+    groups = _groups(model, options, treatment)
     # One pass over memory instead of three to ten. ResNet-18 on one core, ms per update, default -> fused:
     # sgd 9.2 -> 4.1, adamw 43 -> 6.2.
     fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"}
@@ -46,10 +54,10 @@ def build_optimizer(
 
 
 def build_scaled_optimizer(
-    model: nn.Module, options: Optimizer, *, rounding: Rounding | None, undecayed: frozenset[str] | None = None
+    model: nn.Module, options: Optimizer, *, rounding: Rounding | None, treatment: Treatment = ALIKE
 ) -> HalfOptimizer:
     """The same for weights that may be half, gradients that are scaled and updates that may be skipped."""
-    groups = _groups(model, options, undecayed)
+    groups = _groups(model, options, treatment)
     momentum, alpha, eps = options.momentum, options.rmsprop_decay, options.optimizer_eps
     match options.optimizer:
         case "sgd" | "sgd_combined":  # a skipped update must not touch the velocity, so gradients are kept apart
@@ -67,12 +75,13 @@ def build_scaled_optimizer(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the rate of the next update; a rate that is a tensor is filled, not replaced."""
+    """Give every group its share of the next update's rate; a rate that is a tensor is filled, not replaced."""
     for group in optimizer.param_groups:
+        rate = lr * group.get("share", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
 
 
 def decay_groups(
@@ -107,14 +116,22 @@ def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "noth
     )
 
 
-def _groups(model: nn.Module, options: Optimizer, undecayed: frozenset[str] | None) -> list[dict[str, Any]]:
-    """Decayed parameters and the others; only LARS reads `adapts`. A stage may have nothing to train."""
-    decayed, plain = decay_groups(model, undecayed)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": options.weight_decay, "adapts": True},
-        {"params": plain, "weight_decay": 0.0, "adapts": False},
-    ]
-    return [group for group in groups if group["params"]] or groups[:1]
+def _groups(model: nn.Module, options: Optimizer, treatment: Treatment) -> list[dict[str, Any]]:
+    """Decayed parameters and the others, by their shares of the rate; only LARS reads `adapts`.
+
+    Parameters that are frozen at first are apart, because torch's rules start the state of a whole group at once. A
+    stage may have nothing to train.
+    """
+    names = {p: name.replace("|", ".") for name, p in model.named_parameters()}  # pieces have names with bars
+    decayed, plain = decay_groups(model, treatment.undecayed)
+    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
+    for members, adapts in ((decayed, True), (plain, False)):
+        decay = options.weight_decay if adapts else 0.0
+        for p in members:
+            share = treatment.shares.get(names[p], 1.0)
+            empty = {"params": [], "weight_decay": decay, "adapts": adapts, "share": share}
+            groups.setdefault((adapts, share, names[p] in treatment.later), empty)["params"].append(p)
+    return list(groups.values()) or [{"params": [], "weight_decay": options.weight_decay, "adapts": True}]
 
 
 class CombinedSGD(torch.optim.Optimizer):

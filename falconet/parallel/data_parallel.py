@@ -26,6 +26,9 @@ class Replicas(Protocol):
     def average(self) -> None:
         """After the last backward pass: make every gradient the mean over the replicas."""
 
+    def look_again(self) -> None:
+        """After layers were frozen or unfrozen: exchange only what is trained now."""
+
     def buffers(self) -> list[Tensor]:
         """Tensors that hold messages."""
 
@@ -37,6 +40,9 @@ class OneReplica:
         return iter(micro_batches)
 
     def average(self) -> None:
+        """Nothing to do."""
+
+    def look_again(self) -> None:
         """Nothing to do."""
 
     def buffers(self) -> list[Tensor]:
@@ -59,14 +65,14 @@ class AveragedReplicas:
         bucket_megabytes: float,
         bucket: Callable[[Sequence[Tensor]], "Bucket"] | None = None,
     ) -> None:
-        self._world = world
+        self._model, self._world = model, world
         # In reverse, as gradients arrive; the order of parameters is the same in every process.
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         groups = divided(trained, int(bucket_megabytes * MEGABYTE))
         self._buckets = [(bucket or Gradients)(group) for group in groups]
-        self._statistics = Bucket(running_statistics(model))
         self._armed, self._sent = False, 0
         self._missing: list[int] = []
+        self.look_again()
         for number, group in enumerate(groups):
             for p in group:
                 p.register_post_accumulate_grad_hook(self._arrived(number))  # type: ignore[no-untyped-call]
@@ -74,7 +80,7 @@ class AveragedReplicas:
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
         for number, batch in enumerate(micro_batches):
             if number == len(micro_batches) - 1:
-                self._missing = [len(bucket) for bucket in self._buckets]
+                self._missing = list(self._trained)
                 self._armed = True
             yield batch
 
@@ -91,6 +97,10 @@ class AveragedReplicas:
             each.unpack()
         self._sent = 0
 
+    def look_again(self) -> None:
+        self._statistics = Bucket(running_statistics(self._model))
+        self._trained = [bucket.count_trained() for bucket in self._buckets]
+
     def buffers(self) -> list[Tensor]:
         return [buffer for each in (self._statistics, *self._buckets) for buffer in each.buffers()]
 
@@ -106,7 +116,8 @@ class AveragedReplicas:
         return hook
 
     def _send(self, bucket: "Bucket") -> None:
-        bucket.send(self._world)
+        if self._trained[self._sent]:  # else all of it is frozen, in every process
+            bucket.send(self._world)
         self._sent += 1
 
 
@@ -132,8 +143,8 @@ class Bucket:
         ]
         self._work: dist.Work | None = None
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def count_trained(self) -> int:
+        return sum(tensor.requires_grad for tensor in self._tensors)
 
     def buffers(self) -> list[Tensor]:
         """Tensors that hold messages."""

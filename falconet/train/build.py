@@ -30,7 +30,14 @@ from falconet.numerics.rounding import Part, Rounding
 from falconet.optim import ema
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
 from falconet.optim.offload import HostedState
-from falconet.optim.optimizers import Lars, build_optimizer, build_scaled_optimizer, decay_groups, undecayed_names
+from falconet.optim.optimizers import (
+    Lars,
+    Treatment,
+    build_optimizer,
+    build_scaled_optimizer,
+    decay_groups,
+    undecayed_names,
+)
 from falconet.parallel import world
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
@@ -156,6 +163,7 @@ class BuiltPhase:
             note=self.site.note,
             initial=self.options.training.init_path if is_new else None,
             first_trained=self.phase.first_trained,
+            unfrozen_at=self.plan.unfrozen_at,
         )
         stages = self.launch.division.stages
         if stages == 1:
@@ -183,24 +191,24 @@ class BuiltPhase:
     def new_state(self) -> TrainState:
         """The model and its optimizer before the first update."""
         options, grid, device = self.options, self.site.grid, self.site.world.device
-        undecayed = self._undecayed()
+        treatment = self._treatment()
         with named_option("batchnorm_span"):
             span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
         if options.training.batchnorm_per_update:
             move_once(self.model, micro_batches=self.shape.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         if shards and options.optimizer.optimizer == "lars":
-            _require_one_format(self.model, undecayed)
+            _require_one_format(self.model, treatment.undecayed)
         scale = loss_scale(
             options, updates_per_epoch=self.plan.updates_per_epoch, regime=self.regime, world=self.site.world
         )
         trained = shards.trained if shards else self.model
         optimizer = (
             build_scaled_optimizer(
-                trained, options.optimizer, rounding=rounding(options, regime=self.regime), undecayed=undecayed
+                trained, options.optimizer, rounding=rounding(options, regime=self.regime), treatment=treatment
             )
             if scale
-            else build_optimizer(trained, options.optimizer, undecayed=undecayed)
+            else build_optimizer(trained, options.optimizer, treatment=treatment)
         )
         state = TrainState(
             self.model,
@@ -218,6 +226,14 @@ class BuiltPhase:
             decay = ema.decay_for(options.optimizer.ema_half_life, self.plan.updates_per_epoch)
             state.ema = ema.Ema(self.model, decay)
         return state
+
+    def _treatment(self) -> Treatment:
+        decay = self.options.optimizer.layer_decay
+        return Treatment(
+            undecayed=self._undecayed(),
+            shares=self.placement.rate_shares(decay) if decay != 1.0 else {},
+            later=self.placement.later(),
+        )
 
     def _undecayed(self) -> frozenset[str] | None:
         """The weights that are neither decayed nor scaled by lars; None: vectors."""

@@ -136,7 +136,8 @@ def weight_drawing(
     sinks. Replicas are identical, and weights are whole in each even where the optimizer's state is sharded. `pause`: a
     context in which the stopwatch is stopped.
     """
-    own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    drawn = set(names)
+    own = {name: weight for name, weight in model.named_parameters() if name in drawn}
 
     def draw(update: int) -> None:
         with pause():

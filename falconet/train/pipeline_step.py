@@ -19,7 +19,8 @@ from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
-from falconet.models.freezing import count_trained
+from falconet.models.depth import rate_shares
+from falconet.models.freezing import Frozen, count_trained
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -247,8 +248,12 @@ class StagedModel:
         self.setup, self._count, self._stored = setup, stages, stored
 
     @cached_property
-    def _whole(self) -> nn.Module:
+    def _made(self) -> tuple[nn.Module, Frozen]:
         return self.setup.new_model()
+
+    @property
+    def _whole(self) -> nn.Module:
+        return self._made[0]
 
     @cached_property
     def splits(self) -> Sequence[str]:
@@ -354,6 +359,13 @@ class StagedModel:
     def numbers(self) -> Mapping[str, int]:
         return numbered(self._whole)
 
+    def later(self) -> frozenset[str]:
+        assert self.setup.unfrozen_at is None, "the rules of the options refuse it"
+        return frozenset()
+
+    def rate_shares(self, decay: float) -> Mapping[str, float]:
+        return rate_shares(self._whole, decay)
+
     def loader(self) -> TrainingLoader:
         setup = self.setup
         if not setup.grid.is_first_stage:
@@ -385,7 +397,7 @@ class StagedModel:
         own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
         everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
         return PipelinedStep(
-            build_moving(state, setup, replicas=replicas, offender=offender, stages=everywhere),
+            build_moving(state, setup, self._made[1], replicas=replicas, offender=offender, stages=everywhere),
             self._place,
             forward=self._forward,
             loss=setup.loss,

@@ -18,7 +18,8 @@ from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.preprocessing import Normalise
 from falconet.errors import named_option
 from falconet.models import splits, zoo
-from falconet.models.freezing import count_trained, freeze, train_only
+from falconet.models.depth import rate_shares
+from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -50,15 +51,29 @@ class Setup:
     note: Say
     initial: Path | None = None  # the weights to start with; None: random ones
     first_trained: str | None = None  # layers that run before it are frozen
+    unfrozen_at: int | None = None  # the first update that trains everything; None: what is frozen stays so
 
-    def new_model(self) -> nn.Module:
-        """The whole model in fp32, on the host, with the weights frozen that --trainable does not match."""
+    def new_model(self) -> tuple[nn.Module, Frozen]:
+        """The whole model in fp32, on the host, and what of it is frozen."""
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
+        frozen = self._frozen(model)
+        if self.unfrozen_at is None:  # else the optimizer holds all weights, and the step freezes some for a while
+            frozen.set(model)
+        return model, frozen
+
+    def _frozen(self, model: nn.Module) -> Frozen:
+        training = self.options.training
+        evaluates = training.frozen_batchnorm == "statistics"
+        if self.first_trained is not None:
+            with named_option("fine_tune_first_trainable_layer"):
+                return frozen_before(model, self.first_trained)
+        if training.freeze is not None:
+            with named_option("freeze"):
+                return frozen_by(model, training.freeze, evaluates=evaluates)
         with named_option("trainable"):
-            train_only(model, self.options.training.trainable)
-        return model
+            return trained_by(model, training.trainable, evaluates=evaluates)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +111,7 @@ class Placement(Protocol):
     def parameters(self) -> int: ...  # of the whole model
 
     @property
-    def trained_parameters(self) -> int: ...
+    def trained_parameters(self) -> int: ...  # by the first update
 
     @property
     def weights(self) -> Sequence[str]: ...  # names of all weights of the model
@@ -115,6 +130,10 @@ class Placement(Protocol):
 
     def numbers(self) -> Mapping[str, int]: ...  # of the trained weights among all of the model's
 
+    def later(self) -> frozenset[str]: ...  # names of trained weights that are frozen at first
+
+    def rate_shares(self, decay: float) -> Mapping[str, float]: ...  # of each weight, by depth
+
     def loader(self) -> TrainingLoader: ...
 
     def evaluator(self) -> Measure: ...
@@ -131,15 +150,14 @@ class WholeModel:
         self.setup = setup
 
     @cached_property
-    def _model(self) -> tuple[nn.Module, list[nn.Module]]:
-        """The model, on the host until it is built, and its frozen layers."""
-        model = self.setup.new_model()
+    def _model(self) -> tuple[nn.Module, Frozen]:
+        """The model, on the host until it is built, and what of it is frozen."""
+        model, frozen = self.setup.new_model()
         asked = self.setup.options.parallel.pipeline_splits
         if asked:
             with named_option("pipeline_splits"):
                 splits.require(model, asked)  # stages that share a process change nothing, but must be possible
-        with named_option("fine_tune_first_trainable_layer"):
-            return model, freeze(model, before=self.setup.first_trained)
+        return model, frozen
 
     @property
     def parameters(self) -> int:
@@ -147,7 +165,8 @@ class WholeModel:
 
     @property
     def trained_parameters(self) -> int:
-        return count_trained(self._model[0])
+        model, later = self._model[0], self.later()
+        return count_trained(model) - sum(model.get_parameter(name).numel() for name in later)
 
     @property
     def weights(self) -> Sequence[str]:
@@ -183,6 +202,12 @@ class WholeModel:
     def numbers(self) -> Mapping[str, int]:
         return numbered(self._model[0])
 
+    def later(self) -> frozenset[str]:
+        return self._model[1].weights if self.setup.unfrozen_at is not None else frozenset()
+
+    def rate_shares(self, decay: float) -> Mapping[str, float]:
+        return rate_shares(self._model[0], decay)
+
     def loader(self) -> Loader | SyntheticLoader:
         return self.setup.training_loader()
 
@@ -195,11 +220,10 @@ class WholeModel:
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
         setup = self.setup
         return LocalStep(
-            build_moving(state, setup, replicas=replicas, offender=offender),
+            build_moving(state, setup, self._model[1], replicas=replicas, offender=offender),
             normalise=setup.normalise,
             loss=setup.loss,
             regime=setup.regime,
-            frozen=self._model[1],
         )
 
 
@@ -246,6 +270,7 @@ def _some(names: Sequence[str]) -> str:
 def build_moving(
     state: TrainState,
     setup: Setup,
+    frozen: Frozen,
     *,
     replicas: Replicas,
     offender: Offender,
@@ -262,7 +287,8 @@ def build_moving(
         elsewhere = Elsewhere(shards=shards, stages=stages)
         move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
     averages = [state.ema] if state.ema else []
-    return Moving(model=state.model, move=move, seed=setup.seed, averages=averages, replicas=replicas)
+    hold = Hold(state.model, frozen, until=setup.unfrozen_at, changed=replicas.look_again)
+    return Moving(model=state.model, move=move, hold=hold.at, seed=setup.seed, averages=averages, replicas=replicas)
 
 
 def sharded_step(

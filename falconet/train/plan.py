@@ -104,6 +104,7 @@ class Plan:
     epochs_before: int = 0  # of earlier phases; epochs and updates are counted through the whole run
     updates_before: int = 0
     limit: int | None = None  # updates of this phase, which may end within an epoch
+    frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
 
     @property
     def global_batch(self) -> int:
@@ -123,6 +124,11 @@ class Plan:
         """Updates done at the end."""
         whole = self.updates_per_epoch * self.epochs
         return self.updates_before + (whole if self.limit is None else min(whole, self.limit))
+
+    @property
+    def unfrozen_at(self) -> int | None:
+        """Updates done when frozen weights start to train; None: never."""
+        return None if self.frozen_epochs is None else self.frozen_epochs * self.updates_per_epoch
 
     def place(self, update: int) -> tuple[int, int]:
         """Whole epochs after `update` updates, and the updates beyond them."""
@@ -243,6 +249,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         phase=phase.number,
         epochs_before=phase.epochs_before,
         updates_before=updates_before,
+        frozen_epochs=options.training.unfreeze_after,
     )
 
 

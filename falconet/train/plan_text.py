@@ -42,7 +42,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *built.placement.lines(),
         *built.plan.lines(),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
-        f"optimizer {asked.optimizer.optimizer}{state}, seed {asked.run.seed}",
+        f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}",
     ]
     if is_synthetic and asked.validation.validation_mode != "none":
         lines.append("note: synthetic data has no validation images, so nothing is validated")
@@ -115,9 +115,17 @@ def _weights(built: BuiltPhase) -> list[str]:
     patterns, trains = built.options.training.trainable, f"trains {placement.trained_parameters:,}"
     if setup.first_trained is not None:
         lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen")
+    elif built.options.training.freeze is not None:
+        frozen = f"{trains} of {placement.parameters:,} parameters: --freeze {built.options.training.freeze}"
+        epochs = built.options.training.unfreeze_after
+        lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines
+
+
+def _layer_decay(rule: options.Optimizer) -> str:
+    return "" if rule.layer_decay == 1.0 else f", rate times {rule.layer_decay:g} per block before the classifier"
 
 
 def _optimizer_state(parallel: options.Parallel, device: torch.device, *, replicas: int) -> str:

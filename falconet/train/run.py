@@ -152,13 +152,18 @@ def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, f
     trained, asked = manifest.option("optimizer"), options.optimizer.optimizer
     if trained != asked:
         raise ConfigError(f"--optimizer: got '{asked}', expected '{trained}', whose state {folder} holds")
-    stored: list[str] = manifest.config.get("trainable", {"value": []})["value"]  # older checkpoints trained all
-    patterns, expected = " ".join(options.training.trainable), " ".join(map(str, stored))
-    if patterns != expected:
-        raise ConfigError(
-            f"--trainable: got '{patterns}', expected '{expected}', whose state {folder} holds; `falconet train"
-            " --init-path` starts a new run with its weights"
-        )
+    training = options.training
+    for name, patterns in (("trainable", training.trainable), ("freeze", (training.freeze or "",))):
+        value: str | list[str] = manifest.config.get(name, {"value": ""})["value"]  # older checkpoints trained all
+        got, expected = " ".join(patterns), value if isinstance(value, str) else " ".join(value)
+        if got != expected:
+            raise ConfigError(
+                f"--{name}: got '{got}', expected '{expected}', whose state {folder} holds; `falconet train"
+                " --init-path` starts a new run with its weights"
+            )
+    if (training.unfreeze_after is None) == ("unfreeze-after" in manifest.config):
+        expected = "a number of epochs" if training.unfreeze_after is None else "none"
+        raise ConfigError(f"--unfreeze-after: expected {expected}, because {folder} holds the state of such a run")
     before, now = REGIMES.get(manifest.option("precision")), REGIMES[options.machine.precision]
     if before is None:
         raise CheckpointError(f"{folder}: its precision is '{manifest.option('precision')}', which is none of ours")

@@ -112,6 +112,7 @@ class ScaledMove:
         self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
         self._everywhere, self._stages = shards.flags if shards else _same, elsewhere.stages
         self._watched = watched(model)
+        self._places: dict[tuple[int, ...], Tensor] = {}
         device = scale.value.device
         self._nothing = NonFinite(
             torch.zeros((), dtype=torch.bool, device=device), torch.full_like(scale.value, -1).long()
@@ -140,7 +141,20 @@ class ScaledMove:
     def _found(self) -> NonFinite:
         """Non-finite gradients in this process, or in replicas that divide them; a stage may train nothing."""
         grads = _gradients(self._trained)
-        return find_non_finite(grads, everywhere=self._everywhere) if grads else self._nothing
+        if not grads:
+            return self._nothing
+        found = find_non_finite(grads, everywhere=self._everywhere)
+        # Sharded replicas give the place among all trained parameters themselves.
+        is_placed = len(grads) == len(self._trained) or self._everywhere is not _same
+        return found if is_placed else self._placed(found)
+
+    def _placed(self, found: NonFinite) -> NonFinite:
+        """The place among all trained parameters, where some are frozen for now and have no gradient."""
+        places = tuple(place for place, p in enumerate(self._trained) if p.grad is not None)
+        if places not in self._places:  # kept, because uploading them synchronises
+            self._places[places] = torch.tensor(places, device=found.first.device)
+        place = self._places[places].index_select(0, found.first.clamp_min(0).view(1))[0]
+        return found._replace(first=torch.where(found.found, place, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +163,7 @@ class Moving:
 
     model: nn.Module
     move: Move
+    hold: Callable[[int], None] = lambda _: None  # keeps frozen layers as they are; called with each update
     seed: int = 0  # of dropout
     averages: Sequence[Ema] = ()
     replicas: Replicas = field(default_factory=OneReplica)
@@ -158,6 +173,7 @@ class Moving:
         # Dropout draws from the device's generator: seeded for each update, it has no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
+        self.hold(update)
         self.move.begin(update)
 
     def end(self, update: int, lr: float) -> Tensor:
@@ -195,16 +211,11 @@ class Step(Protocol):
 class LocalStep:
     """The whole model on this device."""
 
-    def __init__(
-        self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime, frozen: Sequence[nn.Module] = ()
-    ) -> None:
-        """`frozen`: layers of the model that stay in evaluation mode."""
-        self.moving, self.normalise, self.loss, self.regime, self.frozen = moving, normalise, loss, regime, frozen
+    def __init__(self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime) -> None:
+        self.moving, self.normalise, self.loss, self.regime = moving, normalise, loss, regime
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self.moving.begin(update)
-        for layer in self.frozen:
-            layer.eval()
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
         skipped = self.moving.end(update, lr)

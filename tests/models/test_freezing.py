@@ -6,7 +6,20 @@ from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.models import zoo
-from falconet.models.freezing import count_trained, freeze, matching, train_only
+from falconet.models.depth import depths, rate_shares
+from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, matching, trained_by
+
+
+def freeze(model, *, before):
+    frozen = frozen_before(model, before)
+    frozen.set(model)
+    return frozen
+
+
+def train_only(model, patterns, **options):
+    frozen = trained_by(model, patterns, **options)
+    frozen.set(model)
+    return frozen
 
 
 def frozen_weights(model):
@@ -34,11 +47,11 @@ def test_exactly_the_weights_before_the_layer_are_frozen(name):
 
 def test_block_can_be_frozen_in_part():
     model = zoo.build("resnet18", classes=10, seed=0)
-    layers = freeze(model, before="layer4/1/conv2")
+    layers = freeze(model, before="layer4/1/conv2").layers
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name.rpartition(".")[0] for name in trained} == {"layer4.1.conv2", "layer4.1.bn2", "fc"}
-    assert model.layer4[1].bn1 in layers
-    assert model.layer4[1] not in layers
+    assert "layer4.1.bn1" in layers
+    assert "layer4.1" not in layers
 
 
 class Scaled(nn.Module):
@@ -69,14 +82,14 @@ def test_layer_that_runs_again_later_is_trained():
             return self.shared(self.other(self.shared(x)))
 
     model = Twice()
-    assert freeze(model, before="other") == []
+    assert freeze(model, before="other") == Frozen()
     assert frozen_weights(model) == set()
 
 
 def test_first_layer_or_no_layer_freezes_nothing():
     model = zoo.build("resnet8-cifar", classes=10, seed=0)
-    assert freeze(model, before=None) == []
-    assert freeze(model, before="conv1") == []
+    assert freeze(model, before=None) == Frozen()
+    assert freeze(model, before="conv1") == Frozen()
     assert frozen_weights(model) == set()
 
 
@@ -126,10 +139,10 @@ def test_only_matching_weights_are_trained(patterns):
 
 
 @pytest.mark.parametrize("stable", [True, False])
-def test_frozen_statistics_do_not_change_and_the_batch_is_still_normalised(stable):
+def test_frozen_statistics_do_not_change_where_the_batch_is_normalised_as_in_tensorflow(stable):
     model = zoo.build("resnet8-cifar", classes=10, seed=0, disable_stable_batchnorm=not stable).train()
     free = zoo.build("resnet8-cifar", classes=10, seed=0, disable_stable_batchnorm=not stable).train()
-    train_only(model, ["fc"])
+    assert not train_only(model, ["fc"], evaluates=False).layers
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(images), free(images))  # runs as in training
@@ -174,3 +187,85 @@ def test_pattern_without_a_match_is_answered_with_the_nearest(pattern, message):
         matching(NAMES, ["fc", pattern])
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# What is asked for, of which model, and the parts of the model that still train.
+ASKED = {
+    ("resnet18", "1"): ("layer", "fc"),
+    ("resnet18", "3"): ("layer3", "layer4", "fc"),
+    ("resnet18", "backbone"): ("fc",),
+    ("resnet18", "layer[12]"): ("conv1", "bn1", "layer3", "layer4", "fc"),
+    ("resnet8-cifar", "2"): ("layer2", "layer3", "fc"),
+    ("efficientnet-b0", "8"): ("classifier",),
+    ("mobilenet-v3-small", "backbone"): ("classifier",),
+    ("squeezenet", "backbone"): ("classifier",),
+    ("timm:vit_tiny_patch16_224", "12"): ("blocks.11", "norm", "head"),
+}
+
+
+@pytest.mark.parametrize(("name", "what"), ASKED)
+def test_the_first_stages_or_what_matches_is_frozen(name, what):
+    model = zoo.build(name, classes=10, seed=0)
+    frozen_by(model, what).set(model)
+    every = {each for each, _ in model.named_parameters()}
+    assert every - frozen_weights(model) == {each for each in every if each.startswith(ASKED[name, what])}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    {
+        "9": "got 9, expected 1 to 4: the model has 4 stages before its classifier",
+        "0": "got 0, expected 1 to 4",
+        "layr1": "'layr1' matches no layer and no weight; the nearest are 'layer1'",
+        ".*": r"'\.\*' leaves no weights to train",
+    }.items(),
+)
+def test_freezing_nothing_or_everything_is_refused(what, message):
+    with pytest.raises(ConfigError, match=message):
+        frozen_by(zoo.build("resnet8-cifar", classes=10, seed=0), what)
+
+
+def test_frozen_layers_run_as_in_evaluation():
+    model = zoo.build("efficientnet-b0", classes=10, seed=0, efficientnet_drop_path=0.5)
+    hold = Hold(model, train_only(model, ["classifier"]))
+    features = {}
+    model.bn2.register_forward_hook(lambda *given: features.setdefault(model.classifier.training, given[2]))
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    model.train()
+    hold.at(0)
+    model(images)
+    model.eval()(images)
+    assert torch.equal(features[True], features[False])  # no batch statistics, no dropped paths
+    assert model.train().classifier.training
+
+
+def test_unfreezing_trains_everything_as_if_nothing_had_been_frozen():
+    model, changes = zoo.build("resnet8-cifar", classes=10, seed=0), []
+    hold = Hold(model, frozen_by(model, "backbone"), until=3, changed=lambda: changes.append(count_trained(model)))
+    for update in range(5):
+        model.train()
+        hold.at(update)
+        assert model.layer1[0].bn1.training == model.layer1[0].bn1.track_running_stats == (update >= 3)
+    assert changes == [model.fc.weight.numel() + 10, zoo.count_parameters(model)]
+
+
+def test_no_gradient_is_computed_below_the_first_trained_layer():
+    model = zoo.build("resnet8-cifar", classes=10, seed=0).train()
+    frozen_by(model, "3").set(model)
+    seen = []
+    model.layer2.register_forward_hook(lambda *given: seen.append(given[2].requires_grad))
+    model(torch.rand(2, 3, 16, 16)).sum().backward()
+    assert seen == [False]
+
+
+def test_depths_and_shares_of_the_rate_are_timms():
+    from timm.optim import param_groups_layer_decay
+
+    model = zoo.build("resnet18", classes=10, seed=0)
+    shares = rate_shares(model, 0.75)
+    names = {weight: name for name, weight in model.named_parameters()}
+    for group in param_groups_layer_decay(model, layer_decay=0.75):
+        for weight in group["params"]:
+            assert shares[names[weight]] == pytest.approx(group["lr_scale"], rel=1e-12)
+    assert shares["fc.weight"] == 1.0
+    assert depths(model, names.values(), by_block=False)["layer4.1.bn2.bias"] == 4

@@ -14,6 +14,7 @@ from falconet.optim.ema import Ema
 from falconet.optim.optimizers import (
     CombinedSGD,
     Lars,
+    Treatment,
     build_optimizer,
     decay_groups,
     norms,
@@ -219,7 +220,7 @@ def test_weight_decay_spares_excluded_parameters(exclude, spared):
         for name, p in model.named_parameters():
             p.copy_(before[name])
             p.grad = torch.zeros_like(p)
-    optimizer = build_optimizer(model, rule, undecayed=undecayed_names(model, exclude))
+    optimizer = build_optimizer(model, rule, treatment=Treatment(undecayed=undecayed_names(model, exclude)))
     set_lr(optimizer, 1.0)
     optimizer.step()
     same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
