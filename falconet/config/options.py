@@ -95,6 +95,8 @@ class Training:
     """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
+    early_stopping: Annotated[int, AtLeast(1)] | None = None
+    """End the training after this many epochs without a better validation."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches per update, on each replica."""
     init_path: Path | None = local(None)

@@ -267,6 +267,12 @@ def _phases_are_whole_epochs(options: Any) -> str | None:
     return None
 
 
+def _phases_do_not_end_early(options: Any) -> str | None:
+    if options.training.early_stopping is not None and options.fine_tuning.half_res_training:
+        return "--early-stopping: does not work with --half-res-training, whose phases have fixed lengths"
+    return None
+
+
 def _fine_tuning_is_complete(options: Any) -> str | None:
     if not options.fine_tuning.half_res_training:
         return None
@@ -433,6 +439,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),
     (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_whole_epochs),
+    (("fine_tuning", "training"), _phases_do_not_end_early),
     (("fine_tuning", "averaging"), _fine_tuning_is_complete),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),

@@ -101,6 +101,11 @@ class Log:
         stopwatch = self.output.stopwatch
         self.output.style.end(trained=stopwatch.lap()[0], whole=stopwatch.clock() - self._begun)
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether the validations ended the training, not its plan."""
+        return self.state.progress.update < self.plan.updates
+
     def whole_run(self) -> Rate:
         """The rate of everything that this process trained on."""
         return self._run_laps.end(self._images)

@@ -7,7 +7,7 @@ from falconet.checkpoint.state import Progress
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.parallel.world import ALONE, World
-from falconet.train.evaluate import FAILURES, FailedTogetherError, Validation
+from falconet.train.evaluate import FAILURES, FailedTogetherError, Validation, never
 from falconet.train.log import Log
 from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
@@ -25,6 +25,7 @@ class Watch:
     validation: Validation
     saving: Saving
     stopping: Callable[[], bool]  # whether any process was asked to stop
+    ended: Callable[[], bool] = never  # whether the validations so far end the training early
 
 
 def train(
@@ -32,10 +33,8 @@ def train(
 ) -> None:
     """Train from `progress` to the end of the plan."""
     meter = Meter(progress, world, replicas=plan.replicas)
-    if progress.unvalidated:
-        _conclude(plan, meter, watch, world=world)
-        if progress.update == plan.updates:
-            return
+    if progress.unvalidated and _conclude(plan, meter, watch, world=world):
+        return
     first_epoch, done = plan.place(progress.update)
     for epoch in range(first_epoch, plan.last_epoch):
         world.at(f"reading the images of update {progress.update + 1}")
@@ -48,19 +47,21 @@ def train(
                 watch.log.log(meter)
             if plan.ends_epoch(progress.update):
                 watch.log.end_epoch(meter)
-            _conclude(plan, meter, watch, world=world, stopping=stopping)
-            if progress.update == plan.updates:  # possibly within an epoch
+            if _conclude(plan, meter, watch, world=world, stopping=stopping):  # possibly within an epoch
                 return
             world.at(f"reading the images of update {progress.update + 1}")
         done = 0
 
 
-def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> None:
-    """Save and validate if that is due after an update; a run that is about to stop leaves its validation for later.
+def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> bool:
+    """Save and validate if that is due after an update; returns whether it was the last one.
+
+    A run that is about to stop leaves its validation for later.
 
     The checkpoint is written first: a validation that fails must not lose the updates before it.
     """
     progress, saving = meter.progress, watch.saving
+    is_last = progress.update == plan.updates
     progress.unvalidated = plan.validates_at(progress.update)
     saved = plan.saves_at(progress.update) or stopping
     if saved:
@@ -74,9 +75,11 @@ def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping:
             if not saved and (world.size == 1 or isinstance(error, FailedTogetherError)):
                 saving.save()
             raise
-        if stopping and not saved:
+        is_last = is_last or (not stopping and watch.ended())
+        if (stopping or is_last) and not saved:
             saving.save()
         elif saved and not stopping:
             saving.amend()
     if stopping:
         raise Interrupted
+    return is_last

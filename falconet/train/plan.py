@@ -105,6 +105,7 @@ class Plan:
     updates_before: int = 0
     limit: int | None = None  # updates of this phase, which may end within an epoch
     frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
+    patience: int | None = None  # epochs without a better validation that end the training; None: any number
 
     @property
     def global_batch(self) -> int:
@@ -165,6 +166,12 @@ class Plan:
         in_turn = self.validation_mode == "during" and not within and epoch % self.validation_frequency == 0
         return in_turn or update == self.updates
 
+    def ends_early(self, update: int, *, best: int) -> bool:
+        """Whether the validation after `update` updates ends the training; `best`: the update of the best one."""
+        if self.patience is None or self.validation_mode != "during" or not self.validates_at(update):
+            return False
+        return update - best >= self.patience * self.updates_per_epoch
+
     def saves_at(self, update: int) -> bool:
         """Save points are spread evenly too: 0.25 saves four times per epoch, the last time at its end.
 
@@ -212,7 +219,9 @@ class Plan:
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}
-        return words[self.validation_mode]
+        is_early = self.patience is not None and self.validation_mode == "during"
+        early = f", ends after {counted(self.patience or 0, 'epoch')} without a better one" if is_early else ""
+        return words[self.validation_mode] + early
 
 
 def _every(epochs: float) -> str:
@@ -250,6 +259,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         epochs_before=phase.epochs_before,
         updates_before=updates_before,
         frozen_epochs=options.training.unfreeze_after,
+        patience=options.training.early_stopping,
     )
 
 

@@ -22,7 +22,7 @@ from falconet.errors import CheckpointError, ConfigError, Interrupted, named_opt
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
-from falconet.report.console import are
+from falconet.report.console import are, counted
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
@@ -95,9 +95,11 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
     first = phases[0]
     launch, site, options = first.launch, first.site, first.launch.loaded.options
     state = begin(first)
-    if first.phase.is_last and state.progress.update >= first.plan.updates and not state.progress.unvalidated:
-        site.screen.line(_nothing_left(first))
-        return 0
+    if first.phase.is_last and not state.progress.unvalidated:
+        done = _nothing_left(first, state.progress)
+        if done:
+            site.screen.line(f"nothing left to train: {done}")
+            return 0
     folder = Path(site.world.once(lambda: str(open_folder())))
     if options.run.temporary:
         site.screen.line(run_folder.temporary_line(folder))
@@ -185,11 +187,26 @@ def _progress_in(plan: Plan, manifest: Manifest) -> Progress:
     return replace(Progress.from_json(manifest.meter), update=plan.update_at(manifest.progress.epoch, updates))
 
 
-def _nothing_left(built: BuiltPhase) -> str:
+def _ended_early(plan: Plan, progress: Progress, best: Best | None) -> bool:
+    return best is not None and plan.ends_early(progress.update, best=best.update)
+
+
+def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
+    """Why there is nothing left to train and what would continue the run; None: there is something."""
+    manifest = built.restored.manifest if built.restored else None
+    best = Best(*manifest.best) if manifest and manifest.best else None
+    if best and progress.update < built.plan.updates and _ended_early(built.plan, progress, best):
+        return (
+            f"it ended early after {counted(built.plan.place(progress.update)[0], 'epoch')}, the best validation,"
+            f" {best.accuracy:.2f} %, was after {built.plan.epoch_at(best.update):g}; a larger --early-stopping, or"
+            " None, continues the run"
+        )
+    if progress.update < built.plan.updates:
+        return None
     by_updates = built.options.training.updates is not None
     done, each = (built.plan.updates, "update") if by_updates else (built.plan.last_epoch, "epoch")
     length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
-    return f"nothing left to train: {length}; a larger {built.phase.length} continues the run"
+    return f"{length}; a larger {built.phase.length} continues the run"
 
 
 def _mark(launch: Launch) -> str:
@@ -263,6 +280,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             validation=_validation(built, state, saving, stopping=lambda: stop.requested),
             saving=saving,
             stopping=lambda: vote(stop.requested),
+            ended=lambda: _ended_early(built.plan, state.progress, output.measurements.best),
         )
         saving.check_room()
         screen.begin(total=built.plan.updates, done=state.progress.update)

@@ -31,7 +31,7 @@ from falconet.errors import (
     named_option,
 )
 from falconet.models import zoo
-from falconet.report.console import Say
+from falconet.report.console import Say, counted
 from falconet.report.folders import RunShape
 from falconet.report.sinks import (
     JsonLines,
@@ -290,6 +290,7 @@ def write_summary(folder: Path, log: Log, *, checkpoints: Path, peak_memory: int
     summary = {
         "updates": log.state.progress.update,
         "epochs": log.plan.last_epoch,
+        "ended_early": log.ended_early,
         "phase": log.plan.phase,
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
@@ -303,8 +304,12 @@ def write_summary(folder: Path, log: Log, *, checkpoints: Path, peak_memory: int
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
     say("")
     if "validation/accuracy" in measured.latest:
-        of = f" (best {best.accuracy:.2f} %)" if best else ""
+        after = f" after epoch {log.plan.epoch_at(best.update):g}" if best and log.ended_early else ""
+        of = f" (best {best.accuracy:.2f} %{after})" if best else ""
         say(f"validation accuracy  {measured.latest['validation/accuracy']:.2f} %{of}")
+    if log.ended_early:
+        last, epochs = log.plan.epoch_at(log.state.progress.update), counted(log.plan.patience or 0, "epoch")
+        say(f"ended early          after epoch {last:g}: {epochs} without a better validation")
     waited = f"{rate.waiting_percent:.0f} % of the time waiting for data"
     say(f"images per second    {rate.images_per_second:,.0f} ({waited})")
     say(f"peak memory          {peak_memory / 2**30:.2f} GiB")

@@ -277,7 +277,9 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
     def written() -> str:
         # Without what an interruption saved: an uninterrupted run must give the same average.
         saved = format.checkpoints_in(saving.folder)
-        due = [folder for folder in saved if saving.was_due(format.read_manifest(folder).progress)]
+        final = saving.state.progress.update  # saved out of turn by a training that ended early
+        progresses = {folder: format.read_manifest(folder).progress for folder in saved}
+        due = [each for each, progress in progresses.items() if saving.was_due(progress) or progress.update == final]
         folders = select(due, how.last, phase=saving.plan.phase)
         name = saving.output.style.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)

@@ -80,6 +80,7 @@ class Story:
             validation=SimpleNamespace(run=self.validate),
             saving=SimpleNamespace(save=self.save, amend=self.amend),
             stopping=lambda: self.progress.update == self.stop_at,
+            ended=lambda: False,
         )
         train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch, world=self.world)
         return self
