@@ -114,7 +114,7 @@ def _training(names: Iterable[str]) -> Iterator[str]:
             f"{micro * accumulation * replicas:,} = {micro} x {accumulation} x {replicas}",
             f"{replicas} x {stages_of(options.parallel)}",
             f"{options.training.epoch}",
-            f"{options.optimizer.optimizer}, {options.learning_rate.lr:.6g}",
+            f"{options.optimizer.optimizer}, {options.learning_rate.peak:.6g}",
             options.machine.precision,
         )
         yield f"| {' | '.join(cells)} |"

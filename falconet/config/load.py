@@ -41,6 +41,7 @@ SYNONYMS = {  # other programs' words for a choice, by option
     },
 }
 IMPLIED = "implied by --data-dir"
+FOUND = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
@@ -183,9 +184,10 @@ def unused_notes(options: object, line: Sequence[Setting]) -> list[str]:
 
 
 def unsettled(line: Sequence[Setting]) -> set[str]:
-    """The options that a recipe leaves to the start of the run, which makes numbers of them."""
+    """The options that a recipe, or --lr auto, leaves to the start of the run, which makes numbers of them."""
+    automatic = {setting.bare: setting for setting in line if setting.values == ("auto",)}
     final = {setting.bare: setting for setting in line}
-    return {name for name, setting in final.items() if setting.source != LINE and setting.values == ("auto",)}
+    return {name for name, each in automatic.items() if final[name] is each and (each.source != LINE or name in FOUND)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:

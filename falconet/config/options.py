@@ -151,8 +151,8 @@ class Optimizer:
 class LearningRate:
     """The schedule, warm-up, decay."""
 
-    lr: Annotated[float, AtLeast(0)] = 0.1
-    """Peak learning rate; it is not scaled by the batch size."""
+    lr: Annotated[float, AtLeast(0)] | Auto = 0.1
+    """Peak learning rate, not scaled by the batch size; auto: found by a range test before the first update."""
     lr_schedule: Literal["step", "cosine", "exponential", "polynomial"] = "cosine"
     """step: drops at --lr-epoch-decay; cosine: to 0; exponential: drops at each change; polynomial: --lr-end-ratio."""
     lr_decay: tuple[Annotated[float, MoreThan(0)], ...] = (0.5,)
@@ -171,6 +171,12 @@ class LearningRate:
     """Final learning rate of the polynomial schedule, as a fraction of the peak."""
     warmup_epoch: Annotated[float, AtLeast(0)] = 1.0
     """Epochs of linear warm-up."""
+
+    @property
+    def peak(self) -> float:
+        """The rate as a number, once auto has been settled."""
+        assert self.lr != "auto"
+        return self.lr
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,11 +208,11 @@ def _rule(options: commands.TrainOptions, plan: Plan) -> dict[str, object]:
     learning, rule = options.learning_rate, options.optimizer
     name = {"sgd_combined": "sgd"}.get(rule.optimizer, rule.optimizer)
     if name not in ("sgd", "lars"):
-        return {"opt_name": name, "opt_base_learning_rate": learning.lr}
-    end = learning.lr * learning.lr_end_ratio if learning.lr_schedule == "polynomial" else plan.lr(plan.updates)
+        return {"opt_name": name, "opt_base_learning_rate": learning.peak}
+    end = learning.peak * learning.lr_end_ratio if learning.lr_schedule == "polynomial" else plan.lr(plan.updates)
     warmup = round(learning.warmup_epoch * plan.updates_per_epoch)
     values = {
-        "base_learning_rate": learning.lr,
+        "base_learning_rate": learning.peak,
         "end_learning_rate": float(f"{end:.9g}"),  # computed from a ratio, whose last digits are off
         "learning_rate_decay_poly_power": learning.lr_power,
         "learning_rate_decay_steps": plan.epochs if name == "lars" else plan.updates - warmup,

@@ -268,7 +268,7 @@ def _schedule_of(phase: Phase, per_epoch: int) -> Schedule:
     updates = training.updates or training.epochs * per_epoch
     return Schedule(
         kind=rate.lr_schedule,
-        peak=rate.lr,
+        peak=rate.peak,
         epochs=training.epochs if training.updates is None else training.updates / per_epoch,
         updates_per_epoch=per_epoch,
         warmup_epochs=rate.warmup_epoch,

@@ -25,11 +25,24 @@ from falconet.parallel.data_parallel import digest
 from falconet.report.console import are, counted
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
-from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
+from falconet.train import (
+    build,
+    evaluate,
+    log,
+    loop,
+    lr_finder,
+    metrics,
+    plan_text,
+    processes,
+    run_folder,
+    save,
+    saved_model,
+)
 from falconet.train.build import BuiltPhase
 from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
+from falconet.train.lr_finder import Finding
 from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan, phases_of
@@ -72,12 +85,15 @@ def carry_out(launch: Launch) -> int:
             REGIMES[options.machine.precision].require(world.device)
         if not options.run.plan:
             build.limit_libraries(options, site.grid)
+        launch, finding = _with_rate(launch, site)
+        options = launch.loaded.options
         phases = phases_of(options)
         current = processes.current_phase(phases, launch.loaded, launch.restored)
         built = deque([BuiltPhase(launch, site)])
         for _ in phases[1:]:
             built.append(BuiltPhase(launch, site, before=built[-1]))
         plan = [line for each in built for line in plan_text.describe(each)]
+        plan += [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
         for line in [*plan, *(f"note: {note}" for note in notes)]:
             screen.line(line)
@@ -87,7 +103,27 @@ def carry_out(launch: Launch) -> int:
             return 0
         for _ in range(current - 1):
             built.popleft()
-        return _run_phases(built, lambda: _open_folder(launch, plan, held), began=began)
+
+        def open_folder() -> Path:
+            folder = _open_folder(launch, plan, held)
+            if finding:
+                finding.write(folder)
+            return folder
+
+        return _run_phases(built, open_folder, began=began)
+
+
+def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:
+    """The run with a number for --lr auto, and how it was found."""
+    options = launch.loaded.options
+    if options.learning_rate.lr != "auto":
+        return launch, None
+    if options.run.plan:
+        note = "--lr auto is found by a range test before the first update: rates in this plan are shares of it"
+        return replace(lr_finder.settled(launch, None), notes=(*launch.notes, note)), None
+    site.screen.line("finding a learning rate (--lr auto)")
+    finding = lr_finder.find(launch, site)
+    return lr_finder.settled(launch, finding), finding
 
 
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
