@@ -97,6 +97,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
     *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
+    ("sampler", "data from the host (not --data synthetic)", _host_data),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),

@@ -95,6 +95,10 @@ class Training:
     """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: weight the loss inversely to the images of each class, 1 on average; validation is not weighted."""
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
+    """balanced: every class equally often per epoch; photos of small classes come again, newly augmented."""
     early_stopping: Annotated[int, AtLeast(1)] | None = None
     """End the training after this many epochs without a better validation."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1

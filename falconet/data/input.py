@@ -15,6 +15,7 @@ from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages
 from falconet.data.loader import MOST_AHEAD, BatchShape, EvaluationLoader, Loader, Resources, SyntheticLoader
+from falconet.data.order import Order
 from falconet.data.preprocessing import Normalise
 from falconet.data.readers import NativeReader, Reader, reader_for
 from falconet.data.storage import ArraySource, Source
@@ -40,8 +41,10 @@ class Input:
     world: World
     note: Say  # for images that cannot be decoded
 
-    def training_loader(self, dataset: Dataset, *, crops: Crops, shape: BatchShape) -> Loader | SyntheticLoader:
-        """The batches to train on. `crops`: the dataset's `training_crops`."""
+    def training_loader(
+        self, dataset: Dataset, *, crops: Crops, shape: BatchShape, order: Order | None = None
+    ) -> Loader | SyntheticLoader:
+        """The batches to train on. `crops`: the dataset's `training_crops`; `order`: None for each image once."""
         source, device = dataset.train, self.world.device
         if self.data.data == "synthetic":
             classes, seed = dataset.classes, crops.seed
@@ -56,6 +59,7 @@ class Input:
             seed=crops.seed,
             augmentation=crops.augmentation,
             resources=self.resources(source),
+            order=order,
         )
 
     def evaluation_loader(

@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     GENERATE = 6
     SPLIT = 7
     OBJECT_CROP = 8
+    BALANCE = 30
 
 
 def _finalise_int(word: int) -> int:

@@ -1,5 +1,6 @@
 """Batches in order: images read ahead by threads, whose number changes no batch, and delivered on the device."""
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -16,6 +17,7 @@ from falconet.data import keyed, mixing
 from falconet.data.buffers import Batch, Buffers, RowReader, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
+from falconet.data.order import COPY_BITS, Order, shuffled
 from falconet.errors import DataError
 
 CPU = torch.device("cpu")
@@ -78,7 +80,9 @@ class Loader:
         seed: int,
         augmentation: Augmentation | None = None,
         resources: Resources | None = None,
+        order: Order | None = None,
     ) -> None:
+        """`order`: of the images in each epoch; None: each once, at random."""
         if len(labels) < shape.global_batch:
             raise DataError(
                 f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
@@ -88,6 +92,7 @@ class Loader:
         self.updates_per_epoch = len(labels) // shape.global_batch
         self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
         self._resources = resources or Resources()
+        self._order = order or shuffled(len(labels), seed=seed)
         self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
@@ -118,14 +123,17 @@ class Loader:
 
     def _jobs(self, epoch: int, skip: int) -> Iterator["_Reading"]:
         shape = self._shape
-        order = keyed.permutation(len(self._labels), seed=self._seed, epoch=epoch)
+        order = self._order(epoch)
         for update in range(skip, self.updates_per_epoch):
             for own in shape.own_micro_batches:
                 number = update * shape.accumulation * shape.replicas + own
-                indices = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
+                drawn = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
+                drawn = drawn[np.argsort(drawn >> COPY_BITS, kind="stable")]
+                indices, copies = drawn & ((1 << COPY_BITS) - 1), drawn >> COPY_BITS
                 batch = self._resources.batch_for(self._reader, shape.micro_batch)
-                mix = None if self._mixed is None else self._mix(indices, number, epoch)
-                yield _Reading(self._reader, indices, epoch=epoch, batch=_filled(batch, self._labels[indices], mix))
+                mix = None if self._mixed is None else self._mix(drawn, number, epoch)
+                batch = _filled(batch, self._labels[indices], mix)
+                yield _Reading(self._reader, indices, epoch=epoch, batch=batch, copies=copies)
 
     def _mix(self, indices: IntArray, number: int, epoch: int) -> Mix:
         assert self._mixed is not None
@@ -300,17 +308,25 @@ class _Queue(Generic[Result]):
 class _Reading(Job[Batch]):
     """One micro-batch being read, in parts of as many rows as are worth a call."""
 
-    def __init__(self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch) -> None:
+    def __init__(
+        self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch, copies: IntArray | None = None
+    ) -> None:
+        """`copies`: how often each image came before in the epoch, ascending; None: 0."""
         self._reader, self._indices, self._epoch, self._batch = reader, indices, epoch, batch
+        self._copies = np.zeros_like(indices) if copies is None else copies
 
     def parts(self) -> Iterator[Part]:
-        rows = self._reader.rows
-        for begin in range(0, len(self._indices), rows):
-            yield begin, min(begin + rows, len(self._indices))
+        rows, count = self._reader.rows, len(self._indices)
+        changes = np.flatnonzero(np.diff(self._copies)) + 1  # a part has one number of copy
+        for first, end in itertools.pairwise((0, *changes.tolist(), count)):
+            for begin in range(first, end, rows):
+                yield begin, min(begin + rows, end)
 
     def do(self, part: Part) -> None:
         rows, images = slice(*part), self._batch.images.permute(0, 2, 3, 1)
-        read = self._reader.read(self._indices[rows], epoch=self._epoch, out=images[rows])
+        # Crops are drawn by epoch: a copy's are those of an epoch that no run reaches.
+        epoch = self._epoch + (int(self._copies[part[0]]) << COPY_BITS)
+        read = self._reader.read(self._indices[rows], epoch=epoch, out=images[rows])
         self._batch.labels.numpy()[rows][~read] = -1
 
     def result(self) -> Batch:

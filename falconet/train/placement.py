@@ -15,6 +15,7 @@ from falconet.config import commands, rules
 from falconet.data.dataset import Dataset
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
+from falconet.data.order import balanced, class_weights
 from falconet.data.preprocessing import Normalise
 from falconet.errors import named_option
 from falconet.models import splits, zoo
@@ -33,7 +34,7 @@ from falconet.parallel.zero import ShardedReplicas
 from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Measure
-from falconet.train.step import Elsewhere, LocalStep, Loss, Move, Moving, PlainMove, ScaledMove, Step
+from falconet.train.step import Elsewhere, LocalStep, Loss, Move, Moving, PlainMove, ScaledMove, Step, WeightedLoss
 
 GIB = 2**30
 TrainingLoader = Loader | SyntheticLoader | IdleLoader
@@ -85,7 +86,11 @@ class Setup:
 
     @property
     def loss(self) -> Loss:
-        return Loss(self.images.classes, self.options.augmentation.label_smoothing)
+        classes, smoothing = self.images.classes, self.options.augmentation.label_smoothing
+        if self.options.training.class_weights == "none":
+            return Loss(classes, smoothing)
+        weights = torch.tensor(class_weights(self.images.train.labels, classes), device=self.device)
+        return WeightedLoss(classes, smoothing, weights=weights)
 
     @property
     def seed(self) -> int:
@@ -99,7 +104,9 @@ class Setup:
 
     def training_loader(self) -> Loader | SyntheticLoader:
         crops = self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
-        return self.input.training_loader(self.images, crops=crops, shape=self.shape)
+        is_balanced = self.options.training.sampler == "balanced"
+        order = balanced(self.images.train.labels, seed=self.options.run.seed) if is_balanced else None
+        return self.input.training_loader(self.images, crops=crops, shape=self.shape, order=order)
 
 
 class Placement(Protocol):

@@ -5,6 +5,7 @@ import torch
 from falconet.config import commands, options, rules
 from falconet.config.rules import PHOTOS
 from falconet.data import input
+from falconet.data.order import class_weights
 from falconet.errors import named_option
 from falconet.numerics.loss_scale import doublings
 from falconet.numerics.precision import Regime, describe_half_partials, describe_workspace
@@ -41,6 +42,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *_weights(built),
         *built.placement.lines(),
         *built.plan.lines(),
+        *_balance(built),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
         f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}",
     ]
@@ -121,6 +123,18 @@ def _weights(built: BuiltPhase) -> list[str]:
         lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
+    return lines
+
+
+def _balance(built: BuiltPhase) -> list[str]:
+    """What is done about classes of unequal sizes."""
+    training, labels = built.options.training, built.images.train.labels
+    lines = []
+    if training.sampler == "balanced":
+        lines.append("sampler balanced: every class equally often per epoch")
+    if training.class_weights == "balanced":
+        weights = [weight for weight in class_weights(labels, built.images.classes) if weight]
+        lines.append(f"class weights balanced: {min(weights):.3g} to {max(weights):.3g}")
     return lines
 
 

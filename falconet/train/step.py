@@ -36,8 +36,21 @@ class Loss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits, targets: N x classes; a row of zeros gives a loss of 0. Result: N."""
-        smooth = targets * (1.0 - self.smoothing) + targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
-        return -(smooth * F.log_softmax(logits, dim=1)).sum(1)
+        return -(self.smoothed(targets) * F.log_softmax(logits, dim=1)).sum(1)
+
+    def smoothed(self, targets: Tensor) -> Tensor:
+        """What the logarithms are weighted by; N x classes."""
+        return targets * (1.0 - self.smoothing) + targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedLoss(Loss):
+    """The same with a weight for each class, as in torch's cross-entropy before it is divided."""
+
+    weights: Tensor  # classes, on the device
+
+    def smoothed(self, targets: Tensor) -> Tensor:
+        return super().smoothed(targets) * self.weights
 
 
 SEEDS = 1 << 63  # torch takes seeds below this

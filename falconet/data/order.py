@@ -1,0 +1,69 @@
+"""The images of an epoch in order: each once, or every class as often as the others."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from falconet.data import keyed
+from falconet.data.keyed import IntArray, Purpose
+
+COPY_BITS = 32  # of an image's number in an order; above them stands how often it has come before in the epoch
+Order = Callable[[int], IntArray]  # epoch -> as many numbers as there are images
+
+
+def shuffled(images: int, *, seed: int) -> Order:
+    """Every image once per epoch."""
+    return lambda epoch: keyed.permutation(images, seed=seed, epoch=epoch)
+
+
+def balanced(labels: IntArray, *, seed: int) -> Order:
+    """As many images per epoch, an equal share of every class; images of small classes come again.
+
+    A class shows all of its images before one comes again, and continues in the next epoch where it stopped in this
+    one. What equal shares leave over goes to other classes in every epoch.
+    """
+    classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    images, count = len(labels), len(classes)
+
+    def epoch_order(epoch: int) -> IntArray:
+        ends = [[_share(total * images, count, number) for total in (epoch, epoch + 1)] for number in range(count)]
+        drawn = [
+            _drawn(members, first=first, end=end, seed=seed)
+            for members, (first, end) in zip(classes, ends, strict=True)
+        ]
+        return np.concatenate(drawn)[keyed.permutation(images, seed=seed, epoch=epoch)]
+
+    return epoch_order
+
+
+def _drawn(members: IntArray, *, first: int, end: int, seed: int) -> IntArray:
+    """Draws number `first` to `end` of a class in the whole run."""
+    rounds, places = np.divmod(np.arange(first, end, dtype=np.int64), len(members))
+    picked = np.empty(end - first, dtype=np.int64)
+    for turn in np.unique(rounds).tolist():  # each shows every image of the class once
+        words = keyed.words(seed=seed, epoch=turn, indices=members, purpose=Purpose.BALANCE, draws=1)
+        order, now = np.argsort(words[:, 0], kind="stable"), rounds == turn
+        picked[now] = members[order[places[now]]]
+    return picked + (_occurrences(picked) << COPY_BITS)
+
+
+def _share(total: int, classes: int, number: int) -> int:
+    """How many of the first `total` draws fall to class `number`, in turn."""
+    return total // classes + (number < total % classes)
+
+
+def _occurrences(values: IntArray) -> IntArray:
+    """How often each value has come before."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first = np.searchsorted(ordered, ordered)
+    counts = np.empty_like(values)
+    counts[order] = np.arange(len(values)) - first
+    return counts
+
+
+def class_weights(labels: IntArray, classes: int) -> tuple[float, ...]:
+    """Weights of the loss inverse to the images of each class, with a mean of 1 over the images; 0 for none."""
+    counts = np.bincount(labels[labels >= 0], minlength=classes)
+    present = np.count_nonzero(counts)
+    return tuple(float(counts.sum() / (present * n)) if n else 0.0 for n in counts.tolist())
