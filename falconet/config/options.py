@@ -313,8 +313,8 @@ class Machine:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available, else cpu."""
-    precision: Literal["16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
-    """Number formats of compute, and of weights and their update; see the table in docs/knowing/numerics.md."""
+    precision: Literal["auto", "16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
+    """Formats of compute, and of weights and their update (docs/knowing/numerics.md); auto: bf16.32 on CUDA."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
     """CPU threads per process; auto: one per core, or as in the restored run, because the number changes bits."""
     deterministic: bool = True

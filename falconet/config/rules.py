@@ -91,7 +91,7 @@ def is_scaled(options: TrainOptions) -> bool:
     """Whether updates use the loss scale and the half-precision update rules."""
     numerics = options.numerics
     asked = numerics.auto_loss_scaling or numerics.loss_scaling != 1.0 or numerics.initial_loss_scaling is not None
-    return asked or options.machine.precision not in ("32.32", "bf16.32")
+    return asked or options.machine.precision not in ("32.32", "bf16.32", "auto")
 
 
 def averages(options: TrainOptions) -> bool:
@@ -318,6 +318,12 @@ def _sharded_lars_has_one_type(options: Any) -> str | None:
     return None
 
 
+def _only_training_chooses_a_precision(options: Any) -> str | None:
+    if options.machine.precision == "auto" and not hasattr(options, "training"):
+        return "--precision auto: is for train, which stores what it chose; expected 32.32, bf16.32 or another regime"
+    return None
+
+
 def _state_can_be_offloaded(options: Any) -> str | None:
     if not options.parallel.offload_optimizer:
         return None
@@ -443,6 +449,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("fine_tuning", "averaging"), _fine_tuning_is_complete),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),
+    (("machine",), _only_training_chooses_a_precision),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _sharded_lars_has_one_type),
     (("parallel",), _splits_are_layers_or_auto),

@@ -100,6 +100,12 @@ REGIMES = {
 }
 
 
+def automatic(kind: Literal["cpu", "cuda"]) -> Literal["bf16.32", "32.32"]:
+    """The regime for a kind of device: half the memory and 1.5 times the speed where the device computes in bf16."""
+    is_capable = kind == "cuda" and torch.cuda.is_available() and _has_bfloat16(torch.device("cuda"))
+    return "bf16.32" if is_capable else "32.32"
+
+
 def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
     """The layer's original forward, with weights rounded to fp16 and computed with in fp32."""
     stored = dict(layer._parameters)

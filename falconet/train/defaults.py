@@ -1,17 +1,32 @@
-"""What the data decides where the options say auto; a checkpoint then states the number that was used."""
+"""What the data and the device decide where the options say auto; a checkpoint then states what was used."""
 
 from dataclasses import replace
+from math import sqrt
 
 from falconet.config import commands, rules
 from falconet.config.load import Loaded
 from falconet.data.dataset import open_dataset
+from falconet.numerics.precision import automatic
+from falconet.parallel.world import device_kind
 
-PHOTOS_SEEN = 60_000  # photos that a training of automatic length shows to the model
-FEWEST_EPOCHS, MOST_EPOCHS = 5, 40
+EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as often
+FEWEST_EPOCHS, MOST_EPOCHS = 5, 60
 
 
 def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
-    """The same options with numbers for those that depend on the data."""
+    """The same options without auto for those that depend on the data or the device."""
+    return _with_epochs(_with_precision(loaded))
+
+
+def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+    machine = loaded.options.machine
+    if machine.precision != "auto":
+        return loaded
+    machine = replace(machine, precision=automatic(device_kind(machine.device)))
+    return replace(loaded, options=replace(loaded.options, machine=machine))
+
+
+def _with_epochs(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
     options = loaded.options
     if options.training.epoch != "auto":
         return loaded
@@ -28,5 +43,5 @@ def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptio
 
 
 def epochs_for(images: int) -> int:
-    """Epochs for so many training images: small data is repeated more often."""
-    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(PHOTOS_SEEN / max(1, images))))
+    """Epochs for so many training images: small data is repeated more often, large data is seen more of."""
+    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(EPOCHS_OF_ONE / sqrt(max(1, images)))))

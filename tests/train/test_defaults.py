@@ -47,7 +47,7 @@ def test_a_mistyped_folder_names_the_data_it_may_have_meant(falconet):
     assert "did you mean --data digits?" in answer.err
 
 
-@pytest.mark.parametrize(("images", "epochs"), [(10, MOST_EPOCHS), (6_000, 10), (1_000_000, FEWEST_EPOCHS)])
+@pytest.mark.parametrize(("images", "epochs"), [(10, MOST_EPOCHS), (600, 41), (10_000, 10), (1_000_000, FEWEST_EPOCHS)])
 def test_small_data_is_repeated_more_often(images, epochs):
     assert epochs_for(images) == epochs
 
@@ -63,3 +63,17 @@ def test_a_resumed_run_keeps_the_number_of_epochs_it_started_with(falconet, tmp_
     answer = falconet(line)
     assert answer.code == 0, answer.err
     assert "nothing left to train" in answer.out
+
+
+@pytest.mark.usefixtures("photos")
+def test_photos_train_in_bf16_where_the_device_has_it(falconet, monkeypatch):
+    assert planned(falconet(f"train photos {SMALL} --plan"))["precision"] == 32.32
+    monkeypatch.setattr(defaults, "automatic", lambda kind: {"cpu": "bf16.32"}[kind])
+    assert planned(falconet(f"train photos {SMALL} --device cpu --plan"))["precision"] == "bf16.32"
+    assert planned(falconet(f"train photos {SMALL} --device cpu --precision 32.32 --plan"))["precision"] == 32.32
+
+
+def test_only_training_chooses_the_precision(falconet):
+    answer = falconet("bench infer --precision auto")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "--precision auto: is for train, which stores what it chose" in answer.err
