@@ -10,10 +10,12 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.models import zoo
+from falconet.models.freezing import Hold, frozen_by
+from falconet.numerics.loss_scale import FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
-from falconet.optim.optimizers import build_optimizer
-from falconet.train.step import LocalStep, Loss, Moving, PlainMove
+from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
+from falconet.train.step import LocalStep, Loss, Moving, PlainMove, ScaledMove
 
 CLASSES = 4
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -229,3 +231,18 @@ def test_moving_averages_include_the_weights_after_the_update():
         seen.append(weights(model))
     for name, parameter in average.model.named_parameters():
         torch.testing.assert_close(parameter, (0.25 * seen[0][name] + 0.5 * seen[1][name]) / 0.75)
+
+
+def test_the_layer_that_overflowed_is_named_while_layers_before_it_are_frozen():
+    model = zoo.build("resnet8-cifar", classes=CLASSES, seed=0)
+    hold, device = Hold(model, frozen_by(model, "backbone"), until=1), torch.device("cpu")
+    optimizer, offender = build_scaled_optimizer(model, Optimizer(), rounding=None), Offender(device)
+    move = ScaledMove(model, optimizer, FixedScale(1e38, device=device), offender=offender)
+    names = [name for name, _ in model.named_parameters()]
+    for update, expected in ((0, "fc.weight"), (1, "conv1.weight")):  # each the first of those that train
+        model.train()
+        hold.at(update)
+        move.begin(update)
+        move.root(model(torch.rand(4, 3, 8, 8)).square().sum() * 1e38).backward()
+        assert move.end(update, 0.1) == 1
+        assert offender.read(names) == expected
