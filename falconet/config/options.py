@@ -178,9 +178,8 @@ class LearningRate:
 
     @property
     def peak(self) -> float:
-        """The rate as a number, once auto has been settled."""
-        assert self.lr != "auto"
-        return self.lr
+        """The rate as a number; 1 until auto is found, because rates are shares of it."""
+        return 1.0 if self.lr == "auto" else self.lr
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,18 +48,16 @@ class Finding:
         writing.replace(folder, PLOT, plot(self))
 
 
-def settled(launch: Launch, finding: Finding | None) -> Launch:
-    """The run with the rate as a number, as if it had been given; a plan alone counts in shares of the rate."""
+def settled(launch: Launch, rate: float) -> Launch:
+    """The run with the rate that was found, as if it had been given."""
     loaded = launch.loaded
-    lr = replace(loaded.options.learning_rate, lr=finding.rate if finding else 1.0)
-    options = replace(loaded.options, learning_rate=lr)
-    sources = {**loaded.sources, **({"lr": SOURCE} if finding else {})}
-    return replace(launch, loaded=replace(loaded, options=options, sources=sources))
+    options = replace(loaded.options, learning_rate=replace(loaded.options.learning_rate, lr=rate))
+    return replace(launch, loaded=replace(loaded, options=options, sources={**loaded.sources, "lr": SOURCE}))
 
 
 def find(launch: Launch, site: Site) -> Finding:
     """Train a copy of the run while the rate grows from 1e-6 to 10, until its loss diverges."""
-    built = BuiltPhase(settled(launch, None), site)
+    built = BuiltPhase(launch, site)
     state, loader = built.new_state(), built.placement.loader()
     step, updates = built.step(state), _updates(loader)
     rates = [LOWEST * (HIGHEST / LOWEST) ** (number / (UPDATES - 1)) for number in range(UPDATES)]

@@ -120,10 +120,10 @@ def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None
         return launch, None
     if options.run.plan:
         note = "--lr auto is found by a range test before the first update: rates in this plan are shares of it"
-        return replace(lr_finder.settled(launch, None), notes=(*launch.notes, note)), None
+        return replace(launch, notes=(*launch.notes, note)), None
     site.screen.line("finding a learning rate (--lr auto)")
     finding = lr_finder.find(launch, site)
-    return lr_finder.settled(launch, finding), finding
+    return lr_finder.settled(launch, finding.rate), finding
 
 
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
