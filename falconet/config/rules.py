@@ -171,6 +171,12 @@ def _colours_are_three(options: Any) -> str | None:
     return None
 
 
+def _sampling_is_bilinear(options: Any) -> str | None:
+    if options.data.interpolation != "bilinear" and not options.data.antialias:
+        return f"--interpolation {options.data.interpolation}: contradicts --no-antialias; expected bilinear"
+    return None
+
+
 def _decoded_pixels_are_bytes(options: Any) -> str | None:
     if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
         return "--decode-device cuda: contradicts --no-eight-bit-io, because its pixels are never copied; expected cpu"
@@ -398,6 +404,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("data",), _photos_need_a_folder),
     (("data",), _bytes_are_not_normalised),
     (("data",), _colours_are_three),
+    (("data",), _sampling_is_bilinear),
     (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
