@@ -265,6 +265,8 @@ class Model:
     """ResNets with 50 or more layers: the convolution of a block that strides; 1x1: He et al., 3x3: ResNet v1.5."""
     shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
     """ResNets: zero channels (A), projections where the shape changes (B), everywhere (C), or once per stage."""
+    shortcut_padding: Literal["back", "both"] = "back"
+    """ResNets whose shortcuts add zero channels: after the others, or half before and half after them."""
     stem: Literal["auto", "imagenet", "cifar"] = "auto"
     """ResNets: start with a 7 x 7 convolution and pooling, or 3 x 3 for small images; auto: by the model's name."""
     conv_bias: bool = False
