@@ -103,6 +103,8 @@ class Training:
     """Micro-batches per update, on each replica."""
     init_path: Path | None = local(None)
     """Start with the weights of a checkpoint, of a run's newest one, or of a safetensors or torch file."""
+    pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
+    """Start with published weights, the default without a value, or a file's; auto: with published ones if there are any."""
     batchnorm_per_update: bool = False
     """Update batch norm's statistics once per update, by the mean over its micro-batches, not per micro-batch."""
     trainable: tuple[str, ...] = ()
@@ -439,6 +441,14 @@ class Input:
 
     checkpoint_input_path: Path | None = local(None)
     """A checkpoint, a folder of checkpoints, or a run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights that were trained elsewhere, instead of a checkpoint's."""
+
+    pretrained: Literal["none", "published"] | Path = local("none", bare="published")
+    """Take the model's published weights or those of a file, and prepare photos as for them."""
 
 
 # Measuring.
