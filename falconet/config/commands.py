@@ -25,6 +25,7 @@ from falconet.config.options import (
     Optimizer,
     Pack,
     Parallel,
+    Pretrained,
     Run,
     Serving,
     Table,
@@ -99,12 +100,14 @@ class ValidateOptions(Command):
         "data",
         "data-dir",
         "model",
+        "pretrained",
         "validation-batch-size",
         "device",
         "precision",
     )
 
     input: Input = field(default_factory=Input)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     table: Table = field(default_factory=Table)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

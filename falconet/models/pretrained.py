@@ -96,7 +96,6 @@ def torchvision_config(file: str) -> dict[str, Any] | None:
                     "interpolation": made.interpolation.value,
                     "mean": tuple(made.mean),
                     "std": tuple(made.std),
-                    "num_classes": len(weights.meta["categories"]),
                 }
     return None
 

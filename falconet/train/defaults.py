@@ -1,19 +1,17 @@
 """What the data and pretrained weights decide where the options leave it open; a checkpoint then states it."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from falconet.checkpoint import initial_weights
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.config import commands, rules
-from falconet.config.load import Loaded
+from falconet.config.load import Loaded, Options
 from falconet.config.settings import CHECKPOINT, WEIGHTS
 from falconet.data.dataset import open_dataset
 from falconet.errors import CheckpointError, ConfigError
 from falconet.models import pretrained
 
-Table = Mapping[str, Mapping[str, Any]]  # options as a checkpoint stores them
 PHOTOS_SEEN = 60_000  # photos that a training of automatic length shows to the model
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 40
 
@@ -37,9 +35,15 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
         )
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained: {error}; expected {_expected(asked)}") from None
-    settled = loaded.over({**found.options, **_chosen(options, found.inputs.table())})
-    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in settled.sources.items()}
-    return replace(settled, sources=sources), found
+    return fitted(loaded, found), found
+
+
+def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
+    """The options with those that follow from weights, below the ones that the line states."""
+    options: Any = loaded.options
+    made = loaded.over({**weights.options, **weights.inputs.table(options.data)})
+    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in made.sources.items()}
+    return replace(made, sources=sources)
 
 
 def weight_notes(options: commands.TrainOptions, initial: InitialWeights | None) -> tuple[str, ...]:
@@ -61,18 +65,6 @@ def _expected(asked: object) -> str:
         "a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none"
         " to train from scratch"
     )
-
-
-def _chosen(options: commands.TrainOptions, table: Table) -> Table:
-    """Without what other options leave no room for."""
-    data = options.data
-    has_room = {
-        "pixel-mean": rules.normalises_by_dataset(options),
-        "pixel-deviation": rules.normalises_by_dataset(options),
-        "interpolation": data.antialias,
-        "validation-crop-ratio": data.validation_crop != "whole",
-    }
-    return {name: entry for name, entry in table.items() if has_room.get(name, True)}
 
 
 def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
