@@ -38,7 +38,6 @@ class Published:
 
     tag: str  # timm's name of the model and its weights
     repository: str  # on the Hugging Face hub
-    classifier: str  # the layer that depends on the number of classes
     classes: int
     config: Mapping[str, Any] = field(default_factory=dict)  # timm's: input size, interpolation, crop and so on
 
@@ -53,7 +52,7 @@ def published(name: str) -> Published:
         raise CheckpointError(f"there are no published weights for {name}")
     full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
     repository = f"{config.hf_hub_id}{full}" if config.hf_hub_id.endswith("/") else config.hf_hub_id
-    return Published(full, repository, config.classifier, config.num_classes, asdict(config))
+    return Published(full, repository, config.num_classes, asdict(config))
 
 
 def is_published(name: str) -> bool:

@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from falconet.checkpoint import initial_weights
-from falconet.checkpoint.initial_weights import InitialWeights
+from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
 from falconet.config.load import Loaded, Options
 from falconet.config.settings import CHECKPOINT, WEIGHTS
 from falconet.data.dataset import open_dataset
 from falconet.errors import CheckpointError, ConfigError
 from falconet.models import pretrained
+from falconet.models.pretrained import FILE
 
 PHOTOS_SEEN = 60_000  # photos that a training of automatic length shows to the model
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 40
@@ -26,16 +27,30 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
     if asked == "none" or (asked == "auto" and not _has_published(options)):
         return loaded, None
     if asked == "auto":
-        problem = rules.unfit_for_weights(options.model)
+        asked, problem = "published", rules.unfit_for_weights(options.model)
         if problem:
             raise ConfigError(problem)
-    try:
-        found = initial_weights.find(
-            options.model.model, "published" if asked == "auto" else asked, fetched=not options.run.plan
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"--pretrained: {error}; expected {_expected(asked)}") from None
+    found = find_weights(
+        options.model.model,
+        asked,
+        fetched=not options.run.plan,
+        otherwise="or --pretrained none to train from scratch",
+    )
     return fitted(loaded, found), found
+
+
+def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
+    """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
+    try:
+        return initial_weights.find(name, asked, fetched=fetched)
+    except CheckpointError as error:
+        if asked != "published":
+            expected = "a safetensors or torch file, a checkpoint or a run folder"
+        elif pretrained.is_published(name):
+            expected = f"a network, its {FILE} as --pretrained PATH, a cache that has it in HF_HOME, {otherwise}"
+        else:
+            expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
+        raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
 
 
 def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
@@ -56,15 +71,6 @@ def weight_notes(options: commands.TrainOptions, initial: InitialWeights | None)
 def _has_published(options: commands.TrainOptions) -> bool:
     """Whether auto means published weights: --init-path and models without any leave nothing to find."""
     return options.training.init_path is None and pretrained.is_published(options.model.model)
-
-
-def _expected(asked: object) -> str:
-    if asked not in ("auto", "published"):
-        return "a safetensors or torch file, a checkpoint or a run folder"
-    return (
-        "a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none"
-        " to train from scratch"
-    )
 
 
 def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:

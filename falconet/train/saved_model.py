@@ -15,7 +15,7 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
-from falconet.errors import CheckpointError, ConfigError, DataError, named_option
+from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_machine
@@ -135,8 +135,7 @@ def open_pretrained(line: Sequence[Setting]) -> Opened:
     loaded = load_options(ValidateOptions, line)
     asked = loaded.options.pretrained.pretrained
     assert asked != "none"
-    with named_option("pretrained"):
-        found = initial_weights.find(loaded.options.model.model, asked)
+    found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
     options = defaults.fitted(loaded, found).options
     images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     if not found.keeps_classifier(images.class_names):

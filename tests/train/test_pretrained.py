@@ -112,7 +112,10 @@ def test_models_without_published_weights_start_with_random_ones_and_say_so(falc
     assert "note: there are no published weights for resnet10: it starts with random ones\n" in answer.out
     refused = falconet(LINE.replace(NAME, "resnet10") + " --pretrained")
     assert refused.code == 2
-    assert "--pretrained: there are no published weights for resnet10; expected" in refused.err
+    assert refused.err == (
+        "falconet train: --pretrained: there are no published weights for resnet10; expected a model of `falconet"
+        " models` that has some, a file as --pretrained PATH, or --pretrained none to train from scratch\n"
+    )
 
 
 def test_other_data_and_named_configs_start_with_random_weights(falconet):
