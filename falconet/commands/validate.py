@@ -15,7 +15,6 @@ from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Valida
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
@@ -73,8 +72,10 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
 
 def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; damaged checkpoints in a folder are noted and skipped."""
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
+    if path.is_file():
+        opened = saved_model.open_foreign(path, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
         return
     folders = format.checkpoints_in(path)
     if not folders:
