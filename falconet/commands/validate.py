@@ -1,5 +1,6 @@
 """`falconet validate`: measure the accuracy of a checkpoint, or of each one in a folder."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,12 +73,14 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
 
 def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; damaged checkpoints in a folder are noted and skipped."""
-    if path.is_file():
-        opened = saved_model.open_foreign(path, line, say)
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
         saved_model.warn_of_misfit(opened, say)
         yield opened
+    if files:
         return
-    folders = format.checkpoints_in(path)
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
@@ -92,6 +95,16 @@ def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_mod
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:

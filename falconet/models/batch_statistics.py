@@ -1,7 +1,7 @@
 """Whether batch norm's running statistics fit the data: one batch shows what loading weights cannot.
 
 Weights load without a fault even if pixels are now scaled otherwise than in their training, or if a shortcut adds its
-zero channels on the other side. The thresholds lie between what right networks show on photos, on digits and on a single
+zero channels on the other side. The thresholds lie between what right networks show on photos, digits and a single
 class, and what those two faults show: 6 public networks, docs/maintaining/log.md.
 """
 
@@ -77,14 +77,15 @@ def _judged(seen: list[_Seen], padded: list[int]) -> Misfit | None:
         factor = math.exp(abs(first.scale) / 2)
         size = "larger" if first.scale > 0 else "smaller"
         return Misfit(
-            "pixels", f"its first layer sees values {factor:.3g} times {size} than in the training of its weights"
+            "pixels", f"the first layer sees values {factor:.3g} times {size} than in the training of these weights"
         )
     if padded and 0 < padded[0] < len(seen):
         before = _median([layer.divergence for layer in seen[: padded[0]]])
         after = _median([layer.divergence for layer in seen[padded[0] :]])
         if before < FITS and after > MISFITS and after > GROWTH * before:
             return Misfit(
-                "shortcuts", "the layers after its first shortcut with added channels see other values than in training"
+                "shortcuts",
+                "layers after a shortcut that adds channels see other values than in the training of these weights",
             )
     return None
 

@@ -46,8 +46,8 @@ from falconet.train.plan import Plan
 
 STATISTICS_IMAGES = 64  # enough to compare statistics with
 MISFIT_ADVICE = {
-    "pixels": "compare --pixel-mean, --pixel-deviation and --normalization with its training",
-    "shortcuts": "try --shortcut-padding with the other side",
+    "pixels": "check --normalization, --pixel-mean and --pixel-deviation",
+    "shortcuts": "try the other --shortcut-padding",
 }
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
