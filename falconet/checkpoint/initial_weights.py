@@ -172,7 +172,7 @@ def _of_file(path: Path, name: str) -> InitialWeights:
         classes=classes,
         class_names=names or pretrained.imagenet_classes(classes),
         inputs=_inputs(config, where=str(path)),
-        options={name: entry for name, entry in origin.table().items() if name in _OF_MODEL} if origin else {},
+        options={name: entry for name, entry in origin.table().items() if name in _OF_MODEL},
         read=lambda: read_file(path).weights,
     )
 

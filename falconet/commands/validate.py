@@ -1,5 +1,6 @@
 """`falconet validate`: measure the accuracy of a checkpoint, or of each one in a folder."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Valida
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
@@ -75,10 +75,14 @@ def _opened(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[sa
     if path is None:  # then --pretrained is given
         yield saved_model.open_pretrained(line)
         return
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
+    if files:
         return
-    folders = format.checkpoints_in(path)
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
@@ -93,6 +97,16 @@ def _opened(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[sa
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:
