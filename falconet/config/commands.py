@@ -54,7 +54,7 @@ class TrainOptions(Command):
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
     needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
-        *("config", "model", "data", "data-dir", "image-size", "pretrained", "init-path"),
+        *("config", "model", "data", "data-dir", "image-size", "pretrained"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
         *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
     )

@@ -44,10 +44,12 @@ class Published:
 
 def published(name: str) -> Published:
     """The published weights of a model."""
+    tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
+    if tag is None:
+        raise CheckpointError(f"there are no published weights for {name}")
     import timm
 
-    tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
-    config = timm.get_pretrained_cfg(tag) if tag else None
+    config = timm.get_pretrained_cfg(tag)
     if config is None or not config.hf_hub_id or not config.architecture or not isinstance(config.classifier, str):
         raise CheckpointError(f"there are no published weights for {name}")
     full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
