@@ -45,10 +45,6 @@ from falconet.train.log import Output
 from falconet.train.plan import Plan
 
 STATISTICS_IMAGES = 64  # enough to compare statistics with
-MISFIT_ADVICE = {
-    "pixels": "check --normalization, --pixel-mean and --pixel-deviation",
-    "shortcuts": "try the other --shortcut-padding",
-}
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
@@ -249,7 +245,10 @@ def statistics_warning(
     pixels = first.images.to(world.device)[first.labels.to(world.device) >= 0]  # without padding
     normalised = images.normalise(world.device)(pixels)
     found = misfit(model, lambda: regime.run(model, normalised)) if len(pixels) else None
-    return f"warning: {found.text}; {MISFIT_ADVICE[found.what]}" if found else None
+    if found is None:
+        return None
+    pixels_advice = "check --normalization, --pixel-mean and --pixel-deviation"
+    return f"warning: {found.text}; {f'try --shortcut-padding {found.side}' if found.side else pixels_advice}"
 
 
 @dataclass(kw_only=True)

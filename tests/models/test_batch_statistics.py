@@ -6,6 +6,7 @@ from torch import nn
 
 from falconet.models import zoo
 from falconet.models.batch_statistics import misfit
+from falconet.models.resnet import side_of_zeros
 
 
 def images(seed=0, count=64, side=16):
@@ -71,7 +72,8 @@ def test_zero_channels_on_the_wrong_side_do_not_fit():
     assert misfit(right, lambda: right(images(9))) is None
     found = misfit(wrong, lambda: wrong(images(9)))
     assert found is not None
-    assert found.what == "shortcuts"
+    assert (found.what, found.side) == ("shortcuts", "both")
+    assert side_of_zeros(wrong) == "back", "as it was"
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_type": "group", "norm_num_groups": 8}], ids=["untrained", "group norm"])
