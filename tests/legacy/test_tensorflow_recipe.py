@@ -54,10 +54,10 @@ def test_an_unknown_dataset_is_refused_in_lower_case():
 
 BETAS = ".*bn1/bias .*bn2/bias .*bn3/bias .*downsample/1/bias"
 FILTERED = [
-    (f"{IMAGENET} --model-size 50 --variable-filter fc1", {"trainable": "fc"}),
+    (f"{IMAGENET} --model-size 50 --variable-filter fc1", {"trainable": "fc", "frozen-batchnorm": "batch"}),
     (f"{IMAGENET} --model-size 50 --batch-norm --variable-filter beta fc1", {"trainable": f"{BETAS} fc"}),
     (f"{IMAGENET} --model-size 50 --variable-filter b4 fc1", {"trainable": "layer4 fc"}),
-    (f"{IMAGENET} --variable-filter all/", {"trainable": None}),  # every variable
+    (f"{IMAGENET} --variable-filter all/", {"trainable": None, "frozen-batchnorm": None}),  # every variable
     ("--dataset cifar-10 --data-dir d --variable-filter b3/0", {"trainable": "layer3/0"}),
 ]
 LARS = f"{IMAGENET} --model-size 50 --optimiser LARS --abs-learning-rate 10"
