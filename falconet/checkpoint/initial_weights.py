@@ -1,7 +1,7 @@
 """Weights that a new model starts with: published ones, those of a file, or those of a checkpoint.
 
 `find` reads what they are and how photos were prepared for them; `InitialWeights.load` puts them into a model, whose
-classifier stays as it was made if the classes are others. `open_model` does both, for prediction.
+classifier starts small if the classes are others. `open_model` does both, for prediction.
 """
 
 import json
@@ -28,7 +28,7 @@ from falconet.data.preprocessing import (
     short_side,
 )
 from falconet.errors import CheckpointError, ConfigError
-from falconet.models import pretrained, zoo
+from falconet.models import init, pretrained, zoo
 from falconet.models.zoo import build_model
 
 Asked = Literal["published"] | Path
@@ -88,7 +88,7 @@ class InitialWeights:
         )
 
     def load(self, model: nn.Module, *, name: str, class_names: tuple[str, ...]) -> None:
-        """Give `model` these weights; its classifier keeps its values if the classes are others."""
+        """Give `model` these weights; if the classes are others, its classifier starts small."""
         weights = self.read()
         found = fit(model.state_dict(), weights)
         if not found.is_whole and not found.other_classes:
@@ -96,6 +96,8 @@ class InitialWeights:
         is_same, classifier = found.is_whole and self.keeps_classifier(class_names), f"{found.classifier}."
         taken = {key: tensor for key, tensor in found.tensors.items() if is_same or not key.startswith(classifier)}
         model.load_state_dict(taken, strict=False)
+        if not is_same:
+            init.shrink(model.get_submodule(found.classifier))
 
     def describe(self, class_names: tuple[str, ...]) -> str:
         """What a model of these classes starts with."""
