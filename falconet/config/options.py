@@ -429,7 +429,23 @@ class Input:
     """A checkpoint, a folder of checkpoints, or a run folder."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which checkpoint of a folder is used."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
+    """The best validated one, the newest, or that of epoch N."""
+
+
 # Measuring.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Which checkpoints of a folder are measured."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last", "all"] = local("best")
+    """The best validated one, the newest, that of epoch N, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
