@@ -39,6 +39,7 @@ from falconet.exits import FAILED
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
+from falconet.report.epochs import ACCURACY, Metric
 from falconet.report.styles import Validated
 from falconet.train.log import Output
 from falconet.train.plan import Plan
@@ -71,6 +72,7 @@ class Evaluation:
     top1: int
     top5: int
     loss: float  # mean over the images
+    metric: Metric = ACCURACY  # what `accuracy` is
     left_out: tuple[str, ...] = ()  # images that this process could not read
 
     @property
@@ -241,6 +243,7 @@ class Validation:
     checkpoint_name: Callable[[], str]  # the name of a checkpoint saved now
     stopping: Callable[[], bool] = never  # whether this process was asked to stop
     left_out: tuple[str, ...] = ()  # images that this process could not read so far
+    metric: Metric = ACCURACY  # what was measured
 
     def run(self) -> bool:
         """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
@@ -248,25 +251,31 @@ class Validation:
         try:
             with stopwatch.standing():
                 begun = stopwatch.clock()
-                found = self.measure(self.state.model, self.stopping)
+                found = self.measure(self.state.model, self._glancing)
                 seconds = stopwatch.clock() - begun
-                averaged = self.measure(self.state.ema.model, self.stopping) if self.state.ema else None
+                averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
         except Interrupted:
             return False
-        self.left_out = found.left_out
+        self.left_out, self.metric = found.left_out, found.metric
         self.output.measurements.write(
             update,
             _named("validation", found)
             | {"validation/seconds": seconds}
             | (_named("validation_ema", averaged) if averaged else {}),
         )
-        self.output.style.validated(self._validated(found, seconds, self.checkpoint_name()))
+        average = averaged.accuracy if averaged else None
+        is_best = self.output.measurements.score(update, max(found.accuracy, average or 0.0))
+        validated = self._validated(found, seconds, self.checkpoint_name())
+        self.output.style.validated(replace(validated, average=average, is_best=is_best))
         self._warn(found, "validation")
         if averaged:
             self._warn(averaged, "the moving average's validation")
-            self.output.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
-        self.output.measurements.score(update, max(found.accuracy, averaged.accuracy if averaged else 0.0))
         return True
+
+    def _glancing(self) -> bool:
+        """Called at every batch."""
+        self.output.screen.glance("validating")
+        return self.stopping()
 
     def average(self, name: str, *, suffix: str) -> None:
         """Measure the model, which has averaged weights; `suffix` distinguishes further averages."""
@@ -347,12 +356,10 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
 
 
 def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
-    """Print a table in plain text, then the line that the originals' tools read."""
+    """Print a table in plain text."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ACCURACY_COLUMNS}
     for cells in ({name: name for name in ACCURACY_COLUMNS}, *rows):
         say("  ".join(cells[name].ljust(widths[name]) for name in ACCURACY_COLUMNS).rstrip())
-    for row in rows:
-        say(f"Accuracy on test set: {row['top1']}%")
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:

@@ -94,10 +94,9 @@ def test_the_best_checkpoint_is_measured_unless_another_is_asked_for(falconet, c
     assert {row["epoch"] for row in rows("r/validation.csv")} == {epoch}
 
 
-def test_table_and_lines_of_the_originals_agree(falconet, checkpoints):
+def test_the_printed_table_is_that_of_the_file(falconet, checkpoints):
     out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv --checkpoint all").out
     found = rows("table.csv")
-    assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
     table = [re.split(r"  +", line) for line in out.splitlines()[: len(found) + 1]]
     assert table[0] == ["checkpoint", "epoch", "top1", "top5", "loss", "images", "best"]
     assert [cells + [""] * (7 - len(cells)) for cells in table[1:]] == [list(row.values()) for row in found]
@@ -166,7 +165,7 @@ def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falcon
     line = "--model resnet8-cifar --data generated --image-size 16 --iterations 10 --micro-batch-size 8 --threads 1"
     answer = falconet(f"validate --checkpoint-input-path {path} {line}")
     assert answer.code == 0, answer.err
-    assert f"Accuracy on test set: {accuracy:.2f}%" in answer.out
+    assert f"  {accuracy:.2f}  " in answer.out
     assert [(row["checkpoint"], row["best"]) for row in rows("validation.csv")] == [(path.name, "best")]
 
 
