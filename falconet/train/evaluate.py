@@ -44,6 +44,7 @@ from falconet.report.styles import Validated
 from falconet.train.log import Output
 from falconet.train.plan import Plan
 
+TOP = 5  # classes among which the right one counts too
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
@@ -51,6 +52,13 @@ FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, w
 def never() -> bool:
     """Never stop."""
     return False
+
+
+Observe = Callable[[Tensor, Tensor], None]  # takes logits (N x classes) and labels (N, -1 for rows that do not count)
+
+
+def overlook(logits: Tensor, labels: Tensor) -> None:
+    """Observe nothing."""
 
 
 class FailedTogetherError(Exception):
@@ -113,8 +121,11 @@ def evaluate(
     regime: Regime,
     world: World,
     stopping: Callable[[], bool] = never,
+    observe: Observe = overlook,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
+
+    `observe` is called with this process's batches, in the order of their images.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
@@ -128,7 +139,9 @@ def evaluate(
             if left:
                 break
             images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-            totals += count(regime.run(model, normalise(images)), labels)
+            logits = regime.run(model, normalise(images))
+            totals += count(logits, labels)
+            observe(logits, labels)
     except FAILURES as error:
         if world.size == 1:
             raise
@@ -186,7 +199,7 @@ def _from_json(text: str) -> Exception:
 
 def count(logits: Tensor, labels: Tensor) -> Tensor:
     """Images, correct top-1, correct top-5, and the sum of losses; N x classes, N -> 4."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    best = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
     hits = best == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="sum")
     return torch.stack(((labels >= 0).sum().double(), hits[:, 0].sum().double(), hits.sum().double(), losses))
@@ -215,7 +228,9 @@ def validation_batch(options: commands.TrainOptions) -> int:
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
-def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
+def evaluator(
+    images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say, observe: Observe = overlook
+) -> Measure:
     """Measures a model on the validation images of `images`."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
@@ -225,7 +240,9 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches = loader.batches()
-        found = evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
+        found = evaluate(
+            model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping, observe=observe
+        )
         return replace(found, left_out=bad.names)
 
     return measure
@@ -336,6 +353,7 @@ class Accuracy:
     name: str  # of its checkpoint
     epoch: str  # epochs trained, and images of the next one; empty: unknown
     found: Evaluation
+    classes: int
 
 
 def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
@@ -346,7 +364,7 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
             "checkpoint": each.name,
             "epoch": each.epoch,
             "top1": f"{each.found.accuracy:.2f}",
-            "top5": f"{each.found.top5_accuracy:.2f}",
+            "top5": f"{each.found.top5_accuracy:.2f}" if each.classes > TOP else "",  # else it is always 100
             "loss": f"{each.found.loss:.4f}",
             "images": str(each.found.images),
             "best": "best" if each is best else "",
@@ -356,10 +374,12 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
 
 
 def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
-    """Print a table in plain text."""
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ACCURACY_COLUMNS}
-    for cells in ({name: name for name in ACCURACY_COLUMNS}, *rows):
-        say("  ".join(cells[name].ljust(widths[name]) for name in ACCURACY_COLUMNS).rstrip())
+    """Print a table in plain text, without empty columns; one row alone is not called the best."""
+    shown = [name for name in ACCURACY_COLUMNS if any(row[name] for row in rows)]
+    shown = [name for name in shown if name != "best" or len(rows) > 1]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    for cells in ({name: name for name in shown}, *rows):
+        say("  ".join(cells[name].ljust(widths[name]) for name in shown).rstrip())
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
