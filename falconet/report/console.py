@@ -140,7 +140,7 @@ class Screen:
         self._pace.mark()
         note = doing or _in_words(self._pace)
         done = self._pace.epoch_total if doing else self._pace.epoch_done
-        text = f"{self._epoch}  {100 if doing else self._pace.percent:3.0f}%  {note}"
+        text = f"{self._epoch}  {100 if doing else self._pace.percent:3.0f}%  {note}".lstrip()
         self._bar.update(self._task, completed=done, note=note)
         if self._cell:
             self._cell.show(text)
@@ -198,7 +198,7 @@ class Counting:
     """A counter, up to `total` if that is known; on stderr, so that it does not mix with output."""
 
     def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
-        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, force_jupyter=False)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
