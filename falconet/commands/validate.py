@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,28 +14,26 @@ from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
-from falconet.errors import CheckpointError, named_option
+from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.report.console import Counting, Say, Screen
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import breakdown, evaluate, saved_model
 from falconet.train.breakdown import Breakdown, Collected
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     stated, screen = loaded.options, Screen()
     path = stated.input.checkpoint_input_path
-    assert path is not None
-    output = stated.table.output or _beside(path)
+    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line):
             style.validated(_validated(_timed(opened, stated, screen.line)))
         return 0
-    rows, details, shown = [], [], None
+    rows, details, better = [], [], []
     for opened in _opened(loaded, screen.line):
         answers, images = Collected(), len(opened.images.validation)
         with Counting(f"validating {opened.name}", total=images) as counting:
@@ -43,12 +42,11 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
         parts = Breakdown.of(answers.read(), opened.class_names)
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
-        shown = parts if opened.is_better else shown
+        better += [parts] if opened.is_better else []
     table = evaluate.tabulate_accuracies(rows)
     evaluate.show_accuracies(table, screen.line)
-    if stated.choice.checkpoint != "all" and shown:
-        for text in (*shown.lines(), ""):
-            screen.line(text)
+    for text in (*better[0].lines(), "") if len(better) == 1 else ():
+        screen.line(text)
     also, named = output.with_suffix(".json"), stated.table.output is not None
     evaluate.write_accuracies(table, output, option="--output", named=named)
     evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
@@ -117,17 +115,26 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.O
 def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
     path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
-    assert path is not None
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
-    elif which == "all":
-        yield from _all_models(path, line, say)
+    if path is None:  # then --pretrained is given
+        yield saved_model.open_pretrained(line)
+        return
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    if len(files) > 1 and stated.table.predictions:
+        raise ConfigError(f"--predictions: takes one model, but {path} holds {len(files)} files; expected one of them")
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
+    if files:
+        return
+    if which == "all":
+        yield from _all_models(path, folders, line, say)
     else:
         yield from saved_model.open_checkpoint(format.choose(path, which, say).folder, line)
 
 
-def _all_models(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
-    folders = format.checkpoints_in(path)
+def _all_models(path: Path, folders: Sequence[Path], line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
@@ -142,6 +149,16 @@ def _all_models(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:
