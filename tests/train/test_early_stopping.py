@@ -26,7 +26,7 @@ def test_training_ends_after_the_patience_without_a_better_validation(falconet):
     assert found["updates"] == found["best"]["update"] + 2 * per_epoch < 30 * per_epoch
     assert "validates every epoch, ends after 2 epochs without a better one" in answer.out
     after = found["best"]["update"] // per_epoch
-    assert f"(best {found['best']['validation_accuracy']:.2f} % after epoch {after})" in answer.out
+    assert f"{found['best']['validation_accuracy']:.2f}% after epoch {after} " in answer.out
     assert f"ended early          after epoch {after + 2}: 2 epochs without a better validation" in answer.out
 
 
