@@ -72,6 +72,7 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
         resources=reading.resources(source),
         micro_batch=options.data.micro_batch_size,
         training=training,
+        augmentation=options.augmentation,
     )
 
 

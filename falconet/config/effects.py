@@ -44,6 +44,10 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
+def _uses_randaugment(options: TrainOptions) -> bool:
+    return options.augmentation.auto_augment == "randaugment"
+
+
 def _draws_weights(options: TrainOptions) -> bool:
     """Not where weights are read: by restore from its checkpoint, or from --init-path."""
     return options.training.init_path is None and not hasattr(options, "input")
@@ -52,6 +56,7 @@ def _draws_weights(options: TrainOptions) -> bool:
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
+    *("auto-augment", "color-jitter", "random-erasing", "vertical-flip", "repeated-augmentation"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
@@ -93,6 +98,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
     *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    *((f"randaugment-{name}", "--auto-augment randaugment", _uses_randaugment) for name in ("ops", "magnitude")),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),

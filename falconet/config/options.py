@@ -159,10 +159,26 @@ class LearningRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Random crops, flips, label smoothing, mixup, cutmix."""
+    """Random crops, flips, auto-augment policies, erasing, label smoothing, mixup, cutmix."""
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
+    vertical_flip: Annotated[float, Between(0, 1)] = 0.0
+    """Probability of turning an image upside down, for photos without an up, such as those from above."""
+    auto_augment: Literal[
+        "none", "randaugment", "trivialaugment", "autoaugment", "autoaugment-cifar10", "autoaugment-svhn"
+    ] = "none"
+    """Random changes of colour and geometry, as torchvision has them; autoaugment: the policy found for ImageNet."""
+    randaugment_ops: Annotated[int, AtLeast(1)] = 2
+    """Operations that randaugment applies to each image."""
+    randaugment_magnitude: Annotated[int, Between(0, 30)] = 9
+    """Strength of randaugment's operations, from 0 to 30."""
+    color_jitter: Annotated[float, AtLeast(0)] = 0.0
+    """Multiply brightness, contrast and saturation by random factors from 1 - X to 1 + X; 0: none."""
+    random_erasing: Annotated[float, Between(0, 1)] = 0.0
+    """Probability of erasing a random rectangle of 2 % to 33 % of an image, which becomes the dataset's mean."""
+    repeated_augmentation: Annotated[int, AtLeast(1)] = 1
+    """Copies of each image in an update, augmented differently; an epoch has as many updates, of fewer images."""
     use_bbox_info: bool = False
     """Make random crops overlap an annotated object: from *bounding_boxes.csv, XML files, or the TFRecords."""
     use_bbox_info_if_there: bool = False

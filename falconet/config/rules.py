@@ -186,6 +186,24 @@ def _mixing_needs_partners(options: Any) -> str | None:
     return f"--micro-batch-size: got {size}, expected at least {least} for {asked_by}" if size < least else None
 
 
+def pixels_change(augmentation: Augmentation) -> str | None:
+    """The first option that asks for changed pixels."""
+    asked = {
+        "auto-augment": augmentation.auto_augment != "none",
+        "color-jitter": augmentation.color_jitter > 0,
+        "random-erasing": augmentation.random_erasing > 0,
+        "vertical-flip": augmentation.vertical_flip > 0,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+def _changed_pixels_are_bytes(options: Any) -> str | None:
+    asked = pixels_change(options.augmentation)
+    if asked is None or options.data.eight_bit_io:
+        return None
+    return f"--{asked}: changes pixels on the device, which gets values; expected --eight-bit-io"
+
+
 def _cutmix_bounds_are_ordered(options: Any) -> str | None:
     low, high = options.augmentation.cutmix_lambda_low, options.augmentation.cutmix_lambda_high
     if low > high:
@@ -400,6 +418,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("data",), _colours_are_three),
     (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
+    (("augmentation", "data"), _changed_pixels_are_bytes),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("learning_rate",), _one_factor_per_drop),

@@ -56,6 +56,7 @@ class Input:
             seed=crops.seed,
             augmentation=crops.augmentation,
             resources=self.resources(source),
+            fill=crops.preprocessing.mean,
         )
 
     def evaluation_loader(
