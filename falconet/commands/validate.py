@@ -10,6 +10,7 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError
+from falconet.models import views
 from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import evaluate, saved_model
@@ -66,6 +67,8 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
     for opened in _opened(path, line, say):
         for note in unused_notes(opened.options, line) if not noted else ():
             say(note)
+        if opened.options.views.tta != "none" and not noted:
+            say(f"averages the logits of {views.describe(opened.options.views.tta)}")
         noted = True
         start = time.perf_counter()
         yield opened, saved_model.measure(opened, say), time.perf_counter() - start

@@ -104,6 +104,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
     *((name, "--normalization deviation", rules.normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
+    ("tta", "--validation-mode during or after", lambda o: o.validation.validation_mode != "none"),
     ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
     (
         "weight-avg-exp-decay",

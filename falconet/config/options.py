@@ -386,6 +386,14 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Views:
+    """Test-time augmentation."""
+
+    tta: Literal["none", "flip", "flip-shift"] = "none"
+    """Average the logits over an image and its mirror image, or over these and four more, shifted by a pixel."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """Where and how often checkpoints are saved, and how many are kept."""
 

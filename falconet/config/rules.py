@@ -366,6 +366,12 @@ def _interleaving_needs_micro_batches(options: Any) -> str | None:
     return None
 
 
+def _stages_see_one_view(options: Any) -> str | None:
+    if options.parallel.pipeline_splits and options.views.tta != "none":
+        return "--tta: does not work with --pipeline-splits, whose stages validate one view of an image"
+    return None
+
+
 def _stages_have_no_memory_budget(options: Any) -> str | None:
     if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
         return "--memory-budget: does not work with --pipeline-splits, whose stages recompute every block anyway"
@@ -435,6 +441,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("parallel", "model"), _one_pass_batchnorm_is_local),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_have_no_memory_budget),
+    (("parallel", "views"), _stages_see_one_view),
     (("parallel", "workspace"), _one_proportion_per_stage),
     (("run",), _resuming_needs_a_run_folder),
     (("run", "checkpoints"), _temporary_folder_has_no_name),

@@ -36,6 +36,7 @@ from falconet.errors import (
     printable,
 )
 from falconet.exits import FAILED
+from falconet.models import views
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -213,7 +214,9 @@ def validation_batch(options: commands.TrainOptions) -> int:
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
-def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
+def evaluator(
+    images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say, tta: views.Kind = "none"
+) -> Measure:
     """Measures a model on the validation images of `images`."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
@@ -222,7 +225,7 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches = loader.batches()
+        batches, model = loader.batches(), views.averaged(model, tta)
         found = evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
         return replace(found, left_out=bad.names)
 

@@ -189,7 +189,12 @@ class WholeModel:
     def evaluator(self) -> Measure:
         setup = self.setup
         return evaluate.evaluator(
-            setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
+            setup.images,
+            setup.options.data,
+            regime=setup.regime,
+            world=setup.grid.world,
+            note=setup.note,
+            tta=setup.options.views.tta,
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:

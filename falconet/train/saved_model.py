@@ -150,7 +150,12 @@ def measure(opened: Opened, note: Say) -> Evaluation:
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
-        images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
+        images,
+        options.data,
+        regime=REGIMES[options.machine.precision],
+        world=world,
+        note=note,
+        tta=options.views.tta,
     )
     found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")
