@@ -51,7 +51,7 @@ def _validated(measured: Measured) -> Validated:
         loss=found.loss,
         images=found.images,
         seconds=seconds,
-        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch_size),
+        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch),
         origin=Origin(
             model=opened.options.model.model,
             data=opened.options.data.data,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable
+from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable, value_or
 
 # The zoo's names, repeated here so that a typo is reported without importing torch; a test compares the two lists.
 MODELS = (
@@ -43,6 +43,9 @@ class Run:
     """Seed of every random choice; the same seed gives the same run."""
 
 
+MICRO_BATCH = 64  # images
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where images come from, and how they are read and normalised."""
@@ -57,8 +60,8 @@ class Data:
     """Number of classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks."""
     iterations: Annotated[int, AtLeast(1)] = 100
     """Updates per epoch of generated or synthetic data; in `bench infer`, batches of any data."""
-    micro_batch_size: Annotated[int, AtLeast(1)] = 64
-    """Images in one forward and backward pass on one replica."""
+    micro_batch_size: Annotated[int, AtLeast(1)] | Auto = MICRO_BATCH
+    """Images in one forward and backward pass; auto: the most that fit, in updates of 64 x --gradient-accumulation."""
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward pass of validation, per replica; the result is exact for any. auto: --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -85,6 +88,11 @@ class Data:
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable training images to skip before the run stops; auto: 1 in 1,000. Validation leaves out any number."""
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch that auto stands for until it is found; outside training nothing is searched for."""
+        return value_or(self.micro_batch_size, MICRO_BATCH)
 
 
 @dataclass(frozen=True, kw_only=True)

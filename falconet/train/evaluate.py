@@ -210,7 +210,7 @@ def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normali
 
 def validation_batch(options: commands.TrainOptions) -> int:
     """Images per validation batch on one replica; pipeline stages pass on batches of one size only."""
-    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
+    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
@@ -218,7 +218,7 @@ def evaluator(
     images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say, tta: views.Kind = "none"
 ) -> Measure:
     """Measures a model on the validation images of `images`."""
-    batch = value_or(data.validation_batch_size, data.micro_batch_size)
+    batch = value_or(data.validation_batch_size, data.micro_batch)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)

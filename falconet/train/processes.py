@@ -293,6 +293,7 @@ def newest(options: commands.TrainOptions, restored: Restored, conventions: Conv
 
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
+FOUND = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
 
 
 def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
@@ -304,6 +305,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     asked, stored = _values(loaded.table()), _values(manifest.config)
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
+        is_open |= asked["micro-batch-size"] == "auto" and name in FOUND
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

@@ -49,7 +49,7 @@ class Opened:
 def global_batch(options: TrainOptions) -> int:
     """Images in one update of a training."""
     micro_batches = options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
-    return options.data.micro_batch_size * micro_batches
+    return options.data.micro_batch * micro_batches
 
 
 def refuse_download(loaded: Loaded[Any]) -> None:
@@ -105,7 +105,7 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     if not {"model", "data"} <= given:
         raise ConfigError(f"{path}: holds only weights; expected --model and --data as well")
     options = load_options(ValidateOptions, line).options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
     model = _built(options, classes=images.classes)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)

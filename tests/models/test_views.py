@@ -97,7 +97,7 @@ def test_validate_and_training_average_over_the_same_views(falconet):
     [
         ("--tta mirror", "--tta: got 'mirror', expected none, flip or flip-shift"),
         (
-            "--tta flip --pipeline-splits stages/1/0",
+            "--tta flip --pipeline-splits layer2/0",
             "--tta: does not work with --pipeline-splits, whose stages validate one view of an image",
         ),
     ],
