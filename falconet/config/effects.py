@@ -44,8 +44,8 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
-def _uses_randaugment(options: TrainOptions) -> bool:
-    return options.augmentation.auto_augment == "randaugment"
+def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.augmentation.auto_augment == name
 
 
 def _draws_weights(options: TrainOptions) -> bool:
@@ -98,7 +98,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
     *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
-    *((f"randaugment-{name}", "--auto-augment randaugment", _uses_randaugment) for name in ("ops", "magnitude")),
+    *(
+        (f"randaugment-{name}", "--auto-augment randaugment", _augments_by("randaugment"))
+        for name in ("ops", "magnitude")
+    ),
+    ("autoaugment-policy", "--auto-augment autoaugment", _augments_by("autoaugment")),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),

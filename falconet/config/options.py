@@ -173,10 +173,10 @@ class Augmentation:
     """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
     vertical_flip: Annotated[float, Between(0, 1)] = 0.0
     """Probability of turning an image upside down, for photos without an up, such as those from above."""
-    auto_augment: Literal[
-        "none", "randaugment", "trivialaugment", "autoaugment", "autoaugment-cifar10", "autoaugment-svhn"
-    ] = "none"
-    """Random changes of colour and geometry, as torchvision has them; autoaugment: the policy found for ImageNet."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment", "autoaugment"] = "none"
+    """Random changes of colour and geometry, as torchvision has them."""
+    autoaugment_policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+    """The dataset for which autoaugment's pairs of operations were found."""
     randaugment_ops: Annotated[int, AtLeast(1)] = 2
     """Operations that randaugment applies to each image."""
     randaugment_magnitude: Annotated[int, Between(0, 30)] = 9

@@ -37,7 +37,6 @@ NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 COMMON = OPERATIONS[: NUMBERS["Equalize"] + 1]  # what randaugment and trivialaugment choose from
 BINS = 31  # magnitudes of an operation, from none to the strongest
 POLICY_BINS = 10  # the same in AutoAugment's policies
-POLICIES = {"autoaugment": "imagenet", "autoaugment-cifar10": "cifar10", "autoaugment-svhn": "svhn"}  # torchvision's
 JITTERED = ("Brightness", "Contrast", "Color")
 ORDERS = np.array([(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 ERASED = (0.02, 0.33)  # share of an image
@@ -123,7 +122,7 @@ class PixelChanges:
             operation, strength, sign = draws(Purpose.POLICY, 3)
             yield _chosen(operation, (strength * BINS).astype(np.int64), sign, trivialaugment_magnitudes())
         elif asked.auto_augment != "none":
-            yield from _policy_rounds(POLICIES[asked.auto_augment], draws(Purpose.POLICY, 5), side)
+            yield from _policy_rounds(asked.autoaugment_policy, draws(Purpose.POLICY, 5), side)
         if asked.color_jitter:
             yield from _jitter_rounds(asked.color_jitter, draws(Purpose.JITTER, 4))
         if asked.random_erasing:

@@ -65,10 +65,13 @@ def _changes(built: BuiltPhase) -> list[str]:
 def _augment(built: BuiltPhase) -> str:
     """The crop, then what else happens to the pixels."""
     asked = built.options.augmentation
-    strength = f" ({asked.randaugment_ops} of magnitude {asked.randaugment_magnitude})"
+    details = {
+        "randaugment": f" ({asked.randaugment_ops} of magnitude {asked.randaugment_magnitude})",
+        "autoaugment": f" ({asked.autoaugment_policy})",
+    }
     further = {
         f"vertical flip {asked.vertical_flip:g}": asked.vertical_flip,
-        f"{asked.auto_augment}{strength if asked.auto_augment == 'randaugment' else ''}": asked.auto_augment != "none",
+        f"{asked.auto_augment}{details.get(asked.auto_augment, '')}": asked.auto_augment != "none",
         f"colour jitter {asked.color_jitter:g}": asked.color_jitter,
         f"random erasing {asked.random_erasing:g}": asked.random_erasing,
         f"{asked.repeated_augmentation} copies of each image in an update": asked.repeated_augmentation > 1,
