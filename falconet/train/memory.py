@@ -14,6 +14,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.config import commands
 from falconet.config.load import Loaded
 from falconet.config.rules import least_micro_batch
+from falconet.config.settings import LINE
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset
@@ -26,7 +27,7 @@ from falconet.parallel.environment import find_place
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.report.console import Say
-from falconet.train import evaluate
+from falconet.train import evaluate, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
 from falconet.train.placement import GIB, WholeModel, training_bytes
 from falconet.train.processes import Launch
@@ -245,17 +246,18 @@ def with_batch(options: commands.TrainOptions, *, micro_batch: int, total: int) 
 def settled(launch: Launch, site: Site) -> tuple[Launch, Dataset | None]:
     """The launch with a number for `--micro-batch-size auto`, and the images if they were opened for that.
 
-    An update keeps its images: those of the checkpoint that a run continues from, else 64 per micro-batch that was
-    asked for. All processes take what fits on each of them.
+    An update keeps its images: those of the checkpoint that a run continues from, or of the config, else 64 per
+    micro-batch that was asked for. All processes take what fits on each of them.
     """
-    options, stored = launch.loaded.options, launch.restored.manifest.config if launch.restored else {}
+    options = launch.loaded.options
     if options.data.micro_batch_size != "auto":
         return launch, None
-    if launch.restored and launch.again:  # the same run, which has found its own
-        found = {name: int(str(stored[name]["value"])) for name in ("micro-batch-size", "gradient-accumulation")}
-        total = found["micro-batch-size"] * found["gradient-accumulation"]
-        return _launched(launch, micro_batch=found["micro-batch-size"], total=total), None
-    base = int(str(stored["micro-batch-size"]["value"])) if stored else options.data.micro_batch
+    stored = processes.stored_number(launch.restored.manifest, "micro-batch-size") if launch.restored else None
+    if launch.restored and stored and launch.again:  # the same run, which has found its own
+        total = stored * processes.stored_number(launch.restored.manifest, "gradient-accumulation")
+        return _launched(launch, micro_batch=stored, total=total), None
+    config = [each.values[0] for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
+    base = stored or (options.data.micro_batch if config in ([], ["auto"]) else int(config[-1]))
     total = base * options.training.gradient_accumulation
     first = with_batch(options, micro_batch=base, total=total)
     (built, *_) = phases_built(replace(launch, loaded=replace(launch.loaded, options=first)), site)

@@ -102,6 +102,16 @@ def test_auto_fills_updates_of_several_micro_batches(falconet, limited):
     assert "global batch 128 = micro-batch 128 x accumulation 1 x replicas 1\n" in answer.out
 
 
+def test_auto_keeps_the_updates_of_a_config(falconet, limited):
+    Path("mine.yaml").write_text("micro-batch-size: 24\ngradient-accumulation: 2\n")
+    limited(20)
+    answer = falconet(
+        f"train {TINY.replace('--micro-batch-size 8', '')} --config mine.yaml --micro-batch-size auto --plan"
+    )
+    assert answer.code == 0, answer.err
+    assert "global batch 48 = micro-batch 16 x accumulation 3 x replicas 1\n" in answer.out
+
+
 def test_a_run_that_continues_keeps_what_it_found(falconet, limited, monkeypatch, tmp_path):
     limited(20)
     assert falconet(f"train {AUTO} --run-dir straight").code == 0
