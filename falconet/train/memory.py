@@ -189,6 +189,7 @@ class Trials:
             self.launch,
             loaded=replace(self.launch.loaded, options=options),
             restored=None,
+            initial=None,
             division=Division(1, self.total // micro_batch),
         )
 
