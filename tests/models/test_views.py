@@ -1,5 +1,8 @@
 """Test-time augmentation: against plain arithmetic on views made by hand, and the same in every command."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -74,8 +77,10 @@ def test_a_predictor_averages_as_validation_does():
     torch.testing.assert_close(found, (about.model(inputs) + about.model(inputs.flip(3))) / 2)
 
 
-def accuracy(out):
-    return next(line for line in out.splitlines() if line.startswith("Accuracy on test set:"))
+def measured():
+    """Top 1 and loss as `validate` has written them."""
+    row = Path("r/validation.csv").read_text().splitlines()[1].split(",")
+    return row[2], row[4]
 
 
 def test_validate_and_training_average_over_the_same_views(falconet):
@@ -86,10 +91,11 @@ def test_validate_and_training_average_over_the_same_views(falconet):
     again = falconet("validate --checkpoint-input-path r")  # the checkpoint remembers
     assert again.code == 0, again.err
     assert words in again.out
+    averaged = measured()
     without = falconet("validate --checkpoint-input-path r --tta none")
     assert words not in without.out
-    logged = [line for line in trained.out.splitlines() if line.startswith("Accuracy on test set:")][-1]
-    assert accuracy(again.out) == logged != accuracy(without.out)
+    logged = json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
+    assert averaged == (f"{logged['validation/accuracy']:.2f}", f"{logged['validation/loss']:.4f}") != measured()
 
 
 @pytest.mark.parametrize(
