@@ -267,6 +267,8 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
+    if warning := memory.warning(built, state):
+        screen.line(warning)
     loader, stopwatch = built.placement.loader(), Stopwatch(moments=moments_of(world.device))
     step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
@@ -292,8 +294,6 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             stopping=lambda: vote(stop.requested),
         )
         saving.check_room()
-        if warning := memory.warning(built, state):
-            screen.line(warning)
         screen.begin(
             total=built.plan.updates,
             done=state.progress.update,
