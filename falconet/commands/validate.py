@@ -22,8 +22,7 @@ Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the image
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     line, stated, screen = loaded.line, loaded.options, Screen()
     path = stated.input.checkpoint_input_path
-    assert path is not None
-    output = stated.table.output or _beside(path)
+    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for measured in _measured(path, line, screen.line):
@@ -60,7 +59,7 @@ def _validated(measured: Measured) -> Validated:
     )
 
 
-def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
+def _measured(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
     """Each model and its accuracy; options without effect are noted before the first."""
     noted = False
     for opened in _opened(path, line, say):
@@ -71,8 +70,11 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
         yield opened, saved_model.measure(opened, say), time.perf_counter() - start
 
 
-def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
+def _opened(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; damaged checkpoints in a folder are noted and skipped."""
+    if path is None:  # then --pretrained is given
+        yield saved_model.open_pretrained(line)
+        return
     folders = [] if path.is_file() else format.checkpoints_in(path)
     files = [path] if path.is_file() else [] if folders else _torch_files(path)
     for file in files:

@@ -62,7 +62,7 @@ _HOST_OPTIONS = (
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
-_KEPT_OPTIONS = ("dataset-percentage", "antialias", "validation-crop")
+_KEPT_OPTIONS = ("dataset-percentage", "antialias", "interpolation", "validation-crop", "validation-crop-ratio")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
@@ -96,6 +96,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
+    ("validation-crop-ratio", "--validation-crop auto or centre", lambda o: o.data.validation_crop != "whole"),
     ("classes", "--data generated or synthetic", _random_data),
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),

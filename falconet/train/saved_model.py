@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from falconet.checkpoint import format
+from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.origin import Origin, find_origin
@@ -17,13 +17,12 @@ from falconet.config.load import Loaded, load_options
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.errors import CheckpointError, ConfigError, DataError
-from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_machine
 from falconet.report.console import Say
 from falconet.report.styles import Validated
-from falconet.train import evaluate
+from falconet.train import defaults, evaluate
 from falconet.train.evaluate import Accuracy, Evaluation, Validation, never
 from falconet.train.save import Saving
 
@@ -160,17 +159,31 @@ def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
     """Give a new model its published weights, the classifier's only if the classes match; returns what they are."""
-    weights, own = pretrained.published(name), model.state_dict()
-    found = read_weights(pretrained.fetch(weights))
-    is_other = classes != weights.classes
-    kept = {
-        key: tensor
-        for key, tensor in own.items()
-        if (is_other and key.startswith(f"{weights.classifier}."))
-        or (key.endswith(".num_batches_tracked") and key not in found)  # missing in older files
-    }
-    load_weights(model, found | kept, where=weights.tag, name=f"this {name}")
-    return f"weights {weights.tag}" + (f", except the classifier's: {classes} classes here" if is_other else "")
+    found, numbers = initial_weights.find(name, "published"), tuple(map(str, range(classes)))
+    found.load(model, name=f"this {name}", class_names=numbers)
+    is_other = not found.keeps_classifier(numbers)
+    return f"weights {found.source}" + (f", except the classifier's: {classes} classes here" if is_other else "")
+
+
+def open_pretrained(line: Sequence[Setting]) -> Opened:
+    """Published weights or those of a file, with the preparation of photos that they were trained with."""
+    if not {"model", "data-dir"} <= {setting.option for setting in line}:
+        raise ConfigError("--pretrained: expected --model and --data-dir as well, the photos to validate it on")
+    loaded = load_options(ValidateOptions, line)
+    asked = loaded.options.pretrained.pretrained
+    assert asked != "none"
+    found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
+    options = defaults.fitted(loaded, found).options
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    if not found.keeps_classifier(images.class_names):
+        raise CheckpointError(
+            f"--pretrained: {found.source} knows {found.classes:,} classes, the data has {images.classes:,}"
+            f"{' others' if images.classes == found.classes else ''}; `falconet train {options.data.data_dir}` trains"
+            " it on yours"
+        )
+    model = _built(options, classes=images.classes)
+    found.load(model, name=options.model.model, class_names=images.class_names)
+    return Opened(found.source, "", model, options, images, images.class_names)
 
 
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
