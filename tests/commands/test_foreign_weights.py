@@ -82,8 +82,9 @@ def test_training_that_starts_with_them_keeps_the_side(falconet, published):
     assert found == pytest.approx(accuracy(Path("a")), abs=0.01)
     assert "shortcut-padding: both" in falconet("restore --checkpoint-input-path a --epoch 2 --plan").out
     answer = falconet(f"train {TRAIN} --epoch 1 --run-dir b --init-path a --plan")
-    assert "note: resnet8-cifar_digits_1 was trained with: --shortcut-padding both\n" in answer.out
+    assert "note: the checkpoint was trained with: --shortcut-padding both\n" in answer.out
     assert "shortcut-padding: both" in answer.out
+    assert "shortcut-padding: both" in falconet(f"train {TRAIN} --epoch 1 --run-dir b --pretrained a --plan").out
 
 
 def test_a_run_that_started_with_them_can_be_resumed(falconet, published):
