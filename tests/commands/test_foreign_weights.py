@@ -1,6 +1,7 @@
 """Weights of other programs on the command line: their names, their arguments, the side of their zero channels."""
 
 import argparse
+import csv
 import json
 import re
 from pathlib import Path
@@ -47,7 +48,8 @@ def published(trained, tmp_path):
 
 def measured(answer):
     assert answer.code == 0, answer.err
-    return float(re.search(r"Accuracy on test set: ([\d.]+)%", answer.out)[1])
+    written = Path(re.search(r"written to (\S+\.csv)", answer.out)[1])
+    return float(list(csv.DictReader(written.read_text().splitlines()))[-1]["top1"])
 
 
 CONCLUDED = "resnet8-0a1b2c3d.th has the layers of akamaster's pytorch_resnet_cifar10: --shortcut-padding both\n"
