@@ -60,6 +60,7 @@ class Input:
             augmentation=crops.augmentation,
             resources=self.resources(source),
             order=order,
+            fill=crops.preprocessing.mean,
         )
 
     def evaluation_loader(
@@ -80,7 +81,7 @@ class Input:
         """Reads images in the form in which the device gets them, through the cache if there is one."""
         data, device = self.data, self.world.device
         asked = data.dataloader_rebatch_size
-        rows = None if asked == "auto" else min(asked, data.micro_batch_size)
+        rows = None if asked == "auto" else min(asked, data.micro_batch)
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
         if not isinstance(source, ArraySource) and decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceRows

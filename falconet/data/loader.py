@@ -14,10 +14,12 @@ import torch
 
 from falconet.config.options import Augmentation
 from falconet.data import keyed, mixing
+from falconet.data.augment import Chain, PixelChanges
 from falconet.data.buffers import Batch, Buffers, RowReader, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
 from falconet.data.order import COPY_BITS, Order, shuffled
+from falconet.data.preprocessing import Channels
 from falconet.errors import DataError
 
 CPU = torch.device("cpu")
@@ -69,6 +71,9 @@ class Loader:
 
     Update u of an epoch takes images u * G to (u + 1) * G of the epoch's order, where G is the global batch. The tail
     that fills no update is dropped; it is a different one in each epoch.
+
+    With N copies of each image it takes images u * D to (u + 1) * D, where D is G / N, rounded up, then the same images
+    again, until the update is full: copies of an image are far apart, so that mixing meets other images.
     """
 
     def __init__(
@@ -81,14 +86,20 @@ class Loader:
         augmentation: Augmentation | None = None,
         resources: Resources | None = None,
         order: Order | None = None,
+        fill: Channels = (0.0, 0.0, 0.0),
     ) -> None:
-        """`order`: of the images in each epoch; None: each once, at random."""
+        """`order`: of the images in each epoch; None: each once, at random. `fill`: of erased pixels, in 0..1."""
         if len(labels) < shape.global_batch:
             raise DataError(
                 f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
                 f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation} x replicas {shape.replicas}"
             )
-        self._mixed = augmentation if augmentation and mixing.mixes_or_cuts(augmentation) else None
+        asked = augmentation or Augmentation()
+        self._mixed = asked if mixing.mixes_or_cuts(asked) else None
+        changes = PixelChanges(augmentation=asked, seed=seed, fill=fill)
+        self._changes = None if changes.is_nothing else changes
+        self._repeats = asked.repeated_augmentation
+        self._images_per_update = -(-shape.global_batch // self._repeats)
         self.updates_per_epoch = len(labels) // shape.global_batch
         self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
         self._resources = resources or Resources()
@@ -126,14 +137,22 @@ class Loader:
         order = self._order(epoch)
         for update in range(skip, self.updates_per_epoch):
             for own in shape.own_micro_batches:
-                number = update * shape.accumulation * shape.replicas + own
-                drawn = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
-                drawn = drawn[np.argsort(drawn >> COPY_BITS, kind="stable")]
-                indices, copies = drawn & ((1 << COPY_BITS) - 1), drawn >> COPY_BITS
+                place = np.arange(own * shape.micro_batch, (own + 1) * shape.micro_batch)  # in the update
+                copies, place = np.divmod(place, self._images_per_update)
+                drawn = order[update * self._images_per_update + place]
+                copies += (drawn >> COPY_BITS) * self._repeats  # of an image that comes again, others
+                rank = np.argsort(copies, kind="stable")
+                indices, copies = (drawn & ((1 << COPY_BITS) - 1))[rank], copies[rank]
                 batch = self._resources.batch_for(self._reader, shape.micro_batch)
+                drawn = indices + (copies << COPY_BITS)
+                number = update * shape.accumulation * shape.replicas + own
                 mix = None if self._mixed is None else self._mix(drawn, number, epoch)
-                batch = _filled(batch, self._labels[indices], mix)
+                chain = self._chain(drawn, epoch)
+                batch = _filled(batch, self._labels[indices], mix)._replace(chain=chain)
                 yield _Reading(self._reader, indices, epoch=epoch, batch=batch, copies=copies)
+
+    def _chain(self, indices: IntArray, epoch: int) -> Chain | None:
+        return None if self._changes is None else self._changes.draw(indices, epoch=epoch, side=self._reader.size)
 
     def _mix(self, indices: IntArray, number: int, epoch: int) -> Mix:
         assert self._mixed is not None

@@ -96,7 +96,7 @@ def _with_epochs(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Train
     images = open_dataset(
         options.data,
         model=options.model.model,
-        global_batch=options.data.micro_batch_size,
+        global_batch=options.data.micro_batch,
         seed=options.run.seed,
         use_objects=rules.boxes_used(options),
         percentage=options.training.dataset_percentage,
