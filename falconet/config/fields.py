@@ -252,5 +252,7 @@ def require_folder(folder: Path, expected: str) -> None:
         raise DataError(f"{folder}: no such folder; expected {expected}")
 
 
-def require_photos(folder: Path) -> None:
-    require_folder(folder, "one with train/ and val/")
+def require_photos(path: Path) -> None:
+    """A folder of photos, or a table of photos and labels."""
+    if not path.is_file():
+        require_folder(path, "a folder of photos, with a folder per class, or a table of photos and labels")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,14 +117,21 @@ def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
     """Name, size and modification time; the size of a folder is meaningless."""
     stamps: list[list[Any]] = []
     for path in paths:
+        name = os.fsencode(os.path.relpath(path, root)).hex()
         try:
             state = path.stat()
+            is_folder = stat.S_ISDIR(state.st_mode)
+            # Writing the first index changes the time of the root, so its entries stand in for it.
+            time_ns = _entries(root) if path == root else state.st_mtime_ns
         except OSError:
             return []
-        is_folder = state.st_mode & 0o170000 == 0o040000
-        name = os.fsencode(os.path.relpath(path, root)).hex()
-        stamps.append([name, -1 if is_folder else state.st_size, state.st_mtime_ns])
+        stamps.append([name, -1 if is_folder else state.st_size, time_ns])
     return stamps
+
+
+def _entries(folder: Path) -> int:
+    """A checksum of the names in a folder, but for the index; 32 bits, so that it is no recent time."""
+    return zlib.crc32(b"\0".join(sorted(os.fsencode(name) for name in os.listdir(folder) if name != FOLDER)))  # noqa: PTH208
 
 
 @dataclass(frozen=True)
