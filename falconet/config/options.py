@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable
+from falconet.config.fields import AtLeast, Auto, Between, MoreThan, Range, local, portable
 
 # The zoo's names, repeated here so that a typo is reported without importing torch; a test compares the two lists.
 MODELS = (
@@ -51,6 +51,8 @@ class Data:
     """folder: your photos, implied by --data-dir; generated: random, from the host; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -589,6 +591,8 @@ class Serving:
 class Fresh:
     """Input size and classes of a model without a checkpoint."""
 
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"

@@ -12,11 +12,12 @@ from falconet.config.fields import value_or
 from falconet.config.options import Augmentation, Data, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
+from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
 from falconet.data.shards import Shards
 from falconet.data.sources import bounding_boxes, builtin, cifar
 from falconet.data.sources.shard_index import MOST_CLASSES
-from falconet.data.storage import ArraySource, Places, ShardSource, Source, Splits
+from falconet.data.storage import ArraySource, FileSource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
 from falconet.report.console import counted
@@ -41,6 +42,7 @@ class Dataset(Splits):
     preprocessing: Preprocessing
     training: Preprocessing  # the same, except that training may use a smaller image size
     on_host: bool = False  # whether images are normalised before they are copied to the device
+    where: str = ""  # the folder or table of the user's own photos
 
     @property
     def classes(self) -> int:
@@ -77,6 +79,27 @@ class Dataset(Splits):
         training = replace(self.preprocessing, image_size=side, resize=self.preprocessing_at(side).resize)
         return replace(self, training=training)
 
+    def found(self) -> list[str]:
+        """What photos were found and how they are divided, in two lines, then what to know about them."""
+        if not self.where:
+            return []
+        labels = np.concatenate((self.train.labels, self.validation.labels))
+        if self.label_sets is None:
+            counts = np.bincount(labels, minlength=self.classes)
+        else:
+            counts = self.label_sets[labels].sum(axis=0)
+        fewest, most = int(counts.min()), int(counts.max())
+        each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
+        parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
+        split = "split" if self.held_out is None else "split by file name"
+        share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
+        return [
+            f"{self.where}: {classes}, {photos} ({each} per class), {self.layout}",
+            f"{split}: {parts}{share}",
+            *(f"note: {note}" for note in self.notes),
+        ]
+
     def describe(self) -> str:
         size, trained = self.preprocessing.image_size, self.training.image_size
         less = f" and {trained} x {trained} in training" if trained != size else ""
@@ -90,6 +113,35 @@ class Dataset(Splits):
         objects = getattr(self.train, "objects", None)
         boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
         return f", from {self.layout}{boxes}" if self.layout else ""
+
+    def check_trainable(self) -> None:
+        """Require photos to train on, of two classes or more, with one label each."""
+        if not self.where:
+            return
+        if not len(self.train):
+            raise DataError(
+                f"{self.where}: no photos to train on, only {len(self.validation):,} to validate; expected train/ as"
+                " well, or `falconet validate`"
+            )
+        if self.classes < 2:
+            raise DataError(
+                f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
+                " folder of its own"
+            )
+
+    def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
+        """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
+        names = {*class_names}
+        if (
+            self.class_names == class_names
+            or not isinstance(self.train, FileSource)
+            or not {*self.class_names} <= names
+        ):
+            self.check_classes(class_names, where=where)
+            return self
+        assert isinstance(self.validation, FileSource)
+        train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
+        return replace(self, train=train, validation=validation)
 
     def check_classes(self, class_names: tuple[str, ...], *, where: str) -> None:
         """Require the classes that a checkpoint was trained on."""
@@ -117,7 +169,7 @@ def open_dataset(
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
         return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
-    return prepared(share_of(_opened(data, use_objects), percentage=percentage), data, size=size)
+    return prepared(share_of(_opened(data, use_objects, seed=seed), percentage=percentage), data, size=size)
 
 
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:
@@ -152,6 +204,7 @@ def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
         preprocessing=preprocessing,
         training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
+        where=str(data.data_dir) if data.data == "folder" else "",
     )
 
 
@@ -174,14 +227,16 @@ def require_local(data: Data) -> None:
         raise DataError(f"{data.data}: not found under {data.data_dir or cifar.DEFAULT_DIR}")
 
 
-def _opened(data: Data, use_objects: UseObjects) -> Splits:
+def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
     if data.data == "digits":
         return builtin.load_digits()
     if data.data in ("cifar10", "cifar100"):
         return cifar.load(data.data_dir, kind=data.data)
     if data.data_dir is None:
-        raise ConfigError(f"{data.data}: no data folder given, expected one with train/ and val/")
-    splits = layout.load_photos(data.data_dir)
+        raise ConfigError(f"{data.data}: no data folder given, expected one with a folder per class")
+    splits = layout.load_photos(data.data_dir, Division(data.val_fraction, seed))
+    if splits.label_sets is not None:
+        raise DataError(f"{data.data_dir}: photos with several labels cannot be trained yet; expected one label each")
     if use_objects == "no":
         return bounding_boxes.without_objects(splits)
     look = bounding_boxes.with_objects if use_objects == "yes" else bounding_boxes.with_objects_if_there

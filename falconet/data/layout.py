@@ -78,7 +78,7 @@ def _from_folders(place: Path, division: Division) -> Splits:
     if not parts and folder.subfolders(place):
         found = folder.listed(place)
         source = found.classes()
-        if len(source):
+        if len(source.class_names) > 1 or (len(source) and not tables.paths):
             notes = [
                 *found.notes(),
                 *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),

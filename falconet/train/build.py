@@ -134,7 +134,7 @@ class BuiltPhase:
                 return published
         if self.launch.restored:
             saved_model.refuse_download(self.launch.loaded)
-        return open_dataset(
+        opened = open_dataset(
             data,
             model=model,
             global_batch=self.shape.global_batch,
@@ -142,6 +142,8 @@ class BuiltPhase:
             use_objects=boxes_used(self.options),
             percentage=percentage,
         )
+        opened.check_trainable()
+        return opened
 
     def _place(self) -> Placement:
         """The whole model in each process, or a stage of it."""

@@ -1,7 +1,7 @@
 """Checkpoints and foreign weights as models: to measure, or to start with."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, load_options
+from falconet.config.options import Data
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
+from falconet.data.sources.folder import validates_by_name
 from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
@@ -74,9 +76,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    images = open_dataset(
-        options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
-    )
+    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -85,6 +86,12 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
         yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
+
+
+def _whole(data: Data) -> Data:
+    """All photos of a folder that is called val or test validate, not a share of each class."""
+    is_part = data.data_dir is not None and validates_by_name(data.data_dir)
+    return replace(data, val_fraction=1.0) if is_part else data
 
 
 def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
@@ -105,7 +112,8 @@ def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
     if not {"model", "data"} <= given:
         raise ConfigError(f"{path}: holds only weights; expected --model and --data as well")
     options = load_options(ValidateOptions, line).options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    data = _whole(options.data)
+    images = open_dataset(data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     model = _built(options, classes=images.classes)
     load_weights(model, read_weights(path), where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)
@@ -144,11 +152,10 @@ def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
 
 def measure(opened: Opened, note: Say) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
-    options, images = opened.options, opened.images
-    world = open_machine(options.machine)
+    options, world = opened.options, open_machine(opened.options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
-    images.check_classes(opened.class_names, where=opened.name)
+    images = opened.images.of_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
         images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
     )

@@ -278,7 +278,7 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
     monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
-    images = SimpleNamespace(check_classes=lambda *given, **named: None)
+    images = SimpleNamespace(of_classes=lambda *given, **named: None)
     monkeypatch.setattr(saved_model, "open_machine", lambda machine: None)
     options = ValidateOptions()
     opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, images, ())

@@ -185,6 +185,11 @@ def split_folders(place: Path) -> dict[str, str]:
     return found
 
 
+def validates_by_name(place: Path) -> bool:
+    """Whether a folder is called val, test or the like."""
+    return place.absolute().name.lower() in (*PARTS["validation"], *PARTS["test"])
+
+
 def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
     """By name, without hidden entries and what systems leave behind."""
     return sorted(

@@ -179,7 +179,10 @@ def _part(text: str, columns: "Columns", where: str) -> str:
     """The part of the data that a cell names: train, val, test; or true and false in a column such as is_valid."""
     word = text.lower()
     if columns.part_name.startswith("is_"):
-        spellings: dict[str, tuple[str, ...]] = {"validation": ("true", "1", "1.0", "yes"), "train": ("false", "0", "0.0", "no")}
+        spellings: dict[str, tuple[str, ...]] = {
+            "validation": ("true", "1", "1.0", "yes"),
+            "train": ("false", "0", "0.0", "no"),
+        }
         expected = "true or false"
     else:
         spellings = {**folder.PARTS, "validation": (*folder.PARTS["validation"], "dev")}
