@@ -85,8 +85,10 @@ class Data:
     """Validate on the central 7/8 of the short side, or on the whole image; auto: centre for photos."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
-    bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Undecodable training images to skip before the run stops; auto: 1 in 1,000. Validation leaves out any number."""
+    check_images: Literal["auto", "yes", "no"] = "auto"
+    """Read the header of every photo file before training, once; auto: with --data folder."""
+    bad_images_allowed: str = "auto"
+    """Training images to skip before the run stops: a number or a percentage, such as 2%; auto: 1%, at least 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -652,6 +654,17 @@ class Upload:
 
 REDUCED = {224: 160, 380: 252}  # the originals' pairs of sides, in pixels
 MULTIPLE = 4  # pixels; every other reduced side is rounded to it
+
+
+ALLOWED = re.compile(r"auto|\d{1,12}|\d{1,3}(?:\.\d{1,6})?%")  # values of --bad-images-allowed
+LEAST_ALLOWED = 5  # bad images, by default
+
+
+def bad_images(allowed: str, images: int) -> int:
+    """How many of so many training images may be bad."""
+    if allowed == "auto":
+        return max(LEAST_ALLOWED, images // 100)
+    return int(images * float(allowed[:-1]) / 100) if allowed.endswith("%") else int(allowed)
 
 
 def reduced_size(image_size: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.commands import TrainOptions
-from falconet.config.options import MODELS, Augmentation, Numerics, Parallel, further_average
+from falconet.config.options import ALLOWED, MODELS, Augmentation, Numerics, Parallel, further_average
 from falconet.errors import ConfigError, did_you_mean
 
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
@@ -150,7 +150,14 @@ def _proxy_norm_without_lars(options: Any) -> str | None:
 def _photos_need_a_folder(options: Any) -> str | None:
     kind = options.data.data
     if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
-        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder of photos"
+    return None
+
+
+def _allowed_is_a_number(options: Any) -> str | None:
+    allowed = options.data.bad_images_allowed
+    if not ALLOWED.fullmatch(allowed):
+        return f"--bad-images-allowed: got '{allowed}', expected a number, a percentage such as 2%, or auto"
     return None
 
 
@@ -396,6 +403,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("model",), _proxy_norm_follows_a_norm),
     (("model", "optimizer"), _proxy_norm_without_lars),
     (("data",), _photos_need_a_folder),
+    (("data",), _allowed_is_a_number),
     (("data",), _bytes_are_not_normalised),
     (("data",), _colours_are_three),
     (("data",), _decoded_pixels_are_bytes),

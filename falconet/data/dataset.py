@@ -1,7 +1,7 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data, reduced_size
+from falconet.config.options import Augmentation, Data, bad_images, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
+from falconet.data.headers import Check, without_bad
+from falconet.data.keyed import IntArray
 from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
 from falconet.data.shards import Shards
@@ -20,6 +22,7 @@ from falconet.data.sources.shard_index import MOST_CLASSES
 from falconet.data.storage import ArraySource, FileSource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
+from falconet.parallel.world import cores
 from falconet.report.console import counted
 from falconet.writing import could_name_a_file
 
@@ -30,6 +33,11 @@ IMAGENET_TRAIN = (1_281_167, 115_440)
 IMAGENET_VALIDATION = (50_000, 134_898)
 CIFAR_TRAIN, CIFAR_VALIDATION = 50_000, 10_000
 DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/maintaining/log.md)
+
+CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
+MOST_WORKERS = 32  # threads that read headers
+MOST_BAD = 5  # broken photos named in a line
+BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
 UseObjects = Literal["no", "if there", "yes"]
 
@@ -43,6 +51,7 @@ class Dataset(Splits):
     training: Preprocessing  # the same, except that training may use a smaller image size
     on_host: bool = False  # whether images are normalised before they are copied to the device
     where: str = ""  # the folder or table of the user's own photos
+    check: Check = field(default_factory=Check)
 
     @property
     def classes(self) -> int:
@@ -84,10 +93,7 @@ class Dataset(Splits):
         if not self.where:
             return []
         labels = np.concatenate((self.train.labels, self.validation.labels))
-        if self.label_sets is None:
-            counts = np.bincount(labels, minlength=self.classes)
-        else:
-            counts = self.label_sets[labels].sum(axis=0)
+        counts = self._counts(labels)
         fewest, most = int(counts.min()), int(counts.max())
         each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
         classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
@@ -95,10 +101,31 @@ class Dataset(Splits):
         split = "split" if self.held_out is None else "split by file name"
         share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
         return [
-            f"{self.where}: {classes}, {photos} ({each} per class), {self.layout}",
+            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
             f"{split}: {parts}{share}",
-            *(f"note: {note}" for note in self.notes),
+            *(f"note: {note}" for note in (*self.notes, *self._bad())),
         ]
+
+    def _counts(self, labels: IntArray) -> IntArray:
+        """Images of each class."""
+        if self.label_sets is None:
+            return np.bincount(labels, minlength=self.classes)
+        return np.asarray(self.label_sets[labels].sum(axis=0), np.int64)
+
+    def _sizes(self) -> str:
+        smallest, largest = self.check.smallest, self.check.largest
+        if smallest is None or largest is None:
+            return ""
+        ends = dict.fromkeys(f"{width}x{height}" for width, height in (smallest, largest))
+        return f", {' to '.join(ends)}"
+
+    def _bad(self) -> list[str]:
+        """One line on photos that cannot be used."""
+        lines = self.check.lines()
+        if not lines:
+            return []
+        more = f"; {len(lines) - MOST_BAD:,} more in {BAD_PHOTOS} of the run folder" if len(lines) > MOST_BAD else ""
+        return [f"skipped {counted(len(lines), 'broken photo')}: {'; '.join(lines[:MOST_BAD])}{more}"]
 
     def describe(self) -> str:
         size, trained = self.preprocessing.image_size, self.training.image_size
@@ -114,8 +141,13 @@ class Dataset(Splits):
         boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
         return f", from {self.layout}{boxes}" if self.layout else ""
 
-    def check_trainable(self) -> None:
-        """Require photos to train on, of two classes or more, with one label each."""
+    def left_out(self) -> tuple[str, ...]:
+        """The validation photos that no accuracy counts, because their files are broken."""
+        return tuple(str(bad.path) for bad in self.check.validation)
+
+    def check_trainable(self, allowed: str) -> None:
+        """Require photos of two classes or more to train on, no more of them bad than `--bad-images-allowed` says."""
+        self._check_bad(allowed)
         if not self.where:
             return
         if not len(self.train):
@@ -128,6 +160,21 @@ class Dataset(Splits):
                 f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
                 " folder of its own"
             )
+
+    def _check_bad(self, allowed: str) -> None:
+        bad = self.check.training
+        images = len(self.train) + len(bad)
+        if bad and not len(self.train):
+            raise DataError(f"{self.where}: none of the {images:,} training photos can be used; the first: {bad[0]}")
+        limit = bad_images(allowed, images)
+        if len(bad) > limit:
+            shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
+            with named_option("bad_images_allowed"):
+                raise DataError(f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed: {shown}")
+        empty = np.flatnonzero(self._counts(self.train.labels) == 0)
+        if bad and len(empty):
+            name = self.class_names[int(empty[0])]
+            raise DataError(f"{self.where}: no photo of '{name}' is left to train on; broken are {bad[0]} and others")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
@@ -162,14 +209,26 @@ def open_dataset(
     seed: int,
     use_objects: UseObjects = "no",
     percentage: float = 100.0,
+    to_train: bool = False,
 ) -> Dataset:
-    """The data at the model's image size. `percentage`: of the training images, unless they are generated."""
+    """The data at the model's image size. `percentage`: of the training images, unless they are generated.
+
+    `to_train`: check the user's own photos first, leave out the broken ones, and refuse what cannot be trained on.
+    """
     size = _image_size(data, model)
     if data.data in ("generated", "synthetic"):  # which differ only in the loader
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
         return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
-    return prepared(share_of(_opened(data, use_objects, seed=seed), percentage=percentage), data, size=size)
+    splits, check = _opened(data, use_objects, seed=seed), Check()
+    if to_train and data.check_images in CHECKED.get(data.data, ()):
+        assert data.data_dir is not None
+        home = data.data_dir if data.data_dir.is_dir() else data.data_dir.parent
+        splits, check = without_bad(splits, home=home, workers=min(MOST_WORKERS, cores()))
+    opened = replace(prepared(share_of(splits, percentage=percentage), data, size=size), check=check)
+    if to_train:
+        opened.check_trainable(data.bad_images_allowed)
+    return opened
 
 
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:

@@ -134,16 +134,15 @@ class BuiltPhase:
                 return published
         if self.launch.restored:
             saved_model.refuse_download(self.launch.loaded)
-        opened = open_dataset(
+        return open_dataset(
             data,
             model=model,
             global_batch=self.shape.global_batch,
             seed=self.options.run.seed,
             use_objects=boxes_used(self.options),
             percentage=percentage,
+            to_train=True,
         )
-        opened.check_trainable()
-        return opened
 
     def _place(self) -> Placement:
         """The whole model in each process, or a stage of it."""

@@ -22,6 +22,7 @@ def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptio
         seed=options.run.seed,
         use_objects=rules.boxes_used(options),
         percentage=options.training.dataset_percentage,
+        to_train=True,
     )
     training = replace(options.training, epoch=epochs_for(len(images.train)))
     return replace(loaded, options=replace(options, training=training))

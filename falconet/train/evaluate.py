@@ -220,11 +220,12 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
     normalise = images.normalise(world.device)
+    checked = images.left_out() if world.is_first else ()
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches = loader.batches()
         found = evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
-        return replace(found, left_out=bad.names)
+        return replace(found, left_out=(*checked, *bad.names))
 
     return measure
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from falconet import writing
 from falconet.checkpoint import disk
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
 from falconet.data.buffers import Batch
+from falconet.data.dataset import BAD_PHOTOS
 from falconet.errors import CheckpointError, ConfigError, Interrupted, named_option
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
@@ -87,7 +89,8 @@ def carry_out(launch: Launch) -> int:
             return 0
         for _ in range(current - 1):
             built.popleft()
-        return _run_phases(built, lambda: _open_folder(launch, plan, held), began=began)
+        bad = built[0].images.check.lines()
+        return _run_phases(built, lambda: _open_folder(launch, plan, held, bad), began=began)
 
 
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
@@ -193,8 +196,8 @@ def _mark(launch: Launch) -> str:
     return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
 
 
-def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
-    """The run folder, locked until `held` is closed."""
+def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, bad: list[str]) -> Path:
+    """The run folder, locked until `held` is closed. `bad`: photos that cannot be used."""
     options = launch.loaded.options
     folder = run_folder.open_folder(
         options, restored=launch.restored, again=launch.again, conventions=launch.conventions
@@ -209,6 +212,8 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) ->
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
     run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    if bad:
+        writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
     return folder
 
 

@@ -6,6 +6,9 @@ import shutil
 import pytest
 from PIL import Image
 
+import runs
+from falconet.data.layout import load_photos
+
 SMALL = (
     "--model resnet10 --image-size 16 --micro-batch-size 4 --epoch 1 --threads 1 --dataloader-workers 1 --device cpu"
 )
@@ -36,6 +39,89 @@ def test_what_was_found_is_printed_before_training(trained):
     assert lines[at].endswith(", class folders")
     assert lines[at + 1].startswith("split by file name: ")
     assert lines[at + 1].endswith(" to validate (--val-fraction 0.2)")
+
+
+def spoil(heap, *names):
+    for name in names:
+        (heap / name).write_bytes((heap / name).read_bytes()[:-30])
+
+
+def split(heap):
+    """The names of the photos on each side."""
+    splits = load_photos(heap)
+    return [[source.name(number) for number in range(len(source))] for source in (splits.train, splits.validation)]
+
+
+def test_broken_photos_are_listed_together_and_skipped(falconet, heap):
+    train, validation = split(heap)
+    spoil(heap, train[0], train[-1], validation[0])
+    answer = falconet(f"train photos {SMALL} --run-dir run")
+    assert answer.code == 0, answer.err
+    assert "photos: 2 classes, 21 photos (" in answer.out
+    listed = [f"photos/{train[0]}: truncated (training)", f"photos/{train[-1]}: truncated (training)"]
+    listed.append(f"photos/{validation[0]}: truncated (validation)")
+    assert f"note: skipped 3 broken photos: {'; '.join(listed)}" in answer.out.splitlines()
+    assert (heap.parent / "run/bad_photos.txt").read_text().splitlines() == listed
+    left_out = f"left out of the validation, because they cannot be read: 1 image: photos/{validation[0]}"
+    assert answer.out.splitlines()[-1] == left_out
+
+
+def test_a_run_with_broken_photos_is_restored_bit_for_bit(falconet, heap, monkeypatch):
+    train, _ = split(heap)
+    spoil(heap, train[0], train[3])
+    line = f"train photos {SMALL} --epoch 2"
+    assert falconet(f"{line} --run-dir whole").code == 0
+    runs.stop_at(monkeypatch, 6)
+    assert falconet(f"{line} --run-dir part").code == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(heap.parent)
+    answer = falconet("restore part")
+    assert answer.code == 0, answer.err
+    runs.assert_bitwise(heap.parent / "part", heap.parent / "whole")
+
+
+@pytest.mark.parametrize(("allowed", "code"), [("0", 2), ("1", 2), ("2", 0), ("5%", 2), ("20%", 0), ("auto", 0)])
+def test_more_broken_photos_than_allowed_stop_the_run_before_it_starts(falconet, heap, allowed, code):
+    train, _ = split(heap)
+    spoil(heap, train[0], train[-1])
+    answer = falconet(f"train photos {SMALL} --updates 1 --bad-images-allowed {allowed} --run-dir run")
+    assert answer.code == code, answer.err
+    if code:
+        number = {"0": 0, "1": 1, "5%": 0}[allowed]
+        assert answer.err.splitlines()[-1] == (
+            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed:"
+            f" photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
+        )
+        assert not (heap.parent / "run").exists()
+
+
+def test_a_class_without_a_whole_photo_stops_the_run(falconet, heap):
+    train, _ = split(heap)
+    dark = [name for name in train if name.startswith("dark/")]
+    spoil(heap, *dark)
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed 99")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1] == (
+        f"falconet train: photos: no photo of 'dark' is left to train on; broken are photos/{dark[0]}: truncated and"
+        " others"
+    )
+
+
+def test_broken_validation_photos_never_stop_a_run(falconet, heap):
+    _, validation = split(heap)
+    spoil(heap, *validation[1:])
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed 0")
+    assert answer.code == 0, answer.err
+    assert f"they cannot be read: {len(validation) - 1} image" in answer.out
+
+
+@pytest.mark.parametrize("given", ["many", "-1", "1.5", "1000%", "%"])
+@pytest.mark.usefixtures("heap")
+def test_the_number_of_bad_images_is_a_number_or_a_percentage(falconet, given):
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed {given}")
+    assert answer.code == 2
+    expected = "expected a number, a percentage such as 2%, or auto"
+    assert f"--bad-images-allowed: got '{given}', {expected}" in answer.err
 
 
 def validated(answer):
