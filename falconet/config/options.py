@@ -53,6 +53,8 @@ class Data:
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
     val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
     """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
+    tfrecord_keys: str | None = None
+    """Keys of TFRecords of other makers, as image=KEY,label=KEY; default: image/encoded and image/class/label."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -654,6 +656,13 @@ class Upload:
 
 REDUCED = {224: 160, 380: 252}  # the originals' pairs of sides, in pixels
 MULTIPLE = 4  # pixels; every other reduced side is rounded to it
+
+
+def record_keys(text: str) -> dict[str, str] | None:
+    """The keys by what they hold; None if the text is not image=KEY,label=KEY or one of the two."""
+    pairs = [part.strip().split("=", 1) for part in text.split(",")]
+    keys = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
+    return keys if len(keys) == len(pairs) and keys.keys() <= {"image", "label"} else None
 
 
 ALLOWED = re.compile(r"auto|\d{1,12}|\d{1,3}(?:\.\d{1,6})?%")  # values of --bad-images-allowed

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data, bad_images, reduced_size
+from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
 from falconet.data.headers import Check, without_bad
@@ -17,7 +17,7 @@ from falconet.data.keyed import IntArray
 from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
 from falconet.data.shards import Shards
-from falconet.data.sources import bounding_boxes, builtin, cifar
+from falconet.data.sources import bounding_boxes, builtin, cifar, tfrecord
 from falconet.data.sources.shard_index import MOST_CLASSES
 from falconet.data.storage import ArraySource, FileSource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
@@ -293,7 +293,12 @@ def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
         return cifar.load(data.data_dir, kind=data.data)
     if data.data_dir is None:
         raise ConfigError(f"{data.data}: no data folder given, expected one with a folder per class")
-    splits = layout.load_photos(data.data_dir, Division(data.val_fraction, seed))
+    keys = tfrecord.Keys(**(record_keys(data.tfrecord_keys or "") or {}))
+    try:
+        splits = layout.load_photos(data.data_dir, Division(data.val_fraction, seed), keys)
+    except tfrecord.MissingKeyError:
+        with named_option("tfrecord_keys"):
+            raise
     if splits.label_sets is not None:
         raise DataError(f"{data.data_dir}: photos with several labels cannot be trained yet; expected one label each")
     if use_objects == "no":

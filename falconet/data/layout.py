@@ -29,23 +29,26 @@ class Division:
     seed: int = 0
 
 
-def load_photos(path: Path, division: Division | None = None) -> Splits:
+USUAL = Division()
+
+
+def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
     """The photos of a folder, or of a table of photos and labels.
 
     Without photos to train on, the training source is empty. The layouts are tried in the order of docs/using/data.md.
     """
     try:
-        return _found(path, division or Division())
+        return _found(path, division, keys)
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from None
 
 
-def _found(path: Path, division: Division) -> Splits:
+def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
     require_photos(path)
     if path.is_file():
         return _from_tables(path.parent, {"all": path}, division)
     for place in (path, path / INNER):
-        splits = _divided_already(place, division) if place.is_dir() else None
+        splits = _divided_already(place, division, keys) if place.is_dir() else None
         if splits is not None:
             return splits
     place, notes = _unwrapped(path)
@@ -53,7 +56,7 @@ def _found(path: Path, division: Division) -> Splits:
     return replace(splits, notes=(*notes, *splits.notes))
 
 
-def _divided_already(place: Path, division: Division) -> Splits | None:
+def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Splits | None:
     """Layouts that have a training part of their own."""
     shards = packed.find(place)
     if any(shards.values()):
@@ -63,7 +66,7 @@ def _divided_already(place: Path, division: Division) -> Splits | None:
         return _from_split_folders(place, parts, division)
     records = tfrecord.find(place)
     if any(records.values()):
-        return tfrecord.load(place, records)
+        return tfrecord.load(place, records, keys)
     archives = tar.find(place)
     return tar.load(place, archives) if any(archives.values()) else None
 

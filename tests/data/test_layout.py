@@ -43,7 +43,7 @@ def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
 
 
 def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
-    def refused(place, division):
+    def refused(place, division, keys):
         raise PermissionError(13, "Permission denied", str(place))
 
     monkeypatch.setattr(layout, "_divided_already", refused)
