@@ -52,6 +52,8 @@ def _sources(source: Path) -> dict[str, FileSource]:
     splits = layout.load_photos(source)
     if splits.label_sets is not None:
         raise DataError(f"{source}: photos with several labels, which shards cannot hold; expected one label each")
+    if not len(splits.train):
+        raise DataError(f"{source}: no photos to train on; expected a folder train/ as well")
     found = {"train": splits.train, "validation": splits.validation}
     return {split: files for split, files in found.items() if isinstance(files, FileSource)}
 

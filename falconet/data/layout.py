@@ -47,12 +47,12 @@ def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
     require_photos(path)
     if path.is_file():
         return _from_tables(path.parent, {"all": path}, division)
-    for place in (path, path / INNER):
+    inner, notes = _unwrapped(path)
+    for place in (path, path / INNER, inner):
         splits = _divided_already(place, division, keys) if place.is_dir() else None
         if splits is not None:
-            return splits
-    place, notes = _unwrapped(path)
-    splits = _from_folders(place, division)
+            return replace(splits, notes=(*notes, *splits.notes)) if place == inner else splits
+    splits = _from_folders(inner, division)
     return replace(splits, notes=(*notes, *splits.notes))
 
 
@@ -76,9 +76,9 @@ def _from_folders(place: Path, division: Division) -> Splits:
     tables, parts = table.find(place), folder.split_folders(place)
     if tables.is_named_so and table.names_photos(place, tables.paths):
         return _from_tables(place, tables.paths, division)
-    if "validation" in parts and folder.subfolders(place / parts["validation"]):
+    if "train" not in parts and "validation" in parts and folder.subfolders(place / parts["validation"]):
         return _from_split_folders(place, parts, division)
-    if not parts and folder.subfolders(place):
+    if {*folder.subfolders(place)} - {*parts.values()}:  # beside others, a folder called test is a class
         found = folder.listed(place)
         source = found.classes()
         if len(source.class_names) > 1 or (len(source) and not tables.paths):

@@ -95,6 +95,28 @@ def test_a_wrapper_folder_is_entered_and_noted(tmp_path):
     assert splits.notes == (f"the photos are in {tmp_path}/photos, the only folder in {tmp_path}",)
 
 
+@pytest.mark.parametrize("validation", [True, False])
+def test_a_wrapper_folder_may_be_divided(tmp_path, validation):
+    photos(tmp_path, "photos/train/cat/", "photos/train/dog/", count=10)
+    if validation:
+        photos(tmp_path, "photos/valid/cat/", "photos/valid/dog/", count=2)
+    splits = layout.load_photos(tmp_path)
+    assert len(splits.train) + len(splits.validation) == (24 if validation else 20)
+    assert (splits.held_out is None) == validation
+    assert splits.notes == (f"the photos are in {tmp_path}/photos, the only folder in {tmp_path}",)
+
+
+def test_a_class_may_be_called_test(tmp_path):
+    photos(tmp_path, "control/", "test/", count=5)
+    assert layout.load_photos(tmp_path).class_names == ("control", "test")
+
+
+def test_photos_in_train_and_val_without_class_folders_are_no_classes(tmp_path):
+    photos(tmp_path, "train/", "val/", count=5)
+    with pytest.raises(DataError, match=r"train: 10 photos, but no classes; expected a folder per class"):
+        layout.load_photos(tmp_path)
+
+
 def test_the_same_photo_is_always_on_the_same_side(tmp_path):
     photos(tmp_path, "cat/", "dog/", count=60)
     before = {*names(layout.load_photos(tmp_path).validation)}

@@ -60,7 +60,7 @@ class Tables(NamedTuple):
 
 def find(place: Path) -> Tables:
     """train.csv and val.csv, one in each of train/ and val/, labels.csv or the like, or the only one of any name."""
-    here = [path for path in sorted(place.iterdir()) if _is_table(path)]
+    here = _tables(place)
     parts = {
         part: path
         for part, names in folder.PARTS.items()
@@ -72,8 +72,8 @@ def find(place: Path) -> Tables:
     within = {
         part: path
         for part, name in folder.split_folders(place).items()
-        for path in sorted((place / name).iterdir())
-        if _is_table(path) and path.stem.lower() in STEMS
+        for path in _tables(place / name)
+        if path.stem.lower() in STEMS
     }
     if "train" in within:
         return Tables(_two(within))
@@ -93,13 +93,10 @@ def _two(found: dict[str, Path]) -> dict[str, Path]:
     return {part: found[part] for part in ("train", "validation") if part in found}
 
 
-def _is_table(path: Path) -> bool:
-    return (
-        path.suffix.lower() in ENDINGS
-        and not path.name.startswith(".")
-        and not path.name.endswith(NOT_OURS)
-        and path.is_file()
-    )
+def _tables(place: Path) -> list[Path]:
+    with os.scandir(place) as entries:  # among a million photos, perhaps
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(ENDINGS) and entry.is_file())
+    return [place / name for name in names if not name.startswith(".") and not name.endswith(NOT_OURS)]
 
 
 def names_photos(place: Path, paths: Mapping[str, Path]) -> bool:
