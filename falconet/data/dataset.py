@@ -91,7 +91,7 @@ class Dataset(Splits):
     def found(self) -> list[str]:
         """What photos were found and how they are divided, in two lines, then what to know about them."""
         if not self.where:
-            return []
+            return [f"note: {note}" for note in self._bad()]
         labels = np.concatenate((self.train.labels, self.validation.labels))
         counts = self._counts(labels)
         fewest, most = int(counts.min()), int(counts.max())
@@ -165,7 +165,7 @@ class Dataset(Splits):
         bad = self.check.training
         images = len(self.train) + len(bad)
         if bad and not len(self.train):
-            raise DataError(f"{self.where}: none of the {images:,} training photos can be used; the first: {bad[0]}")
+            raise DataError(f"none of the {images:,} training photos can be used; the first: {bad[0]}")
         limit = bad_images(allowed, images)
         if len(bad) > limit:
             shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
@@ -174,18 +174,17 @@ class Dataset(Splits):
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]
-            raise DataError(f"{self.where}: no photo of '{name}' is left to train on; broken are {bad[0]} and others")
+            raise DataError(f"no photo of '{name}' is left to train on; broken are {bad[0]} and others")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        names = {*class_names}
-        if (
-            self.class_names == class_names
-            or not isinstance(self.train, FileSource)
-            or not {*self.class_names} <= names
-        ):
+        is_part = (
+            isinstance(self.train, FileSource) and self.label_sets is None and {*self.class_names} < {*class_names}
+        )
+        if not is_part:
             self.check_classes(class_names, where=where)
             return self
+        assert isinstance(self.train, FileSource)
         assert isinstance(self.validation, FileSource)
         train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
         return replace(self, train=train, validation=validation)

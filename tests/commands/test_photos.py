@@ -102,8 +102,7 @@ def test_a_class_without_a_whole_photo_stops_the_run(falconet, heap):
     answer = falconet(f"train photos {SMALL} --bad-images-allowed 99")
     assert answer.code == 2
     assert answer.err.splitlines()[-1] == (
-        f"falconet train: photos: no photo of 'dark' is left to train on; broken are photos/{dark[0]}: truncated and"
-        " others"
+        f"falconet train: no photo of 'dark' is left to train on; broken are photos/{dark[0]}: truncated and others"
     )
 
 

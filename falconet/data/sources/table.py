@@ -1,9 +1,6 @@
-"""Tables of photos and labels beside the photos: CSV, TSV, JSON lines, and COCO's JSON."""
+"""Tables of photos and labels: which of a folder's files they are, which columns matter, which photos they mean."""
 
 import ast
-import csv
-import io
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from falconet.data.image_files import open_regular
 from falconet.data.sources import folder
 from falconet.data.sources.shard_index import label_file
+from falconet.data.sources.table_formats import ENDINGS, Cell, Table, read
 from falconet.data.storage import BoolArray, FileSource, Names, key
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import are, counted
 
-ENDINGS = (".csv", ".tsv", ".jsonl", ".json")
 STEMS = ("labels", "label", "annotations", "metadata", "_annotations.coco", "_classes")  # for all photos of a folder
 NOT_OURS = "bounding_boxes.csv"  # the end of a table of boxes
 PATHS = (
@@ -36,8 +32,6 @@ SEVERAL = ("labels", "classes", "categories", "targets", "tags")  # columns in w
 MOST_SHOWN = 5  # names in a message
 MOST_DIGITS = 18  # of a label that is a number
 MOST_TRIED = 20  # rows that may name a missing photo before a table is taken for another one
-
-Cell = str | list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +98,7 @@ def names_photos(place: Path, paths: Mapping[str, Path]) -> bool:
     photos = Photos(place)
     try:
         columns = columns_of(read(next(iter(paths.values()))), photos)
-        return any(photos.find(path) for path in columns.paths[:MOST_TRIED])
+        return any(map(photos.knows, columns.paths[:MOST_TRIED]))
     except DataError:
         return False
 
@@ -261,45 +255,41 @@ class Photos:
                 found.setdefault(spelling, []).append(name)
         return found
 
+    def knows(self, asked: str) -> bool:
+        """Whether a text names a photo, or more than one."""
+        return bool(asked.strip()) and bool(self._meant(asked, ""))
+
     def find(self, asked: str, part: str | None = None) -> str | None:
         """The name of a photo, relative to the folder or absolute; None if there is no such photo."""
+        found = self._meant(asked, self.parts.get(part or "", ""))
+        if len(found) > 1:
+            raise DataError(f"{self.place}: '{asked}' may be {found[0]} or {found[1]}; expected paths that differ")
+        return found[0] if found else None
+
+    def _meant(self, asked: str, own: str) -> list[str]:
+        """The photos that a text may mean. `own`: the folder of the table's part, where they are looked for first."""
         path = asked.strip().replace("\\", "/")
         if os.path.isabs(path) and os.path.isfile(path):  # noqa: PTH113, PTH117, a million names
-            return self._relative(path)
+            return [self._relative(path)]
         name = os.path.normpath(path).lstrip("/")
-        own = self.parts.get(part or "", "")
         for candidate in (f"{own}/{name}" if own else name, name):
             if candidate in self.names:
-                return candidate
+                return [candidate]
         if ".." in name.split("/") and os.path.isfile(self.place / name):  # noqa: PTH113
-            return self._relative(os.path.normpath(self.place.absolute() / name))
+            return [self._relative(os.path.normpath(self.place.absolute() / name))]
         parts = name.split("/")
         for begin in range(1, len(parts)):  # the table may be deeper than its author's folder
             if "/".join(parts[begin:]) in self.names:
-                return "/".join(parts[begin:])
+                return ["/".join(parts[begin:])]
         for spelling in (name, parts[-1]):
             found = self.by_stem.get(spelling, [])
-            own_found = [each for each in found if own and each.startswith(f"{own}/")] or found
-            if len(own_found) == 1:
-                return own_found[0]
-            if own_found:
-                raise DataError(
-                    f"{self.place}: '{asked}' may be {own_found[0]} or {own_found[1]}; expected paths that differ"
-                )
-        return None
+            if found:
+                return [each for each in found if own and each.startswith(f"{own}/")] or found
+        return []
 
     def _relative(self, path: str) -> str:
         name = os.path.relpath(path, self.place.absolute())
         return name if name in self.names else path
-
-
-class Table(NamedTuple):
-    """A table as it was written."""
-
-    path: Path
-    names: tuple[str, ...] | None  # of the columns, if the format has them
-    rows: list[list[Cell]]
-    lines: list[int]  # where each row was
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,9 +348,10 @@ def columns_of(table: Table, photos: Photos) -> Columns:
     if header is None:
         return _unnamed(table, photos)
     words = [name.strip().lower().replace(" ", "_") for name in header]
-    at = next((words.index(name) for name in PATHS if name in words), None)
-    if at is None:
-        at = _column_of_photos(table, photos)
+    named = [words.index(name) for name in PATHS if name in words]
+    at = _column_of_photos(table, photos, named or range(len(header)))
+    if at is None and named:
+        at = named[0]  # the photos are missing, which a later line says
     if at is None:
         expected = "a header with a column called path, file_name or image, and one called label"
         raise DataError(f"{table.path}: got the columns {_shown(header)}, expected {expected}")
@@ -387,18 +378,16 @@ def columns_of(table: Table, photos: Photos) -> Columns:
 
 
 def _headed(table: Table, photos: Photos) -> tuple[tuple[str, ...] | None, Table]:
-    """The header of a file, if its first row is one: it names a column, or no photo."""
+    """The header of a file, if its first row is one: it names no photo."""
     first = [_text(cell) for cell in table.rows[0]]
-    words = [cell.strip().lower().replace(" ", "_") for cell in first]
-    is_header = {*words} & {*PATHS} and not any(photos.find(cell) for cell in first if cell)
-    if not is_header and any(photos.find(cell) for cell in first if cell):
+    if any(map(photos.knows, first)):
         return None, table
     return tuple(first), table._replace(rows=table.rows[1:], lines=table.lines[1:])
 
 
 def _unnamed(table: Table, photos: Photos) -> Columns:
     """Rows without a header: photo and label, then perhaps train or val."""
-    at = _column_of_photos(table, photos)
+    at = _column_of_photos(table, photos, range(len(table.rows[0])))
     assert at is not None, "a table without a header starts with a photo"
     rest = [column for column in range(len(table.rows[0])) if column != at]
     if len(rest) > 2:
@@ -416,11 +405,12 @@ def _unnamed(table: Table, photos: Photos) -> Columns:
     )
 
 
-def _column_of_photos(table: Table, photos: Photos) -> int | None:
-    for row in table.rows[:MOST_TRIED]:
-        for column, cell in enumerate(row):
-            if isinstance(cell, str) and cell.strip() and photos.find(cell):
-                return column
+def _column_of_photos(table: Table, photos: Photos, among: Sequence[int]) -> int | None:
+    """The first column of which one of the first cells names a photo."""
+    for column in among:
+        cells = (row[column] for row in table.rows[:MOST_TRIED])
+        if any(isinstance(cell, str) and photos.knows(cell) for cell in cells):
+            return column
     return None
 
 
@@ -431,97 +421,3 @@ def _text(cell: Cell) -> str:
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return ", ".join(f"'{name}'" for name in names[:MOST_SHOWN]) + more
-
-
-def read(path: Path) -> Table:
-    """All rows of a file, by its ending."""
-    try:
-        with open_regular(path) as file:
-            text = file.read().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not text in UTF-8; expected a table of photos and labels") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-    ending = path.suffix.lower()
-    if ending == ".json":
-        return _from_json(path, text)
-    return _from_json_lines(path, text) if ending == ".jsonl" else _from_csv(path, text)
-
-
-def _from_csv(path: Path, text: str) -> Table:
-    first = text.partition("\n")[0]
-    tab = path.suffix.lower() == ".tsv" or ("\t" in first and "," not in first)
-    delimiter = "\t" if tab else ";" if ";" in first and "," not in first else ","
-    rows: list[list[Cell]] = []
-    lines: list[int] = []
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    try:
-        for row in reader:
-            if not any(cell.strip() for cell in row):
-                continue
-            if rows and len(row) != len(rows[0]):
-                got, expected = counted(len(row), "column"), len(rows[0])
-                raise DataError(f"{path}, line {reader.line_num}: {got}, expected {expected} as in the first row")
-            rows.append([*row])
-            lines.append(reader.line_num)
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not a row of a table ({error})") from None
-    return Table(path, None, rows, lines)
-
-
-def _from_json_lines(path: Path, text: str) -> Table:
-    found: list[tuple[int, Mapping[str, Any]]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            found.append((number, _mapping(path, number, line)))
-    return _from_mappings(path, found)
-
-
-def _mapping(path: Path, number: int, line: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise DataError(f'{path}, line {number}: not a row, expected {{"file_name": "a.jpg", "label": "cat"}}')
-    return row
-
-
-def _from_mappings(path: Path, found: Sequence[tuple[int, Mapping[str, Any]]]) -> Table:
-    names = tuple(dict.fromkeys(str(name) for _, row in found for name in row))
-    rows = [[_cell(row.get(name, "")) for name in names] for _, row in found]
-    return Table(path, names, rows, [number for number, _ in found])
-
-
-def _cell(value: Any) -> Cell:
-    if isinstance(value, list):
-        return [str(each).strip() for each in value]
-    return "" if value is None else str(value)
-
-
-def _from_json(path: Path, text: str) -> Table:
-    """COCO's annotations, a list of rows, or a mapping from photo to label."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DataError(f"{path}: not JSON; expected a table of photos and labels") from None
-    if isinstance(content, dict) and {"images", "annotations", "categories"} <= content.keys():
-        return _from_coco(path, content)
-    if isinstance(content, dict) and all(isinstance(value, str | int | list) for value in content.values()):
-        content = [{"path": name, "labels" if isinstance(v, list) else "label": v} for name, v in content.items()]
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise DataError(f"{path}: not a table; expected rows of photo and label, a mapping, or COCO's annotations")
-    return _from_mappings(path, list(enumerate(content, start=1)))
-
-
-def _from_coco(path: Path, content: Mapping[str, Any]) -> Table:
-    """A photo's labels are the categories of its objects; a photo without one has none."""
-    try:
-        categories = {each["id"]: str(each["name"]) for each in content["categories"]}
-        labels: dict[Any, list[str]] = {each["id"]: [] for each in content["images"]}
-        for each in content["annotations"]:
-            labels[each["image_id"]].append(categories[each["category_id"]])
-        rows: list[list[Cell]] = [[str(each["file_name"]), labels[each["id"]]] for each in content["images"]]
-    except (LookupError, TypeError) as error:
-        raise DataError(f"{path}: damaged COCO annotations ({type(error).__name__}: {error})") from None
-    return Table(path, ("file_name", "labels"), rows, list(range(1, len(rows) + 1)))

@@ -63,6 +63,10 @@ SPELLINGS = {
     "any single name": ("my photos.csv", ["image,animal", *(f"{name},{label}" for name, label in ROWS)]),
     "unknown column names": ("labels.csv", ["Bild,Tier", *(f"{name},{label}" for name, label in ROWS)]),
     "further columns": ("labels.csv", ["id,image,label", *(f"7,{name},{label}" for name, label in ROWS)]),
+    "names of classes called name": (
+        "labels.csv",
+        ["id,name", *(f"{Path(name).stem},{label}" for name, label in ROWS)],
+    ),
     "a byte order mark": ("labels.csv", ["\ufeffimage,label", *(f"{name},{label}" for name, label in ROWS)]),
     "Hugging Face's CSV": ("metadata.csv", ["file_name,label", *(f"images/{n},{label}" for n, label in ROWS)]),
     "Hugging Face's JSON lines": (
