@@ -155,6 +155,12 @@ class Dataset(Splits):
                 f"{self.where}: no photos to train on, only {len(self.validation):,} to validate; expected train/ as"
                 " well, or `falconet validate`"
             )
+        if not len(self.validation):
+            raise DataError(
+                f"{self.where}: no photos to validate on"
+                + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
+                + "; expected some in val/, or two photos or more of each class"
+            )
         if self.classes < 2:
             raise DataError(
                 f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"

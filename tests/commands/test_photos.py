@@ -114,6 +114,17 @@ def test_broken_validation_photos_never_stop_a_run(falconet, heap):
     assert f"they cannot be read: {len(validation) - 1} image" in answer.out
 
 
+def test_a_run_needs_a_photo_to_validate_on(falconet, heap):
+    _, validation = split(heap)
+    spoil(heap, *validation)
+    answer = falconet(f"train photos {SMALL}")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1] == (
+        f"falconet train: photos: no photos to validate on, because they are broken; the first: photos/{validation[0]}:"
+        " truncated; expected some in val/, or two photos or more of each class"
+    )
+
+
 @pytest.mark.parametrize("given", ["many", "-1", "1.5", "1000%", "%"])
 @pytest.mark.usefixtures("heap")
 def test_the_number_of_bad_images_is_a_number_or_a_percentage(falconet, given):
