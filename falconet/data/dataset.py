@@ -35,7 +35,7 @@ CIFAR_TRAIN, CIFAR_VALIDATION = 50_000, 10_000
 DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/maintaining/log.md)
 
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
-MOST_WORKERS = 32  # threads that read headers
+MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
 MOST_BAD = 5  # broken photos named in a line
 BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
@@ -226,10 +226,13 @@ def open_dataset(
         images = data.iterations * global_batch
         return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
     splits, check = _opened(data, use_objects, seed=seed), Check()
+    if splits.held_out is None and data.data == "folder" and data.val_fraction != Data.val_fraction:
+        note = f"--val-fraction {data.val_fraction:g} has no effect: the photos are split already"
+        splits = replace(splits, notes=(*splits.notes, note))
     if to_train and data.check_images in CHECKED.get(data.data, ()):
         assert data.data_dir is not None
         home = data.data_dir if data.data_dir.is_dir() else data.data_dir.parent
-        splits, check = without_bad(splits, home=home, workers=min(MOST_WORKERS, cores()))
+        splits, check = without_bad(splits, home=home, workers=min(MOST_WORKERS, WAITING * cores()))
     opened = replace(prepared(share_of(splits, percentage=percentage), data, size=size), check=check)
     if to_train:
         opened.check_trainable(data.bad_images_allowed)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,25 +113,27 @@ def _joined(names: Sequence[Names]) -> Names:
 
 
 def _checked(root: Path, names: Names, *, home: Path, workers: int) -> Headers:
-    kind = _kind(root, home)
-    with alone(home), ThreadPoolExecutor(workers, thread_name_prefix="falconet-headers") as pool:
-        # Of several processes, one reads the headers and the others wait for its index.
-        began, paths = time.time_ns(), _Paths(root, names)
-        stamps = np.concatenate([np.zeros((0, 2), np.int64), *pool.map(_stamps, paths.portions())])
-        known = _known(names, stamps, recalled(home, kind=kind, check=_check))
-        left = np.flatnonzero(known.times == UNKNOWN)
-        if len(left):
-            with Counting(f"checking {root}", total=len(left), quiet=not is_first(os.environ)) as counting:
-                for portion, looked in zip(
-                    _portions(left), pool.map(_look, map(paths.of, _portions(left))), strict=True
-                ):
+    kind, paths = _kind(root, home), _Paths(root, names)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="falconet-headers")
+    try:
+        with alone(home):  # of several processes, one reads the headers and the others wait for its index
+            began, every = time.time_ns(), _portions(np.arange(len(names)))
+            stamped = pool.map(lambda portion: _stamps(paths.of(portion)), every)
+            stamps = np.concatenate([np.zeros((0, 2), np.int64), *stamped])
+            known = _known(names, stamps, recalled(home, kind=kind, check=_check))
+            left = _portions(np.flatnonzero(known.times == UNKNOWN))
+            with Counting(f"checking {root}", total=sum(map(len, left)), quiet=not is_first(os.environ)) as counting:
+                for portion, looked in zip(left, pool.map(lambda own: _look(paths.of(own)), left), strict=True):
                     known.sizes[portion] = looked.sizes
                     known.reasons.update({int(portion[at]): reason for at, reason in looked.reasons.items()})
                     # What was missing or changed a moment ago is looked at again the next time.
                     settled = ~looked.unreadable & (stamps[portion, 1] < began - RACY)
                     known.times[portion] = np.where(settled, stamps[portion, 1], UNKNOWN)
                     counting.add(len(portion))
-            keep(home, _found(names, stamps[:, 0], known), kind=kind)
+            if left:
+                keep(home, _found(names, stamps[:, 0], known), kind=kind)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, at once
     return Headers(known.sizes, known.reasons)
 
 
@@ -157,9 +159,6 @@ class _Paths:
     def of(self, numbers: IntArray) -> list[bytes]:
         root = os.fsencode(self.root) + b"/"
         return [root + self.names.coded(number) for number in numbers.tolist()]
-
-    def portions(self) -> Iterable[list[bytes]]:
-        return map(self.of, _portions(np.arange(len(self.names))))
 
 
 def _portions(numbers: IntArray) -> list[IntArray]:

@@ -134,6 +134,21 @@ def test_the_number_of_bad_images_is_a_number_or_a_percentage(falconet, given):
     assert f"--bad-images-allowed: got '{given}', {expected}" in answer.err
 
 
+def test_a_fraction_for_photos_that_are_split_is_noted(falconet, image_folder):
+    answer = falconet(f"train {image_folder} {SMALL} --val-fraction 0.5 --plan")
+    assert "note: --val-fraction 0.5 has no effect: the photos are split already" in answer.out
+    assert "split: 24 to train, 8 to validate\n" in answer.out
+
+
+@pytest.mark.dist
+def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap, two_cores):
+    train, _ = split(heap)
+    spoil(heap, train[0])
+    answer = falconet(f"train photos {SMALL} --micro-batch-size 2 --replicas 2 --run-dir run")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("skipped 1 broken photo: ") == 1
+
+
 def validated(answer):
     """How many images were measured."""
     assert answer.code == 0, answer.err
