@@ -135,7 +135,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)
     if path.is_file():
-        opened = saved_model.open_foreign(path, shared)
+        opened = saved_model.open_foreign(path, shared, console.screen_of(world).line)
     else:
         opened = next(saved_model.open_checkpoint(format.newest_whole(path, note=console.spoken(world)), shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)

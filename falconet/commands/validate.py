@@ -1,5 +1,6 @@
 """`falconet validate`: measure the accuracy of a checkpoint, or of each one in a folder."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,15 +16,13 @@ from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Valida
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     line, stated, screen = loaded.line, loaded.options, Screen()
     path = stated.input.checkpoint_input_path
-    assert path is not None
-    output = stated.table.output or _beside(path)
+    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for measured in _measured(path, line, screen.line):
@@ -60,7 +59,7 @@ def _validated(measured: Measured) -> Validated:
     )
 
 
-def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
+def _measured(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
     """Each model and its accuracy; options without effect are noted before the first."""
     noted = False
     for opened in _opened(path, line, say):
@@ -71,12 +70,19 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
         yield opened, saved_model.measure(opened, say), time.perf_counter() - start
 
 
-def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
+def _opened(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; damaged checkpoints in a folder are noted and skipped."""
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
+    if path is None:  # then --pretrained is given
+        yield saved_model.open_pretrained(line)
         return
-    folders = format.checkpoints_in(path)
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
+    if files:
+        return
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
@@ -91,6 +97,16 @@ def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_mod
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:

@@ -25,6 +25,7 @@ from falconet.config.options import (
     Optimizer,
     Pack,
     Parallel,
+    Pretrained,
     Run,
     Serving,
     Table,
@@ -53,7 +54,7 @@ class TrainOptions(Command):
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
     needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
-        *("config", "model", "data", "data-dir", "image-size", "init-path"),
+        *("config", "model", "data", "data-dir", "image-size", "pretrained"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
         *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
     )
@@ -99,12 +100,14 @@ class ValidateOptions(Command):
         "data",
         "data-dir",
         "model",
+        "pretrained",
         "validation-batch-size",
         "device",
         "precision",
     )
 
     input: Input = field(default_factory=Input)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     table: Table = field(default_factory=Table)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

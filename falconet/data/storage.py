@@ -291,6 +291,7 @@ class Splits:
     label_sets: BoolArray | None = None  # sets x classes: a label is the number of a set of classes, not of a class
     notes: tuple[str, ...] = ()  # what the user should know about the data
     centred: bool | None = None  # whether evaluation crops the centre of an image; None: of photos only
+    crop_ratio: float = 7 / 8  # of the short side, that such a crop keeps
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -299,5 +300,5 @@ class Splits:
     def preprocessing_at(self, image_size: int) -> Preprocessing:
         """Arrays are resized whole; photos are resized slightly larger and cropped at the centre."""
         centred = self.native_size is None if self.centred is None else self.centred
-        resize = short_side(image_size) if centred else image_size
+        resize = short_side(image_size, ratio=self.crop_ratio) if centred else image_size
         return Preprocessing(image_size=image_size, resize=resize, mean=self.mean, std=self.std)

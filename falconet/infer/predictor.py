@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint import format
-from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint.foreign import load_foreign, load_weights, read_file
 from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.origin import find_origin
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import load_options
@@ -146,7 +147,7 @@ def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, Ser
     options = load_options(ServeOptions, line).options
     path = options.input.checkpoint_input_path
     if path is None or path.is_file():
-        return _fresh(options, path, line, note), options
+        return _fresh(options, path, line, note)
     folder = format.newest_whole(path, note)
     manifest = format.verify(folder)
     note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}")
@@ -154,9 +155,21 @@ def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, Ser
     return _trained(options, folder, manifest, note), options
 
 
-def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights or with those of a file."""
-    if not any(setting.option == "model" for setting in line):
+def _fresh(
+    options: ServeOptions, path: Path | None, line: Sequence[Setting], note: Say
+) -> tuple[Classifier, ServeOptions]:
+    """A model by name, with random weights or with those of a file, which may name it."""
+    named = [setting.values[-1] for setting in line if setting.option == "model"]
+    is_named = bool(named)
+    file = read_file(path) if path else None
+    if file:
+        origin = find_origin(file, model=named[-1] if named else None)
+        loaded = load_options(ServeOptions, line, origin.table())
+        options = loaded.options
+        if concluded := origin.line(loaded.sources):
+            note(concluded)
+        is_named = "model" in loaded.sources
+    if not is_named:
         if path:
             raise ConfigError(f"{path}: holds only weights; expected --model as well")
         raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
@@ -168,11 +181,11 @@ def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], no
     classes = value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
     preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
     model = build_model(options.model, classes=classes, seed=0)
-    if path is not None:
-        load_weights(model, read_weights(path), where=str(path), name=name)
+    if file:
+        load_foreign(model, file.weights, where=str(path), name=name)
     else:
         note(f"note: {name} has random weights (always the same ones), for measuring only")
-    return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note)
+    return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note), options
 
 
 def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say) -> Classifier:

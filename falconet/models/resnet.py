@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from falconet.config.options import Model
 
+Side = Literal["back", "both"]  # of zero channels: after the others, or half before and half after them
 # Those that timm has a name for; the others are built from its blocks.
 _TIMM = {
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
@@ -55,15 +56,31 @@ def create(options: Model, *, classes: int) -> nn.Module:
 
 
 class ZeroPadShortcut(nn.Module):
-    """He's option A: every second pixel, zero channels appended, no parameters."""
+    """He's option A: every second pixel, zero channels added, no parameters."""
 
     def __init__(self, *, added_channels: int, stride: int) -> None:
         super().__init__()
         self.added_channels = added_channels
+        self.channels_before = 0  # of the added ones
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W -> N x (C + added) x ceil(H / stride) x ceil(W / stride)
-        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added_channels))
+        before = self.channels_before
+        sides = (0, 0, 0, 0, before, self.added_channels - before)
+        return functional.pad(x[:, :, :: self.stride, :: self.stride], sides)
+
+
+def pad_shortcuts(model: nn.Module, side: Side) -> None:
+    """Put the zero channels of shortcuts after the others, or half of them before."""
+    for module in model.modules():
+        if isinstance(module, ZeroPadShortcut):
+            module.channels_before = module.added_channels // 2 if side == "both" else 0
+
+
+def side_of_zeros(model: nn.Module) -> Side:
+    """Where the shortcuts of a model have their zero channels."""
+    padded = (module for module in model.modules() if isinstance(module, ZeroPadShortcut))
+    return "both" if any(module.channels_before for module in padded) else "back"
 
 
 def set_shortcuts(model: nn.Module, kind: Literal["auto", "A", "B", "C", "stages"]) -> None:
