@@ -180,7 +180,7 @@ class Dataset(Splits):
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]
-            raise DataError(f"no photo of '{name}' is left to train on; broken are {bad[0]} and others")
+            raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""

@@ -23,7 +23,7 @@ MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack t
 
 @dataclass(frozen=True)
 class Division:
-    """How photos that are in one heap are divided: each by its name, so that it never changes sides."""
+    """How unsplit photos are split: each by its name, so that it never changes sides."""
 
     share: float = 0.2  # of each class, to validate
     seed: int = 0
@@ -72,7 +72,7 @@ def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Sp
 
 
 def _from_folders(place: Path, division: Division) -> Splits:
-    """Tables, validation folders alone, or class folders in one heap; else what was expected."""
+    """Tables, validation folders alone, or unsplit class folders; else what was expected."""
     tables, parts = table.find(place), folder.split_folders(place)
     if tables.is_named_so and table.names_photos(place, tables.paths):
         return _from_tables(place, tables.paths, division)
@@ -87,7 +87,7 @@ def _from_folders(place: Path, division: Division) -> Splits:
                 *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),
                 *_beside(place),
             ]
-            return _heap(Labelled(source, FOLDERS, notes=tuple(notes)), division)
+            return _split(Labelled(source, FOLDERS, notes=tuple(notes)), division)
     if tables.paths:
         return _from_tables(place, tables.paths, division)
     raise DataError(_unknown(place))
@@ -128,7 +128,7 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
     if "train" not in sources:
         return splits_of(None, sources["validation"], layout=FOLDERS, notes=tuple(notes))
     if "validation" not in sources:
-        return _heap(Labelled(sources["train"], FOLDERS, notes=tuple(notes)), division)
+        return _split(Labelled(sources["train"], FOLDERS, notes=tuple(notes)), division)
     train = sources["train"]
     for name in sources["validation"].class_names:
         if name not in train.class_names:
@@ -144,11 +144,11 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
 
 def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Splits:
     found = table.load(place, paths)
-    return _heap(found, division) if found.validates is None else _divided(found, found.validates)
+    return _split(found, division) if found.validates is None else _divided(found, found.validates)
 
 
-def _heap(found: Labelled, division: Division) -> Splits:
-    """Photos in one heap, divided by their names."""
+def _split(found: Labelled, division: Division) -> Splits:
+    """Photos that are not split yet, split by their names."""
     labels = found.source.labels if found.label_sets is None else None
     validates = held_out(found.source.names, labels, division)
     return replace(_divided(found, validates), held_out=division.share)

@@ -16,7 +16,7 @@ SMALL = (
 
 @pytest.fixture
 def heap(tmp_path):
-    """Two classes, dark and light, of 12 photos each, in one heap."""
+    """Two classes, dark and light, of 12 unsplit photos each."""
     for name, level in (("dark", 40), ("light", 220)):
         folder = tmp_path / "photos" / name
         folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_class_without_a_whole_photo_stops_the_run(falconet, heap):
     answer = falconet(f"train photos {SMALL} --bad-images-allowed 99")
     assert answer.code == 2
     assert answer.err.splitlines()[-1] == (
-        f"falconet train: no photo of 'dark' is left to train on; broken are photos/{dark[0]}: truncated and others"
+        f"falconet train: no photo of 'dark' is left to train on; the broken ones include photos/{dark[0]}: truncated"
     )
 
 

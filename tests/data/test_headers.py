@@ -166,7 +166,7 @@ def test_a_damaged_index_is_made_again(tmp_path, looked, spoil):
     assert len(looked) == 4
 
 
-def test_both_sides_of_a_heap_share_one_index_whatever_the_split(tmp_path, looked):
+def test_both_sides_of_a_split_share_one_index_whatever_the_seed(tmp_path, looked):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for number in range(10):

@@ -1,4 +1,4 @@
-"""Which layout is found where, and how photos in one heap are divided."""
+"""Which layout is found where, and how unsplit photos are split."""
 
 import os
 import shutil
@@ -76,7 +76,7 @@ def test_photos_to_validate_need_none_to_train_on(tmp_path, part):
 
 
 @pytest.mark.parametrize("inner", ["", "train/", "photos/", "a/b/"])
-def test_class_folders_in_one_heap_are_divided(tmp_path, inner):
+def test_unsplit_class_folders_are_split(tmp_path, inner):
     photos(tmp_path, f"{inner}cat/", f"{inner}dog/", count=50)
     splits = layout.load_photos(tmp_path)
     assert splits.class_names == ("cat", "dog")
