@@ -60,10 +60,10 @@ def _validated(measured: Measured) -> Validated:
 
 
 def _measured(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
-    """Each model and its accuracy; options without effect are noted before the first."""
+    """Each model and its accuracy; the photos found and options without effect are noted before the first."""
     noted = False
     for opened in _opened(path, line, say):
-        for note in unused_notes(opened.options, line) if not noted else ():
+        for note in (*opened.images.found(), *unused_notes(opened.options, line)) if not noted else ():
             say(note)
         noted = True
         start = time.perf_counter()

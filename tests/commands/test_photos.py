@@ -152,13 +152,19 @@ def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap, tw
 def validated(answer):
     """How many images were measured."""
     assert answer.code == 0, answer.err
-    header, row = (line.split() for line in answer.out.splitlines()[:2])
-    return int(row[header.index("images")])
+    lines = answer.out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("checkpoint "))
+    return int(lines[at + 1].split()[lines[at].split().index("images")])
 
 
 def test_validation_uses_the_photos_that_training_held_out(falconet, trained):
     held_out = int(re.search(r"(\d+) to validate", trained.out)[1])
-    assert validated(falconet("validate --checkpoint-input-path run")) == held_out
+    answer = falconet("validate --checkpoint-input-path run")
+    assert validated(answer) == held_out
+    assert (
+        answer.out.splitlines()[1]
+        == f"split by file name: {24 - held_out} to train, {held_out} to validate (--val-fraction 0.2)"
+    )
     assert validated(falconet("validate --checkpoint-input-path run --val-fraction 1")) == 24
 
 
