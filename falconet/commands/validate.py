@@ -1,42 +1,85 @@
-"""`falconet validate`: measure the accuracy of a checkpoint, or of each one in a folder."""
+"""`falconet validate`: measure the accuracy of a checkpoint, in total and by class, or of each one in a folder."""
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
-from falconet.errors import CheckpointError
-from falconet.report.console import Say, Screen
+from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.report.console import Counting, Say, Screen
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
-from falconet.train import evaluate, saved_model
-from falconet.train.evaluate import Accuracy, Evaluation
+from falconet.train import breakdown, evaluate, saved_model
+from falconet.train.breakdown import Breakdown, Collected
+from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
-    line, stated, screen = loaded.line, loaded.options, Screen()
+    stated, screen = loaded.options, Screen()
     path = stated.input.checkpoint_input_path
     output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
-        for measured in _measured(path, line, screen.line):
-            style.validated(_validated(measured))
+        for opened in _opened(loaded, screen.line):
+            style.validated(_validated(_timed(opened, stated, screen.line)))
         return 0
-    found = [
-        Accuracy(name=opened.name, epoch=opened.epoch, found=found)
-        for opened, found, _ in _measured(path, line, screen.line)
-    ]
-    rows = evaluate.tabulate_accuracies(found)
-    evaluate.show_accuracies(rows, screen.line)
-    evaluate.write_accuracies(rows, output, option="--output", named=stated.table.output is not None)
-    screen.line(f"written to {output}")
+    rows, details, better = [], [], []
+    for opened in _opened(loaded, screen.line):
+        answers, images = Collected(), len(opened.images.validation)
+        with Counting(f"validating {opened.name}", total=images) as counting:
+            observe = breakdown.several(answers.add, _counted(counting, images))
+            _, found, _ = _timed(opened, stated, screen.line, observe)
+        parts = Breakdown.of(answers.read(), opened.class_names)
+        rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
+        details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
+        better += [parts] if opened.is_better else []
+    table = evaluate.tabulate_accuracies(rows)
+    evaluate.show_accuracies(table, screen.line)
+    for text in (*better[0].lines(), "") if len(better) == 1 else ():
+        screen.line(text)
+    also, named = output.with_suffix(".json"), stated.table.output is not None
+    evaluate.write_accuracies(table, output, option="--output", named=named)
+    evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
+    screen.line(f"written to {output} and {also}")
+    if stated.table.predictions:
+        screen.line(f"predictions of every image written to {stated.table.predictions}")
     return 0
+
+
+def _counted(counting: Counting, total: int) -> Observe:
+    """Counts images, but not the rows that fill the last batch."""
+    left = total
+
+    def observe(_: Tensor, labels: Tensor) -> None:
+        nonlocal left
+        counting.add(min(left, len(labels)))
+        left = max(0, left - len(labels))
+
+    return observe
+
+
+def _timed(opened: saved_model.Opened, stated: ValidateOptions, say: Say, observe: Observe = overlook) -> Measured:
+    """Measure a model; the predictions of the better one of a checkpoint are written if that was asked for."""
+    path = stated.table.predictions
+    with contextlib.ExitStack() as held:
+        if path is not None and opened.is_better:
+            with named_option("predictions"):
+                file = held.enter_context(breakdown.open_predictions(path))
+            written = breakdown.Predictions(file, opened.images.validation, opened.class_names)
+            observe = breakdown.several(observe, written.add)
+        start = time.perf_counter()
+        found = saved_model.measure(opened, say, observe)
+    return opened, found, time.perf_counter() - start
 
 
 def _validated(measured: Measured) -> Validated:
@@ -59,30 +102,39 @@ def _validated(measured: Measured) -> Validated:
     )
 
 
-def _measured(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
-    """Each model and its accuracy; the photos found and options without effect are noted before the first."""
+def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.Opened]:
+    """Each model; the photos found and options without effect are noted before the first."""
     noted = False
-    for opened in _opened(path, line, say):
-        for note in (*opened.images.found(), *unused_notes(opened.options, line)) if not noted else ():
+    for opened in _models(loaded.options, loaded.line, say):
+        for note in (*opened.images.found(), *unused_notes(opened.options, loaded.line)) if not noted else ():
             say(note)
         noted = True
-        start = time.perf_counter()
-        yield opened, saved_model.measure(opened, say), time.perf_counter() - start
+        yield opened
 
 
-def _opened(path: Path | None, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
-    """Each model; damaged checkpoints in a folder are noted and skipped."""
+def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
+    """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
+    path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
     if path is None:  # then --pretrained is given
         yield saved_model.open_pretrained(line)
         return
     folders = [] if path.is_file() else format.checkpoints_in(path)
     files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    if len(files) > 1 and stated.table.predictions:
+        raise ConfigError(f"--predictions: takes one model, but {path} holds {len(files)} files; expected one of them")
     for file in files:
         opened = saved_model.open_foreign(file, line, say)
         saved_model.warn_of_misfit(opened, say)
         yield opened
     if files:
         return
+    if which == "all":
+        yield from _all_models(path, folders, line, say)
+    else:
+        yield from saved_model.open_checkpoint(format.choose(path, which, say).folder, line)
+
+
+def _all_models(path: Path, folders: Sequence[Path], line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []

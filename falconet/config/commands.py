@@ -9,6 +9,8 @@ from falconet.config.options import (
     Averaging,
     Bench,
     Checkpoints,
+    Choice,
+    Choices,
     Data,
     DataBench,
     Doctor,
@@ -91,12 +93,15 @@ class RestoreOptions(TrainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(Command):
-    """Measure the accuracy of a checkpoint, or of each one in a folder."""
+    """Measure the accuracy of a run's best checkpoint, or of others: in total, by class, and image by image."""
 
-    example = "falconet validate --checkpoint-input-path runs/my-run"
+    example = "falconet validate runs/my-run"
+    arguments = ("checkpoint-input-path",)
     common = (
         "checkpoint-input-path",
+        "checkpoint",
         "output",
+        "predictions",
         "data",
         "data-dir",
         "model",
@@ -107,6 +112,7 @@ class ValidateOptions(Command):
     )
 
     input: Input = field(default_factory=Input)
+    choice: Choices = field(default_factory=Choices)
     pretrained: Pretrained = field(default_factory=Pretrained)
     table: Table = field(default_factory=Table)
     model: Model = field(default_factory=Model)
@@ -118,7 +124,8 @@ class ValidateOptions(Command):
 class AverageOptions(Command):
     """Average the checkpoints of a run into one."""
 
-    example = "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate"
+    example = "falconet average runs/my-run --weight-avg-N 3 --validate"
+    arguments = ("checkpoint-input-path",)
     common = (
         *("checkpoint-input-path", "checkpoint-output-path", "weight-avg-strategy", "weight-avg-N"),
         *("batchnorm-images", "validate", "data-dir", "device"),
@@ -151,6 +158,7 @@ class InferOptions(Command):
 
     inference: Inference = field(default_factory=Inference)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -161,11 +169,23 @@ class InferOptions(Command):
 class ServeOptions(Command):
     """Serve a checkpoint's model over HTTP, in the Open Inference Protocol, as Triton does."""
 
-    example = "falconet serve --checkpoint-input-path runs/my-run --port 8000"
-    common = ("checkpoint-input-path", "model", "host", "port", "max-batch", "max-delay", "device", "precision")
+    example = "falconet serve runs/my-run --port 8000"
+    arguments = ("checkpoint-input-path",)
+    common = (
+        "checkpoint-input-path",
+        "checkpoint",
+        "model",
+        "host",
+        "port",
+        "max-batch",
+        "max-delay",
+        "device",
+        "precision",
+    )
 
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
@@ -184,6 +204,7 @@ class BenchServeOptions(Command):
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)

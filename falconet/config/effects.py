@@ -197,6 +197,11 @@ def _runs_a_model(options: commands.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
+def _has_checkpoints(options: Any) -> bool:
+    path = options.input.checkpoint_input_path
+    return path is not None and not path.is_file()
+
+
 _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
@@ -210,14 +215,17 @@ _ALL_LEFT_OUT: tuple[Row, ...] = tuple(
     for name in ("bad-images-allowed", "check-images")
 )
 
+_NO_CHOICE: Row = ("checkpoint", "without a folder to choose from", _has_checkpoints)
+
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    commands.ValidateOptions: (*_NOT_TRAINED, *_ALL_LEFT_OUT),
-    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, *_ALL_LEFT_OUT),
+    commands.ValidateOptions: (*_NOT_TRAINED, *_ALL_LEFT_OUT, _NO_CHOICE),
+    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, *_ALL_LEFT_OUT, _NO_CHOICE),
     commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
         *_ALL_LEFT_OUT,
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
+        _NO_CHOICE,
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
     commands.AverageOptions: (

@@ -31,7 +31,7 @@ from falconet.errors import ConfigError, did_you_mean
 Options = TypeVar("Options")
 Options_co = TypeVar("Options_co", covariant=True)
 INVOCATION = (  # how a run was started, not what it does
-    *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path"),
+    *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 SYNONYMS = {  # other programs' words for a choice, by option
     "device": {"gpu": "cuda"},

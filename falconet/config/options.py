@@ -457,7 +457,23 @@ class Pretrained:
     """Take the model's published weights or those of a file, and prepare photos as for them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which checkpoint of a folder is used."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
+    """The best validated one, the newest, or that of epoch N."""
+
+
 # Measuring.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Which checkpoints of a folder are measured."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last", "all"] = local("best")
+    """The best validated one, the newest, that of epoch N, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,7 +481,9 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV file for the result; default: validation.csv beside the checkpoints."""
+    """CSV file for the result; default: validation.csv beside the checkpoints. Details go to a .json beside it."""
+    predictions: Path | None = local(None)
+    """CSV file for a row per image: path, label, and the five most probable classes with their probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)

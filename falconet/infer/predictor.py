@@ -148,9 +148,9 @@ def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, Ser
     path = options.input.checkpoint_input_path
     if path is None or path.is_file():
         return _fresh(options, path, line, note)
-    folder = format.newest_whole(path, note)
-    manifest = format.verify(folder)
-    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}")
+    folder, manifest = format.choose(path, options.choice.checkpoint, note)
+    average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
+    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
     options = load_options(ServeOptions, line, manifest.config).options
     return _trained(options, folder, manifest, note), options
 
@@ -194,7 +194,7 @@ def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{folder}: {error}") from None
     model = build_model(options.model, classes=manifest.classes, seed=0)
-    weights = format.read_tensors(folder, "model", verified=manifest)
+    weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=options.model.model)
     return _classifier(options, model, preprocessing, manifest.class_names, note)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
@@ -25,7 +25,7 @@ from falconet.parallel.world import World, open_machine
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import defaults, evaluate
-from falconet.train.evaluate import Accuracy, Evaluation, Validation, never
+from falconet.train.evaluate import Accuracy, Evaluation, Observe, Validation, never, overlook
 from falconet.train.save import Saving
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
@@ -46,6 +46,7 @@ class Opened:
     class_names: tuple[str, ...]
     update: int = 0  # updates that made its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
+    is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
 
 
 def global_batch(options: TrainOptions) -> int:
@@ -77,27 +78,23 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
     data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
-    images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
+    opened = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
+    images = opened.of_classes(manifest.class_names, where=folder.name)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
         model = _built(options, classes=manifest.classes)
-        load_weights(model, weights_of(folder, manifest, stem), where=str(folder), name=options.model.model)
+        load_weights(model, format.model_weights(folder, manifest, stem), where=str(folder), name=options.model.model)
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
+        is_better = stem == manifest.better_stem
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
 
 
 def _whole(data: Data) -> Data:
     """All photos of a folder that is called val or test validate, not a share of each class."""
     is_part = data.data_dir is not None and validates_by_name(data.data_dir)
     return replace(data, val_fraction=1.0) if is_part else data
-
-
-def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
-    """The model's weights, or those of its moving average, under the model's names."""
-    weights = format.read_tensors(folder, stem, verified=manifest)
-    return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
 
 
 def epoch_of(manifest: Manifest) -> str:
@@ -208,14 +205,20 @@ def warn_of_misfit(opened: Opened, note: Say) -> None:
         note(warning)
 
 
-def measure(opened: Opened, note: Say) -> Evaluation:
+def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
-    options, world = opened.options, open_machine(opened.options.machine)
+    options, images = opened.options, opened.images
+    world = open_machine(options.machine)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
-    images = opened.images.of_classes(opened.class_names, where=opened.name)
+    images.check_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
-        images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
+        images,
+        options.data,
+        regime=REGIMES[options.machine.precision],
+        world=world,
+        note=note,
+        observe=observe,
     )
     found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")
@@ -240,10 +243,11 @@ def validate_folder(
         manifest = format.read_manifest(folder)
         for stem, suffix in STEMS:
             if stem in manifest.stems:
-                weights = weights_of(folder, manifest, stem)
+                weights = format.model_weights(folder, manifest, stem)
                 load_weights(state.model, state.stages.own(weights), where=str(folder))
                 found = validation.other(folder.name + suffix, manifest.progress, report)
-                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch_of(manifest), found=found))
+                epoch = epoch_of(manifest)
+                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch, found=found, classes=manifest.classes))
     return measured
 
 

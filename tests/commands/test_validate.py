@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,8 @@ from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
-from falconet.train import saved_model
-from falconet.train.evaluate import Evaluation
+from falconet.train import evaluate, saved_model
+from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -67,9 +68,10 @@ def rows(path):
 
 
 def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falconet, checkpoints):
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate r --checkpoint all")
     assert answer.code == 0, answer.err
-    assert answer.out.rstrip().endswith("written to r/validation.csv")
+    assert answer.out.rstrip().endswith("written to r/validation.csv and r/validation.json")
+    assert "by class" not in answer.out  # of six models it would be long
     found, numbers = rows("r/validation.csv"), logged(Path("r"))
     names = [name + suffix for name in NAMES for suffix in ("", " (moving average)")]
     assert [row["checkpoint"] for row in found] == names
@@ -86,10 +88,18 @@ def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falc
     assert len({row["top1"] for row in found}) > 1
 
 
-def test_table_and_lines_of_the_originals_agree(falconet, checkpoints):
-    out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv").out
+@pytest.mark.parametrize(("line", "epoch"), [("", "2"), ("--checkpoint best", "2"), ("--checkpoint last", "3")])
+def test_the_best_checkpoint_is_measured_unless_another_is_asked_for(falconet, checkpoints, line, epoch):
+    for name, score in zip(NAMES, (50.0, 75.0, 60.0), strict=True):
+        format.amend(checkpoints / name, {"metrics": {"score": score}})
+    answer = falconet(f"validate r {line}")
+    assert answer.code == 0, answer.err
+    assert {row["epoch"] for row in rows("r/validation.csv")} == {epoch}
+
+
+def test_the_printed_table_is_that_of_the_file(falconet, checkpoints):
+    out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv --checkpoint all").out
     found = rows("table.csv")
-    assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
     table = [re.split(r"  +", line) for line in out.splitlines()[: len(found) + 1]]
     assert table[0] == ["checkpoint", "epoch", "top1", "top5", "loss", "images", "best"]
     assert [cells + [""] * (7 - len(cells)) for cells in table[1:]] == [list(row.values()) for row in found]
@@ -140,11 +150,52 @@ def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_best_is_marked_by_exact_accuracy(falconet, checkpoints, monkeypatch):
-    right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
-    monkeypatch.setattr(saved_model, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
-    falconet("validate --checkpoint-input-path r")
-    assert [row["best"] for row in rows("r/validation.csv")] == ["", "", "best", "", "", ""]
+def test_best_is_marked_by_exact_accuracy():
+    right = (76_120, 76_122, 76_124, 76_121)
+    found = [Accuracy(name="x", epoch="1", found=Evaluation(100_000, top1, 90_000, 1.0), classes=9) for top1 in right]
+    assert [row["best"] for row in evaluate.tabulate_accuracies(found)] == ["", "", "best", ""]
+
+
+def test_details_are_those_of_the_better_weights_and_all_of_them_are_in_the_file(falconet, checkpoints):
+    format.amend(checkpoints / NAMES[2], {"metrics": {"validation_accuracy": 5.0, "score": 90.0}})
+    answer = falconet("validate r --checkpoint last --predictions images.csv")
+    assert answer.code == 0, answer.err
+    plain, average = json.loads(Path("r/validation.json").read_text())["models"]
+    assert [plain["checkpoint"], average["checkpoint"]] == [NAMES[2], f"{NAMES[2]} (moving average)"]
+    table = rows("r/validation.csv")
+    for model, row in zip((plain, average), table, strict=True):
+        assert f"{model['accuracy']:.2f}" == row["top1"]
+        assert sum(each["correct"] for each in model["per_class"]) / 16 == model["accuracy"] / 100
+        cells = model["confusion"]["cells"]
+        assert sum(images for _, _, images in cells) == 16
+        assert sum(images for label, predicted, images in cells if label == predicted) / 16 == model["accuracy"] / 100
+        assert sum(each["images"] for each in model["calibration"]["bins"]) == 16
+    shown = rows("images.csv")
+    assert [row["path"] for row in shown] == [str(number) for number in range(16)]
+    assert sum(row["label"] == row["predicted"] for row in shown) == 16 * average["accuracy"] / 100
+    assert [list(row)[:4] for row in shown[:1]] == [["path", "label", "predicted", "probability"]]
+    wrong = Counter((row["label"], row["predicted"]) for row in shown if row["label"] != row["predicted"])
+    (label, predicted), count = min(wrong.items(), key=lambda each: (-each[1], each[0]))
+    of = sum(row["label"] == label for row in shown)
+    assert f"most confused:\n  {label} taken for {predicted}: {count} of {of}\n" in answer.out
+    assert f"calibration error {average['calibration']['error']:.2f}%: on average " in answer.out
+
+
+def test_predictions_name_the_photos_and_leave_out_those_that_cannot_be_read(falconet, image_folder):
+    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    assert falconet(f"{line} --run-dir r --config photos --model resnet8-cifar --device cpu").code == 0
+    (image_folder / "val/dark/1.png").write_bytes(b"")
+    answer = falconet("validate r --predictions images.csv --micro-batch-size 3")
+    assert answer.code == 0, answer.err
+    found = rows("images.csv")
+    photos = sorted(image_folder.glob("val/*/*.png"))
+    assert [row["path"] for row in found] == [str(path) for path in photos if path.parts[-2:] != ("dark", "1.png")]
+    assert all(row["label"] == Path(row["path"]).parent.name for row in found)
+    assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1, abs=2e-6) for row in found)
+    assert rows("r/validation.csv")[0]["top5"] == ""
+    assert "top5" not in answer.out
+    (model, *_) = json.loads(Path("r/validation.json").read_text())["models"]
+    assert [(each["class"], each["images"]) for each in model["per_class"]] == [("dark", 3), ("light", 4)]
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
@@ -158,16 +209,21 @@ def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falcon
     line = "--model resnet8-cifar --data generated --image-size 16 --iterations 10 --micro-batch-size 8 --threads 1"
     answer = falconet(f"validate --checkpoint-input-path {path} {line}")
     assert answer.code == 0, answer.err
-    assert f"Accuracy on test set: {accuracy:.2f}%" in answer.out
+    assert f"  {accuracy:.2f}  " in answer.out
     assert [(row["checkpoint"], row["best"]) for row in rows("validation.csv")] == [(path.name, "best")]
 
 
 def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, foreign):
     torch.save(foreign[0], "w.pt")
-    for line in ("", "--model resnet8-cifar", "--data digits"):
+    fits = "; these weights fit --model resnet8-cifar"
+    for line, expected in {
+        "": f"--model and --data as well{fits}",
+        "--model resnet8-cifar": "--data as well",
+        "--data digits": f"--model as well{fits}",
+    }.items():
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
-        assert answer.err == "falconet validate: w.pt: holds only weights; expected --model and --data as well\n"
+        assert answer.err == f"falconet validate: w.pt: holds only weights; expected {expected}\n"
 
 
 class Hostile:
@@ -193,7 +249,7 @@ def tear(folder):
 
 def test_torn_checkpoint_in_a_folder_is_named_and_skipped(falconet, checkpoints):
     tear(checkpoints / NAMES[1])
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate --checkpoint-input-path r --checkpoint all")
     assert answer.code == 0, answer.err
     assert f"passed over r/checkpoints/{NAMES[1]}/model.safetensors: 7 bytes short" in answer.out
     assert {row["epoch"] for row in rows("r/validation.csv")} == {"1", "3"}
@@ -211,7 +267,7 @@ def test_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_o
 def test_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, checkpoints):
     for name in NAMES:
         tear(checkpoints / name)
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate --checkpoint-input-path r --checkpoint all")
     assert answer.code == 2
     assert "7 bytes short" in answer.err
     assert answer.err.count("\n") == 1
@@ -224,10 +280,16 @@ MISTAKES = {
     "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
-    "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
+    "empty": "empty: holds no checkpoint; expected a checkpoint, a folder of them or a run folder",
+    "empty --checkpoint all": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
+    "r --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2, 3",
+    "r --checkpoint latest": "--checkpoint: got 'latest', expected a whole number, at least 0, or best, last or all",
+    "--checkpoint-input-path r/plan.txt": "r/plan.txt: truncated, or neither safetensors nor a torch weights file",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
+    "r --output table.json": "--output: got table.json, expected a CSV file; the details are written as JSON",
+    "r --predictions no/such.csv": "--predictions: cannot write no/such.csv: No such file or directory",
+    "r --predictions x.csv --checkpoint all": "--predictions: takes one checkpoint, got --checkpoint all",
     "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",
     "--checkpoint-input-path r --model resnet9-cifar": "'resnet9-cifar' is not a model; did you mean 'resnet",
     "--checkpoint-input-path r --data generated --classes 3": "was trained on 10 classes, the data has 3",
@@ -279,7 +341,7 @@ def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
 def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
     monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
-    images = SimpleNamespace(of_classes=lambda *given, **named: None)
+    images = SimpleNamespace(check_classes=lambda *given, **named: None)
     monkeypatch.setattr(saved_model, "open_machine", lambda machine: None)
     options = ValidateOptions()
     opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, images, ())
