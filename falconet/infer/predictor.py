@@ -21,7 +21,7 @@ from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
 from falconet.errors import CheckpointError, ConfigError, named_option
-from falconet.models import zoo
+from falconet.models import views, zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
 from falconet.parallel import world
@@ -53,11 +53,13 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 class Predictor:
     """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
-    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
+    def __init__(
+        self, classifier: Classifier, *, max_batch: int, captured: bool = True, tta: views.Kind = "none"
+    ) -> None:
         self.classifier = classifier
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
-        self._model = classifier.model.eval()
+        self._model = views.averaged(classifier.model, tta).eval()
         self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
 
     @property
