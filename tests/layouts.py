@@ -11,8 +11,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from falconet.data import layout
 from falconet.data.packing import Packer, Recipe, made, plan
-from falconet.data.sources import folder
 
 CLASSES = ("n01440764", "n01443537", "n02102040")
 
@@ -149,7 +149,7 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def pack(root: Path, target: Path, *, shard_size: int = 5, workers: int = 2, **recipe) -> Path:
     """The class folders of `root` as packed shards in `target`, as `falconet data pack` writes them."""
     target.mkdir(exist_ok=True)
-    splits = folder.load(root)
+    splits = layout.load_photos(root)
     packer = Packer(target, recipe=Recipe(**recipe), workers=workers)
     for shard in plan({"train": splits.train, "validation": splits.validation}, shard_size=shard_size):
         if not made(shard, target, Recipe(**recipe)):

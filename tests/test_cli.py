@@ -23,7 +23,7 @@ ANSWERS = {
     "dada": (2, "falconet: 'dada' is not a command; did you mean 'data'?"),
     "data pack": (2, "falconet data pack: expected two folders: one with train/ and val/, and one for the shards"),
     "data pack here": (2, "falconet data pack: expected two folders"),
-    "data pack nowhere there": (2, "falconet data pack: nowhere: no such folder; expected one with train/ and val/"),
+    "data pack nowhere there": (2, "falconet data pack: nowhere: no such folder; expected photos"),
     "data pack a b c": (2, "falconet data pack: --target: got 'b c', expected one value"),
     "data pack a b --resize x": (2, "falconet data pack: --resize: got 'x', expected a whole number, at least 1"),
     "data pack a b --shard-sise 3": (2, "unknown option --shard-sise; did you mean '--shard-size'?"),

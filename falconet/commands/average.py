@@ -117,6 +117,7 @@ def _reestimate_batchnorm(
         seed=training.run.seed,
         use_objects=boxes_used(training),
         percentage=training.training.dataset_percentage,
+        to_train=True,
     )
     regime = REGIMES[training.machine.precision]
     crops = data.training_crops(training.augmentation, seed=training.run.seed)

@@ -68,7 +68,7 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
     reading = Input(data=options.data, regime=REGIMES[options.machine.precision], world=world, note=say)
     return Pipeline(
         source=source,
-        reader=reading.row_reader(source, crops, reading.bad_images(options.bench.split, allowed=len(source) // 1000)),
+        reader=reading.row_reader(source, crops, reading.bad_images(options.bench.split, images=len(source))),
         resources=reading.resources(source),
         micro_batch=options.data.micro_batch,
         training=training,

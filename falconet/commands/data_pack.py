@@ -5,8 +5,7 @@ from pathlib import Path
 from falconet.config.commands import PackOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
-from falconet.data import native, packing
-from falconet.data.sources import folder
+from falconet.data import layout, native, packing
 from falconet.data.storage import FileSource
 from falconet.errors import DataError, Interrupted
 from falconet.parallel import world
@@ -50,7 +49,11 @@ def run(loaded: Loaded[PackOptions]) -> int:
 
 
 def _sources(source: Path) -> dict[str, FileSource]:
-    splits = folder.load(source)
+    splits = layout.load_photos(source)
+    if splits.label_sets is not None:
+        raise DataError(f"{source}: photos with several labels, which shards cannot hold; expected one label each")
+    if not len(splits.train):
+        raise DataError(f"{source}: no photos to train on; expected a folder train/ as well")
     found = {"train": splits.train, "validation": splits.validation}
     return {split: files for split, files in found.items() if isinstance(files, FileSource)}
 

@@ -104,10 +104,10 @@ def _validated(measured: Measured) -> Validated:
 
 
 def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.Opened]:
-    """Each model; options without effect are noted before the first."""
+    """Each model; the photos found and options without effect are noted before the first."""
     noted = False
     for opened in _models(loaded.options, loaded.line, say):
-        for note in unused_notes(opened.options, loaded.line) if not noted else ():
+        for note in (*opened.images.found(), *unused_notes(opened.options, loaded.line)) if not noted else ():
             say(note)
         if opened.options.views.tta != "none" and not noted:
             say(f"averages the logits of {views.describe(opened.options.views.tta)}")

@@ -70,7 +70,7 @@ _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchn
 _KEPT_OPTIONS = ("dataset-percentage", "antialias", "interpolation", "validation-crop", "validation-crop-ratio")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
-_PHOTO_OPTIONS = ("decode-device", "dataset-cache")
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache", "val-fraction", "check-images", "tfrecord-keys")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
@@ -228,17 +228,20 @@ _NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input pipeline, which has no model"
 _UNVALIDATED: Row = ("validation-batch-size", "because nothing is validated", _never)
-_ALL_LEFT_OUT: Row = ("bad-images-allowed", "outside training: every image that cannot be decoded is left out", _never)
+_ALL_LEFT_OUT: tuple[Row, ...] = tuple(
+    (name, "outside training: every image that cannot be decoded is left out", _never)
+    for name in ("bad-images-allowed", "check-images")
+)
 
 _NO_CHOICE: Row = ("checkpoint", "without a folder to choose from", _has_checkpoints)
 
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    commands.ValidateOptions: (*_NOT_TRAINED, _ALL_LEFT_OUT, _NO_CHOICE),
-    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, _ALL_LEFT_OUT, _NO_CHOICE),
+    commands.ValidateOptions: (*_NOT_TRAINED, *_ALL_LEFT_OUT, _NO_CHOICE),
+    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, *_ALL_LEFT_OUT, _NO_CHOICE),
     commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
-        _ALL_LEFT_OUT,
+        *_ALL_LEFT_OUT,
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
         _NO_CHOICE,
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),

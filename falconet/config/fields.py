@@ -55,7 +55,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.high is not None:
-            return f"from {_short(self.low)} to {_short(self.high)}"
+            low = f"more than {_short(self.low)} and at most" if self.open_low else f"from {_short(self.low)} to"
+            return f"{low} {_short(self.high)}"
         return f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
 
 
@@ -253,5 +254,7 @@ def require_folder(folder: Path, expected: str) -> None:
         raise DataError(f"{folder}: no such folder; expected {expected}")
 
 
-def require_photos(folder: Path) -> None:
-    require_folder(folder, "one with train/ and val/")
+def require_photos(path: Path) -> None:
+    """A folder of photos, or a table of photos and labels."""
+    if not path.is_file():
+        require_folder(path, "photos in a folder per class, or a table of photos and labels")

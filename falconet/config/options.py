@@ -54,6 +54,10 @@ class Data:
     """folder: your photos, implied by --data-dir; generated: random, from the host; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
+    tfrecord_keys: str | None = None
+    """Keys of TFRecords of other makers, as image=KEY,label=KEY; default: image/encoded and image/class/label."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -90,8 +94,10 @@ class Data:
     """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
-    bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Undecodable training images to skip before the run stops; auto: 1 in 1,000. Validation leaves out any number."""
+    check_images: Literal["auto", "yes", "no"] = "auto"
+    """Read the header of every photo file before training, once; auto: with --data folder."""
+    bad_images_allowed: str = "auto"
+    """Training images to skip before the run stops: a number or a percentage, such as 2%; auto: 1%, at least 5."""
 
     @property
     def micro_batch(self) -> int:
@@ -674,6 +680,8 @@ class Serving:
 class Fresh:
     """Input size and classes of a model without a checkpoint."""
 
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -733,6 +741,24 @@ class Upload:
 
 REDUCED = {224: 160, 380: 252}  # the originals' pairs of sides, in pixels
 MULTIPLE = 4  # pixels; every other reduced side is rounded to it
+
+
+def record_keys(text: str) -> dict[str, str] | None:
+    """The keys by what they hold; None if the text is not image=KEY,label=KEY or one of the two."""
+    pairs = [part.strip().split("=", 1) for part in text.split(",")]
+    keys = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
+    return keys if len(keys) == len(pairs) and keys.keys() <= {"image", "label"} else None
+
+
+ALLOWED = re.compile(r"auto|\d{1,12}|\d{1,3}(?:\.\d{1,6})?%")  # values of --bad-images-allowed
+LEAST_ALLOWED = 5  # bad images, by default
+
+
+def bad_images(allowed: str, images: int) -> int:
+    """How many of so many training images may be bad."""
+    if allowed == "auto":
+        return max(LEAST_ALLOWED, images // 100)
+    return int(images * float(allowed[:-1]) / 100) if allowed.endswith("%") else int(allowed)
 
 
 def reduced_size(image_size: int) -> int:

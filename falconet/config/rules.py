@@ -6,7 +6,16 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.commands import TrainOptions
-from falconet.config.options import MODELS, Augmentation, Model, Numerics, Parallel, further_average
+from falconet.config.options import (
+    ALLOWED,
+    MODELS,
+    Augmentation,
+    Model,
+    Numerics,
+    Parallel,
+    further_average,
+    record_keys,
+)
 from falconet.errors import ConfigError, did_you_mean
 
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
@@ -155,7 +164,21 @@ def _proxy_norm_without_lars(options: Any) -> str | None:
 def _photos_need_a_folder(options: Any) -> str | None:
     kind = options.data.data
     if kind in PHOTOS and options.data.data_dir is None and not only_planned(options):
-        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder with train/ and val/"
+        return f"--data {kind}: needs --data-dir (or the environment variable DATA_DIR), a folder of photos"
+    return None
+
+
+def _allowed_is_a_number(options: Any) -> str | None:
+    allowed = options.data.bad_images_allowed
+    if not ALLOWED.fullmatch(allowed):
+        return f"--bad-images-allowed: got '{allowed}', expected a number, a percentage such as 2%, or auto"
+    return None
+
+
+def _keys_have_names(options: Any) -> str | None:
+    keys = options.data.tfrecord_keys
+    if keys is not None and record_keys(keys) is None:
+        return f"--tfrecord-keys: got '{keys}', expected image=KEY,label=KEY"
     return None
 
 
@@ -526,6 +549,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("model",), _proxy_norm_follows_a_norm),
     (("model", "optimizer"), _proxy_norm_without_lars),
     (("data",), _photos_need_a_folder),
+    (("data",), _allowed_is_a_number),
+    (("data",), _keys_have_names),
     (("data",), _bytes_are_not_normalised),
     (("data",), _colours_are_three),
     (("data",), _sampling_is_bilinear),

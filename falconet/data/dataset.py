@@ -1,7 +1,7 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,16 +9,20 @@ import numpy as np
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data, reduced_size
+from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
+from falconet.data.headers import Check, without_bad
+from falconet.data.keyed import IntArray
+from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
 from falconet.data.shards import Shards
-from falconet.data.sources import bounding_boxes, builtin, cifar
+from falconet.data.sources import bounding_boxes, builtin, cifar, tfrecord
 from falconet.data.sources.shard_index import MOST_CLASSES
-from falconet.data.storage import ArraySource, Places, ShardSource, Source, Splits
+from falconet.data.storage import ArraySource, FileSource, Places, ShardSource, Source, Splits
 from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.models import zoo
+from falconet.parallel.world import cores
 from falconet.report.console import counted
 from falconet.writing import could_name_a_file
 
@@ -29,6 +33,11 @@ IMAGENET_TRAIN = (1_281_167, 115_440)
 IMAGENET_VALIDATION = (50_000, 134_898)
 CIFAR_TRAIN, CIFAR_VALIDATION = 50_000, 10_000
 DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and gains nothing (docs/maintaining/log.md)
+
+CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
+MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
+MOST_BAD = 5  # broken photos named in a line
+BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
 UseObjects = Literal["no", "if there", "yes"]
 
@@ -41,6 +50,8 @@ class Dataset(Splits):
     preprocessing: Preprocessing
     training: Preprocessing  # the same, except that training may use a smaller image size
     on_host: bool = False  # whether images are normalised before they are copied to the device
+    where: str = ""  # the folder or table of the user's own photos
+    check: Check = field(default_factory=Check)
 
     @property
     def classes(self) -> int:
@@ -77,6 +88,45 @@ class Dataset(Splits):
         training = replace(self.preprocessing, image_size=side, resize=self.preprocessing_at(side).resize)
         return replace(self, training=training)
 
+    def found(self) -> list[str]:
+        """What photos were found and how they are divided, in two lines, then what to know about them."""
+        if not self.where:
+            return [f"note: {note}" for note in self._bad()]
+        labels = np.concatenate((self.train.labels, self.validation.labels))
+        counts = self._counts(labels)
+        fewest, most = int(counts.min()), int(counts.max())
+        each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
+        parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
+        split = "split" if self.held_out is None else "split by file name"
+        share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
+        return [
+            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
+            f"{split}: {parts}{share}",
+            *(f"note: {note}" for note in (*self.notes, *self._bad())),
+        ]
+
+    def _counts(self, labels: IntArray) -> IntArray:
+        """Images of each class."""
+        if self.label_sets is None:
+            return np.bincount(labels, minlength=self.classes)
+        return np.asarray(self.label_sets[labels].sum(axis=0), np.int64)
+
+    def _sizes(self) -> str:
+        smallest, largest = self.check.smallest, self.check.largest
+        if smallest is None or largest is None:
+            return ""
+        ends = dict.fromkeys(f"{width}x{height}" for width, height in (smallest, largest))
+        return f", {' to '.join(ends)}"
+
+    def _bad(self) -> list[str]:
+        """One line on photos that cannot be used."""
+        lines = self.check.lines()
+        if not lines:
+            return []
+        more = f"; {len(lines) - MOST_BAD:,} more in {BAD_PHOTOS} of the run folder" if len(lines) > MOST_BAD else ""
+        return [f"skipped {counted(len(lines), 'broken photo')}: {'; '.join(lines[:MOST_BAD])}{more}"]
+
     def describe(self) -> str:
         size, trained = self.preprocessing.image_size, self.training.image_size
         less = f" and {trained} x {trained} in training" if trained != size else ""
@@ -90,6 +140,60 @@ class Dataset(Splits):
         objects = getattr(self.train, "objects", None)
         boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
         return f", from {self.layout}{boxes}" if self.layout else ""
+
+    def left_out(self) -> tuple[str, ...]:
+        """The validation photos that no accuracy counts, because their files are broken."""
+        return tuple(str(bad.path) for bad in self.check.validation)
+
+    def check_trainable(self, allowed: str) -> None:
+        """Require photos of two classes or more to train on, no more of them bad than `--bad-images-allowed` says."""
+        self._check_bad(allowed)
+        if not self.where:
+            return
+        if not len(self.train):
+            raise DataError(
+                f"{self.where}: no photos to train on, only {len(self.validation):,} to validate; expected train/ as"
+                " well, or `falconet validate`"
+            )
+        if not len(self.validation):
+            raise DataError(
+                f"{self.where}: no photos to validate on"
+                + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
+                + "; expected some in val/, or two photos or more of each class"
+            )
+        if self.classes < 2:
+            raise DataError(
+                f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
+                " folder of its own"
+            )
+
+    def _check_bad(self, allowed: str) -> None:
+        bad = self.check.training
+        images = len(self.train) + len(bad)
+        if bad and not len(self.train):
+            raise DataError(f"none of the {images:,} training photos can be used; the first: {bad[0]}")
+        limit = bad_images(allowed, images)
+        if len(bad) > limit:
+            shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
+            with named_option("bad_images_allowed"):
+                raise DataError(f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed: {shown}")
+        empty = np.flatnonzero(self._counts(self.train.labels) == 0)
+        if bad and len(empty):
+            name = self.class_names[int(empty[0])]
+            raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
+
+    def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
+        """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
+        is_part = (
+            isinstance(self.train, FileSource) and self.label_sets is None and {*self.class_names} < {*class_names}
+        )
+        if not is_part:
+            self.check_classes(class_names, where=where)
+            return self
+        assert isinstance(self.train, FileSource)
+        assert isinstance(self.validation, FileSource)
+        train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
+        return replace(self, train=train, validation=validation)
 
     def check_classes(self, class_names: tuple[str, ...], *, where: str) -> None:
         """Require the classes that a checkpoint was trained on."""
@@ -110,14 +214,29 @@ def open_dataset(
     seed: int,
     use_objects: UseObjects = "no",
     percentage: float = 100.0,
+    to_train: bool = False,
 ) -> Dataset:
-    """The data at the model's image size. `percentage`: of the training images, unless they are generated."""
+    """The data at the model's image size. `percentage`: of the training images, unless they are generated.
+
+    `to_train`: check the user's own photos first, leave out the broken ones, and refuse what cannot be trained on.
+    """
     size = _image_size(data, model)
     if data.data in ("generated", "synthetic"):  # which differ only in the loader
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
         return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
-    return prepared(share_of(_opened(data, use_objects), percentage=percentage), data, size=size)
+    splits, check = _opened(data, use_objects, seed=seed), Check()
+    if splits.held_out is None and data.data == "folder" and data.val_fraction != Data.val_fraction:
+        note = f"--val-fraction {data.val_fraction:g} has no effect: the photos are split already"
+        splits = replace(splits, notes=(*splits.notes, note))
+    if to_train and data.check_images in CHECKED.get(data.data, ()):
+        assert data.data_dir is not None
+        home = data.data_dir if data.data_dir.is_dir() else data.data_dir.parent
+        splits, check = without_bad(splits, home=home, workers=min(MOST_WORKERS, WAITING * cores()))
+    opened = replace(prepared(share_of(splits, percentage=percentage), data, size=size), check=check)
+    if to_train:
+        opened.check_trainable(data.bad_images_allowed)
+    return opened
 
 
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:
@@ -153,6 +272,7 @@ def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
         preprocessing=preprocessing,
         training=preprocessing,
         on_host=data.normalization_location == "host" and data.data != "synthetic",
+        where=str(data.data_dir) if data.data == "folder" else "",
     )
 
 
@@ -175,14 +295,21 @@ def require_local(data: Data) -> None:
         raise DataError(f"{data.data}: not found under {data.data_dir or cifar.DEFAULT_DIR}")
 
 
-def _opened(data: Data, use_objects: UseObjects) -> Splits:
+def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
     if data.data == "digits":
         return builtin.load_digits()
     if data.data in ("cifar10", "cifar100"):
         return cifar.load(data.data_dir, kind=data.data)
     if data.data_dir is None:
-        raise ConfigError(f"{data.data}: no data folder given, expected one with train/ and val/")
-    splits = layout.load_photos(data.data_dir)
+        raise ConfigError(f"{data.data}: no data folder given, expected one with a folder per class")
+    keys = tfrecord.Keys(**(record_keys(data.tfrecord_keys or "") or {}))
+    try:
+        splits = layout.load_photos(data.data_dir, Division(data.val_fraction, seed), keys)
+    except tfrecord.MissingKeyError:
+        with named_option("tfrecord_keys"):
+            raise
+    if splits.label_sets is not None:
+        raise DataError(f"{data.data_dir}: photos with several labels cannot be trained yet; expected one label each")
     if use_objects == "no":
         return bounding_boxes.without_objects(splits)
     look = bounding_boxes.with_objects if use_objects == "yes" else bounding_boxes.with_objects_if_there

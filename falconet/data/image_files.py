@@ -10,13 +10,14 @@ import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from falconet.errors import DataError, printable
 
+T = TypeVar("T")
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -90,16 +91,26 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
     orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
+    return _read(file, _rgb)
+
+
+def read_size(file: Path | BinaryIO) -> tuple[int, int]:
+    """Width and height by the header alone, or UnreadableImageError."""
+    return _read(file, lambda image: image.size)
+
+
+def _read(file: Path | BinaryIO, use: Callable[[Image.Image], T]) -> T:
+    """What `use` makes of an opened image; UnreadableImageError whatever is wrong with it."""
     if isinstance(file, Path):
         try:
             with open_regular(file) as opened:
-                return open_rgb(opened)
+                return _read(opened, use)
         except OSError as error:
             raise UnreadableImageError(_os_reason(error)) from None
     try:
         with Image.open(file, formats=_formats()) as image:
             _check_size(image)
-            return _rgb(image)
+            return use(image)
     except BOMBS:
         raise UnreadableImageError(f"more than {Image.MAX_IMAGE_PIXELS} pixels") from None
     except UnidentifiedImageError:

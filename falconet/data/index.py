@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,23 +76,39 @@ def indexed(
     otherwise it is reported and made again. `watched` are the files there are now, if they can be listed cheaply; by
     default those of the index are looked at.
     """
-    file = f"{kind}.safetensors"
-    places = [_Place(root, f"{FOLDER}/{file}"), *(_Place(folder, file) for folder in _users_folders(root))]
+    places = _places(root, kind)
     reading = _Reading(root, check, watched)
     known = reading.newest(places, refused=say if is_first(os.environ) else _quietly)
     if known is not None:
         return known
-    with _alone(root):  # of several processes, one searches and the others wait for its index
+    with alone(root):  # of several processes, one searches and the others wait for its index
         known = reading.newest(places, refused=_quietly)
         if known is not None:
             return known
         began = time.time_ns()
         found = _searched(root, search)
-        data = _coded(found, root, began)
-        for place in places:
-            if _written(place, data):
-                break
+        _write(places, _coded(found, root, began))
         return found
+
+
+def recalled(root: Path, *, kind: str, check: Check) -> Found | None:
+    """What was kept, however old: the caller compares it with the files."""
+    return _Reading(root, check, None, is_dated=False).newest(_places(root, kind), refused=_quietly)
+
+
+def keep(root: Path, found: Found, *, kind: str) -> None:
+    """Write an index for `recalled`, where it can be written."""
+    _write(_places(root, kind), _coded(found, root, time.time_ns()))
+
+
+def _places(root: Path, kind: str) -> list[_Place]:
+    file = f"{kind}.safetensors"
+    return [_Place(root, f"{FOLDER}/{file}"), *(_Place(folder, file) for folder in _users_folders(root))]
+
+
+def _write(places: Sequence[_Place], data: bytes) -> None:
+    """In the first place that can be written."""
+    any(_written(place, data) for place in places)
 
 
 def _quietly(_: str) -> None:
@@ -116,14 +133,21 @@ def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
     """Name, size and modification time; the size of a folder is meaningless."""
     stamps: list[list[Any]] = []
     for path in paths:
+        name = os.fsencode(os.path.relpath(path, root)).hex()
         try:
             state = path.stat()
+            is_folder = stat.S_ISDIR(state.st_mode)
+            # Writing the first index changes the time of the root, so its entries stand in for it.
+            time_ns = _entries(root) if path == root else state.st_mtime_ns
         except OSError:
             return []
-        is_folder = state.st_mode & 0o170000 == 0o040000
-        name = os.fsencode(os.path.relpath(path, root)).hex()
-        stamps.append([name, -1 if is_folder else state.st_size, state.st_mtime_ns])
+        stamps.append([name, -1 if is_folder else state.st_size, time_ns])
     return stamps
+
+
+def _entries(folder: Path) -> int:
+    """A checksum of the names in a folder, but for the index; 32 bits, so that it is no recent time."""
+    return zlib.crc32(b"\0".join(sorted(os.fsencode(name) for name in os.listdir(folder) if name != FOLDER)))  # noqa: PTH208
 
 
 @dataclass(frozen=True)
@@ -133,6 +157,7 @@ class _Reading:
     root: Path
     check: Check
     watched: Sequence[Path] | None
+    is_dated: bool = True  # whether it is stale once a file has changed
 
     def newest(self, places: Sequence[_Place], *, refused: Callable[[str], None]) -> Found | None:
         for place in (each.path for each in places):
@@ -165,7 +190,8 @@ class _Reading:
             raise ValueError("files named twice")
         paths = [self.root / name for name in names] if self.watched is None else self.watched
         recent = any(time_ns > began - RACY for _, _, time_ns in stamps)
-        if not stamps or recent or not _are(paths, self.root, stamps):  # no stamps: a file vanished during the search
+        is_fresh = stamps and not recent and _are(paths, self.root, stamps)  # no stamps: a file vanished meanwhile
+        if self.is_dated and not is_fresh:
             return None
         arrays = load(data)
         if _checksum(arrays, header["facts"]) != int(header["checksum"]):
@@ -221,7 +247,7 @@ def _written(place: _Place, data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def alone(root: Path) -> Iterator[None]:
     """One process at a time, if the file system has locks; a process that dies releases its lock."""
     folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data
+from falconet.config.options import Augmentation, Data, bad_images
 from falconet.data import native
 from falconet.data.buffers import Buffers, PixelRows, RowReader, StandardRows, ValueRows
 from falconet.data.cache import EncodedCache, PixelCache, can_keep, encoded_bytes
@@ -51,7 +51,7 @@ class Input:
             return SyntheticLoader(
                 shape, image_size=crops.size, classes=classes, images=len(source), seed=seed, device=device
             )
-        bad = self.bad_images("training", allowed=len(source) // 1000)
+        bad = self.bad_images("training", images=len(source), skipped=len(dataset.check.training))
         return Loader(
             self.row_reader(source, crops, bad),
             labels=source.labels,
@@ -72,9 +72,9 @@ class Input:
         reader = self.row_reader(source, dataset.validation_crops(), left_out)
         return EvaluationLoader(reader, labels=source.labels, shape=shape, resources=self.resources(source))
 
-    def bad_images(self, split: str, *, allowed: int) -> BadImages:
-        """`allowed`: if the options give no number."""
-        allowed = value_or(self.data.bad_images_allowed, allowed)
+    def bad_images(self, split: str, *, images: int, skipped: int = 0) -> BadImages:
+        """The limit on bad ones among so many images. `skipped`: bad ones that were left out before."""
+        allowed = bad_images(self.data.bad_images_allowed, images + skipped) - skipped
         return BadImages(allowed, note=self.note, count=self.world.counter(f"bad {split} images"))
 
     def row_reader(self, source: Source, crops: Crops, bad: BadImages) -> RowReader:

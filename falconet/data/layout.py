@@ -1,53 +1,218 @@
-"""Photos in a folder, in one of four layouts: packed shards, class folders, TFRecords, tar archives."""
+"""What a folder of photos is: packed shards, TFRecords, archives, class folders, or photos beside a table of labels."""
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from falconet.data.sources import folder, packed, tar, tfrecord
-from falconet.data.storage import Splits
-from falconet.errors import DataError
+import numpy as np
+
+from falconet.config.fields import require_photos
+from falconet.data.keyed import IntArray, Purpose, uniform
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from falconet.data.sources import folder, packed, table, tar, tfrecord
+from falconet.data.sources.table import Labelled
+from falconet.data.storage import BoolArray, FileSource, Names, Splits
+from falconet.errors import DataError, did_you_mean
+from falconet.report.console import counted
 
 INNER = "imagenet-data"  # a subfolder that the TensorFlow program used as well
+FOLDERS = "class folders"
+MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack to photos/photos/
 
 
-def load_photos(data_dir: Path) -> Splits:
-    """The splits of the first layout found, in the order above."""
+@dataclass(frozen=True)
+class Division:
+    """How unsplit photos are split: each by its name, so that it never changes sides."""
+
+    share: float = 0.2  # of each class, to validate
+    seed: int = 0
+
+
+USUAL = Division()
+
+
+def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
+    """The photos of a folder, or of a table of photos and labels.
+
+    Without photos to train on, the training source is empty. The layouts are tried in the order of docs/using/data.md.
+    """
     try:
-        return _first(data_dir)
+        return _found(path, division, keys)
     except OSError as error:
-        raise DataError(f"{error.filename or data_dir}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from None
 
 
-def _first(data_dir: Path) -> Splits:
-    for place in (data_dir, data_dir / INNER):
-        splits = _from(place)
+def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
+    require_photos(path)
+    if path.is_file():
+        return _from_tables(path.parent, {"all": path}, division)
+    inner, notes = _unwrapped(path)
+    for place in (path, path / INNER, inner):
+        splits = _divided_already(place, division, keys) if place.is_dir() else None
         if splits is not None:
-            return splits
-    if not data_dir.is_dir() or (data_dir / "train").is_dir() or any(_existing(data_dir)):
-        return folder.load(data_dir)  # names what is missing
-    raise DataError(
-        f"{data_dir}: found no photos; expected train/<class>/, train-00000-of-01024 (TFRecords), tar archives with"
-        f" train in their name, or {packed.shard_name('train', 0)} (packed shards)"
-    )
+            return replace(splits, notes=(*notes, *splits.notes)) if place == inner else splits
+    splits = _from_folders(inner, division)
+    return replace(splits, notes=(*notes, *splits.notes))
 
 
-def _from(place: Path) -> Splits | None:
-    if not place.is_dir():
-        return None
+def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Splits | None:
+    """Layouts that have a training part of their own."""
     shards = packed.find(place)
     if any(shards.values()):
         return packed.load(place, shards)
-    if _has_folders(place / "train"):
-        return folder.load(place)
+    parts = folder.split_folders(place)
+    if "train" in parts and folder.subfolders(place / parts["train"]):
+        return _from_split_folders(place, parts, division)
     records = tfrecord.find(place)
     if any(records.values()):
-        return tfrecord.load(place, records)
+        return tfrecord.load(place, records, keys)
     archives = tar.find(place)
     return tar.load(place, archives) if any(archives.values()) else None
 
 
-def _has_folders(place: Path) -> bool:
-    return place.is_dir() and any(entry.is_dir() and not entry.name.startswith(".") for entry in place.iterdir())
+def _from_folders(place: Path, division: Division) -> Splits:
+    """Tables, validation folders alone, or unsplit class folders; else what was expected."""
+    tables, parts = table.find(place), folder.split_folders(place)
+    if tables.is_named_so and table.names_photos(place, tables.paths):
+        return _from_tables(place, tables.paths, division)
+    if "train" not in parts and "validation" in parts and folder.subfolders(place / parts["validation"]):
+        return _from_split_folders(place, parts, division)
+    if {*folder.subfolders(place)} - {*parts.values()}:  # beside others, a folder called test is a class
+        found = folder.listed(place)
+        source = found.classes()
+        if len(source.class_names) > 1 or (len(source) and not tables.paths):
+            notes = [
+                *found.notes(),
+                *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),
+                *_beside(place),
+            ]
+            return _split(Labelled(source, FOLDERS, notes=tuple(notes)), division)
+    if tables.paths:
+        return _from_tables(place, tables.paths, division)
+    raise DataError(_unknown(place))
 
 
-def _existing(data_dir: Path) -> list[Path]:
-    return [data_dir / name for name in folder.VALIDATION_NAMES if (data_dir / name).is_dir()]
+def _beside(place: Path) -> list[str]:
+    """A note if the folder is the training part of a divided one."""
+    parts = folder.split_folders(place.absolute().parent)
+    if parts.get("train") != place.absolute().name or "validation" not in parts:
+        return []
+    other = place.absolute().parent / parts["validation"]
+    return [f"{other}: unused, because it is beside the folder given; {place.absolute().parent} would validate on it"]
+
+
+def _unwrapped(path: Path) -> tuple[Path, list[str]]:
+    """The folder within folders that hold nothing but one other, and a note about it."""
+    place = path
+    for _ in range(MOST_WRAPPERS):
+        inner = folder.subfolders(place)
+        if len(inner) != 1 or folder.split_folders(place) or table.find(place).paths or folder.has_photos(place):
+            break
+        if not folder.subfolders(place / inner[0]) or folder.has_photos(place / inner[0]):
+            break  # a class, or the one level too few that `_unknown` explains
+        place = place / inner[0]
+    return place, ([] if place == path else [f"the photos are in {place}, the only folder in {path}"])
+
+
+def _from_split_folders(place: Path, parts: dict[str, str], division: Division) -> Splits:
+    """Class folders in train/ and val/; one of the two may be missing."""
+    listed = {part: folder.listed(place, below=parts[part]) for part in ("train", "validation") if part in parts}
+    notes = [note for each in listed.values() for note in each.notes()]
+    if "test" in parts:
+        notes.append(f"{place / parts['test']}: unused; {parts['validation']}/ validates")
+    sources = {part: each.classes() for part, each in listed.items()}
+    for part, source in sources.items():
+        if not len(source):
+            raise DataError(f"{place / parts[part]}: no photo in its folders, expected one folder per class")
+    if "train" not in sources:
+        return splits_of(None, sources["validation"], layout=FOLDERS, notes=tuple(notes))
+    if "validation" not in sources:
+        return _split(Labelled(sources["train"], FOLDERS, notes=tuple(notes)), division)
+    train = sources["train"]
+    for name in sources["validation"].class_names:
+        if name not in train.class_names:
+            where = place / parts["validation"] / name
+            raise DataError(f"{where}: no such class in {train.root}{did_you_mean(name, train.class_names)}")
+    validation = sources["validation"].renumbered(train.class_names)
+    absent = sorted({*train.class_names} - {*sources["validation"].class_names})
+    if absent:
+        shown = f"'{absent[0]}'" + (f" and {len(absent) - 1:,} more" if len(absent) > 1 else "")
+        notes.append(f"{validation.root}: no photo of {counted(len(absent), 'class')}: {shown}")
+    return splits_of(train, validation, layout=FOLDERS, notes=tuple(notes))
+
+
+def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Splits:
+    found = table.load(place, paths)
+    return _split(found, division) if found.validates is None else _divided(found, found.validates)
+
+
+def _split(found: Labelled, division: Division) -> Splits:
+    """Photos that are not split yet, split by their names."""
+    labels = found.source.labels if found.label_sets is None else None
+    validates = held_out(found.source.names, labels, division)
+    return replace(_divided(found, validates), held_out=division.share)
+
+
+def _divided(found: Labelled, validates: BoolArray) -> Splits:
+    train, validation = (found.source.subset(np.flatnonzero(side)) for side in (~validates, validates))
+    return splits_of(train, validation, layout=found.layout, notes=found.notes, label_sets=found.label_sets)
+
+
+def held_out(names: Names, labels: IntArray | None, division: Division) -> BoolArray:
+    """Which photos validate. A photo's name and the seed decide alone, whatever other photos there are.
+
+    With labels, a class of two or more photos keeps at least one on each side.
+    """
+    digests = [hashlib.blake2b(names.coded(index), digest_size=8).digest() for index in range(len(names))]
+    numbers = np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
+    drawn = uniform(seed=division.seed, epoch=0, indices=numbers, purpose=Purpose.SPLIT, draws=1)[:, 0]
+    validates: BoolArray = drawn < division.share
+    if labels is None or division.share == 1:
+        return validates
+    order = np.argsort(labels, kind="stable")
+    for own in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        if len(own) > 1 and not validates[own].any():
+            validates[own[np.argmin(drawn[own])]] = True
+        elif len(own) and validates[own].all():
+            validates[own[np.argmax(drawn[own])]] = False
+    return validates
+
+
+def splits_of(
+    train: FileSource | None,
+    validation: FileSource,
+    *,
+    layout: str,
+    notes: Sequence[str] = (),
+    label_sets: BoolArray | None = None,
+) -> Splits:
+    """Files as splits; `train`: None if there is nothing to train on."""
+    return Splits(
+        train=validation.subset(np.zeros(0, np.int64)) if train is None else train,
+        validation=validation,
+        native_size=None,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        layout=layout,
+        label_sets=label_sets,
+        notes=tuple(notes),
+    )
+
+
+def _unknown(place: Path) -> str:
+    """Why these are no photos with classes, and what was expected."""
+    found = folder.listed(place)
+    if not len(found.names) and found.unread:
+        return folder.unread_notes(found)[0]
+    if not len(found.names):
+        return (
+            f"{place}: found no photos; expected a folder per class, train/<class>/ and val/<class>/, a table of"
+            " photos and labels, train-00000-of-01024 (TFRecords), tar archives with train in their name, or"
+            f" {packed.shard_name('train', 0)} (packed shards)"
+        )
+    example = place / Path(found.names[0]).parent
+    return (
+        f"{example}: {counted(len(found.names), 'photo')}, but no classes; expected a folder per class, such as"
+        f" {example}/cat/ and {example}/dog/, or a table of photos and labels beside them, such as labels.csv"
+    )

@@ -130,10 +130,10 @@ class Names:
 
 @dataclass(frozen=True, eq=False)
 class FileSource:
-    """Image files under root/<class name>/."""
+    """Image files under one folder."""
 
     root: Path
-    names: Names  # relative to the class folder
+    names: Names  # relative to the root
     labels: IntArray  # N
     class_names: tuple[str, ...]
     objects: Objects | None = None  # random crops must overlap one
@@ -142,7 +142,9 @@ class FileSource:
     def of(
         cls, root: Path, *, names: Sequence[str], labels: Sequence[int], class_names: tuple[str, ...]
     ) -> "FileSource":
-        return cls(root, Names.of(names), np.asarray(labels, dtype=np.int64), class_names)
+        """Files under root/<class name>/; `names` are relative to the class folder."""
+        paths = [f"{class_names[label]}/{name}" for name, label in zip(names, labels, strict=True)]
+        return cls(root, Names.of(paths), np.asarray(labels, dtype=np.int64), class_names)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -151,12 +153,17 @@ class FileSource:
         objects = self.objects and self.objects.subset(chosen)
         return replace(self, names=self.names.subset(chosen), labels=self.labels[chosen], objects=objects)
 
+    def renumbered(self, class_names: tuple[str, ...]) -> "FileSource":
+        """With the class numbers of a list that has all of this source's classes."""
+        numbers = np.array([class_names.index(name) for name in self.class_names], np.int64)
+        return replace(self, labels=numbers[self.labels], class_names=class_names)
+
     def path(self, index: int) -> Path:
         return self.root / self.name(index)
 
     def name(self, index: int) -> str:
-        """Relative to the root, with the class folder."""
-        return f"{self.class_names[int(self.labels[index])]}/{self.names[index]}"
+        """Relative to the root."""
+        return self.names[index]
 
     def where(self, index: int) -> str:
         """The image's name in messages."""
@@ -280,6 +287,9 @@ class Splits:
     mean: Channels
     std: Channels
     layout: str = ""  # how photos are stored: "class folders", "TFRecords", ...
+    held_out: float | None = None  # the share of photos that validates, chosen by name; None: the data is divided
+    label_sets: BoolArray | None = None  # sets x classes: a label is the number of a set of classes, not of a class
+    notes: tuple[str, ...] = ()  # what the user should know about the data
     centred: bool | None = None  # whether evaluation crops the centre of an image; None: of photos only
     crop_ratio: float = 7 / 8  # of the short side, that such a crop keeps
 

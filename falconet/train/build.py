@@ -161,6 +161,7 @@ class BuiltPhase:
             seed=self.options.run.seed,
             use_objects=boxes_used(self.options),
             percentage=percentage,
+            to_train=True,
         )
 
     def _place(self) -> Placement:

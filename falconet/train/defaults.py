@@ -100,6 +100,7 @@ def _with_epochs(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Train
         seed=options.run.seed,
         use_objects=rules.boxes_used(options),
         percentage=options.training.dataset_percentage,
+        to_train=True,
     )
     training = replace(options.training, epoch=epochs_for(len(images.train)))
     return replace(loaded, options=replace(options, training=training))

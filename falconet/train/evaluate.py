@@ -247,13 +247,14 @@ def evaluator(
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
     normalise = images.normalise(world.device)
+    checked = images.left_out() if world.is_first else ()
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches, model = loader.batches(), views.averaged(model, tta)
         found = evaluate(
             model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping, observe=observe
         )
-        return replace(found, left_out=bad.names)
+        return replace(found, left_out=(*checked, *bad.names))
 
     return measure
 

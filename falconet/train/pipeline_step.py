@@ -388,7 +388,8 @@ class StagedModel:
 
         def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
             found = evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
-            return replace(found, left_out=bad.names)
+            checked = setup.images.left_out() if setup.grid.world.is_first else ()
+            return replace(found, left_out=(*checked, *bad.names))
 
         return measure_stages
 

@@ -34,6 +34,7 @@ def _whole(built: BuiltPhase) -> list[str]:
     state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
     lines = [
         f"model {asked.model.model}, {built.placement.parameters:,} parameters",
+        *built.images.found(),
         f"data {asked.data.data}: {built.images.describe()}, augment {_augment(built)}",
         *_decoding(built),
         _machine(built),

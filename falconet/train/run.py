@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from falconet import writing
 from falconet.checkpoint import disk
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
 from falconet.data.buffers import Batch
+from falconet.data.dataset import BAD_PHOTOS
 from falconet.errors import CheckpointError, ConfigError, Interrupted, ShortageError, named_option
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
@@ -111,8 +113,10 @@ def _carried_out(launch: Launch) -> int:
         for _ in range(current - 1):
             built.popleft()
 
+        bad = built[0].images.check.lines()
+
         def open_folder() -> Path:
-            folder = _open_folder(launch, plan, held)
+            folder = _open_folder(launch, plan, held, bad)
             if finding:
                 finding.write(folder)
             return folder
@@ -271,8 +275,8 @@ def _mark(launch: Launch) -> str:
     return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
 
 
-def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) -> Path:
-    """The run folder, locked until `held` is closed."""
+def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, bad: list[str]) -> Path:
+    """The run folder, locked until `held` is closed. `bad`: photos that cannot be used."""
     options = launch.loaded.options
     folder = run_folder.open_folder(
         options, restored=launch.restored, again=launch.again, conventions=launch.conventions
@@ -287,6 +291,8 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack) ->
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
     run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    if bad:
+        writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
     return folder
 
 

@@ -1,7 +1,7 @@
 """Checkpoints and foreign weights as models: to measure, or to start with."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
+from falconet.config.options import Data
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
+from falconet.data.sources.folder import validates_by_name
 from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
@@ -75,9 +77,9 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    images = open_dataset(
-        options.data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed
-    )
+    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    opened = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
+    images = opened.of_classes(manifest.class_names, where=folder.name)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -87,6 +89,12 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         name, metrics = folder.name + suffix, manifest.metrics
         is_better = stem == manifest.better_stem
         yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
+
+
+def _whole(data: Data) -> Data:
+    """All photos of a folder that is called val or test validate, not a share of each class."""
+    is_part = data.data_dir is not None and validates_by_name(data.data_dir)
+    return replace(data, val_fraction=1.0) if is_part else data
 
 
 def epoch_of(manifest: Manifest) -> str:
@@ -109,7 +117,8 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
         note(concluded)
     refuse_download(loaded)
     options = loaded.options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
+    data = _whole(options.data)
+    images = open_dataset(data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
     model = _built(options, classes=images.classes)
     load_foreign(model, file.weights, where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)

@@ -10,6 +10,7 @@ from falconet import cli
 from falconet.config.commands import COMMANDS
 from tiny import TINY
 
+NO_PHOTOS = "nope: no such folder; expected photos in a folder per class, or a table of photos and labels\n"
 MISTAKES = {
     "restore --checkpoint-input-path /nope": "/nope: no such file or folder\n",
     "restore --checkpoint-input-path runs/firts": "runs/firts: no such file or folder; did you mean 'first'?\n",
@@ -21,13 +22,13 @@ MISTAKES = {
     "bench infer --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?\n",
     "train --model resnet5O": "--model: 'resnet5O' is not a model; did you mean 'resnet50'?\n",
     "restore --checkpoint-input-path runs/first --model resnet5O": "--model: 'resnet5O' is not a model",
-    "train --data folder --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
-    "train --data imagenet --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
-    "train --data folder --data-dir nope --plan": "nope: no such folder; expected one with train/ and val/\n",
-    "data bench --data folder --data-dir nope": "nope: no such folder; expected one with train/ and val/\n",
+    "train --data folder --data-dir nope": NO_PHOTOS,
+    "train --data imagenet --data-dir nope": NO_PHOTOS,
+    "train --data folder --data-dir nope --plan": NO_PHOTOS,
+    "data bench --data folder --data-dir nope": NO_PHOTOS,
     "train --data imagenet": "--data imagenet: needs --data-dir",
     "data pack": "expected two folders",
-    "data pack nope there": "nope: no such folder; expected one with train/ and val/\n",
+    "data pack nope there": NO_PHOTOS,
     "data verify": "expected a folder of shards, as in `falconet data verify photos-packed`\n",
     "data verify nope": "nope: no such folder; expected one that `falconet data pack` made\n",
     "upload": "expected a run folder, as in `falconet upload runs/my-run`\n",

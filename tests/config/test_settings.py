@@ -37,7 +37,7 @@ MISTAKES = {
     "resnet50": "got 'resnet50', expected an option, such as --config",
     "--lr-epoch-decay 10 x": "--lr-epoch-decay: got '10 x', expected a list: a number, more than 0",
     "--weight-avg-N 0": "--weight-avg-N: got '0', expected a whole number, at least 1, or all or -1",
-    "--data folder": "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder with",
+    "--data folder": "--data folder: needs --data-dir (or the environment variable DATA_DIR), a folder of",
     "--data folder --data-dir=": "--data-dir: got '', expected a path; '.' is this folder",
     "--run-dir=": "--run-dir: got '', expected a path or auto; '.' is this folder",
     "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, expected at least 2 for --mixup-alpha",

@@ -46,7 +46,8 @@ def made(tmp_path_factory):
         old(root)
         load_photos(root)
     bounding_boxes.read_boxes(roots["class folders"] / "bbox")
-    return {name: (root, next((root / FOLDER).glob("[ft]*.safetensors"))) for name, root in roots.items()} | {
+    files = {"class folders": "photos-train", "TFRecords": "tfrecords", "tar archives": "tar"}
+    return {name: (root, root / FOLDER / f"{files[name]}.safetensors") for name, root in roots.items()} | {
         "boxes": (roots["class folders"], roots["class folders"] / FOLDER / "boxes-bbox.safetensors")
     }
 
@@ -108,9 +109,9 @@ def named(*names):
     block = b"".join(names)
     offsets = np.cumsum([0, *(len(name) for name in names)])
     return rewritten(
-        train__names=np.frombuffer(block, np.uint8),
-        train__offsets=offsets,
-        train__labels=np.zeros(len(names), np.int32),
+        names=np.frombuffer(block, np.uint8),
+        offsets=offsets,
+        labels=np.zeros(len(names), np.int32),
     )
 
 
@@ -146,18 +147,17 @@ FORGERIES = {
     "names from the root": ("class folders", named(b"a.png", b"/etc/passwd")),
     "names with a NUL": ("class folders", named(b"a\0.png")),
     "an empty name": ("class folders", named(b"a.png", b"")),
-    "no names": ("class folders", named()),
-    "a class that leads up": ("class folders", rewritten(classes=["2e2e", *[n.encode().hex() for n in "bc"]])),
-    "a class within one": ("class folders", rewritten(classes=[b"a/b".hex(), *[n.encode().hex() for n in "bc"]])),
-    "a class without a name": ("class folders", rewritten(classes=["", *[n.encode().hex() for n in "bc"]])),
-    "a class twice": ("class folders", rewritten(classes=[n.encode().hex() for n in "bcb"])),
-    "classes that are a number": ("class folders", rewritten(classes=7)),
-    "a label beyond the classes": ("class folders", rewritten(train__labels=at(0, 3))),
-    "a negative label": ("class folders", rewritten(validation__labels=at(-1, -1))),
-    "offsets that go back": ("class folders", rewritten(train__offsets=at(1, 10**6))),
-    "a negative offset": ("class folders", rewritten(train__offsets=at(1, -(2**62)))),
-    "labels of another type": ("class folders", rewritten(train__labels=lambda a: a.astype(np.float64))),
-    "too few labels": ("class folders", rewritten(train__labels=lambda a: a[1:])),
+    "a class that leads up": ("class folders", rewritten(folders=["2e2e", *[n.encode().hex() for n in "bc"]])),
+    "a class within one": ("class folders", rewritten(folders=[b"a/b".hex(), *[n.encode().hex() for n in "bc"]])),
+    "a class without a name": ("class folders", rewritten(folders=["", *[n.encode().hex() for n in "bc"]])),
+    "a class twice": ("class folders", rewritten(folders=[n.encode().hex() for n in "bcb"])),
+    "classes that are a number": ("class folders", rewritten(folders=7)),
+    "a label beyond the classes": ("class folders", rewritten(labels=at(0, 3))),
+    "a negative label": ("class folders", rewritten(labels=at(-1, -2))),
+    "offsets that go back": ("class folders", rewritten(offsets=at(1, 10**6))),
+    "a negative offset": ("class folders", rewritten(offsets=at(1, -(2**62)))),
+    "labels of another type": ("class folders", rewritten(labels=lambda a: a.astype(np.float64))),
+    "too few labels": ("class folders", rewritten(labels=lambda a: a[1:])),
     "a file above to look at": ("class folders", stamped(b"../../secret")),
     "a file elsewhere to look at": ("class folders", stamped(b"/etc/shadow")),
     "a file by a detour": ("class folders", stamped(b"train/../../x")),

@@ -1,10 +1,29 @@
-"""Which layout is found where."""
+"""Which layout is found where, and how unsplit photos are split."""
 
+import os
+import shutil
+
+import numpy as np
 import pytest
+from PIL import Image
 
 import layouts
-from falconet.data import layout
+from falconet.data import index, layout
+from falconet.data.layout import Division
 from falconet.errors import DataError
+
+
+def photos(root, *names, count=1):
+    """Photos of every name, or `count` in every folder named with a slash at the end."""
+    for name in names:
+        for path in [root / name] if not name.endswith("/") else [root / name / f"{n}.png" for n in range(count)]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (4, 4)).save(path, "PNG")
+    return root
+
+
+def names(source):
+    return [source.name(number) for number in range(len(source))]
 
 
 @pytest.mark.parametrize(("name", "made"), layouts.LAYOUTS.items())
@@ -17,35 +36,184 @@ def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
     with pytest.raises(DataError) as caught:
         layout.load_photos(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: found no photos; expected train/<class>/, train-00000-of-01024 (TFRecords), tar archives with"
-        " train in their name, or train-00000.falconet (packed shards)"
+        f"{tmp_path}: found no photos; expected a folder per class, train/<class>/ and val/<class>/, a table of photos"
+        " and labels, train-00000-of-01024 (TFRecords), tar archives with train in their name, or"
+        " train-00000.falconet (packed shards)"
     )
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (("none/train",), "none/train: empty, expected one folder per class"),
-        ((), "none: no such folder; expected one with train/ and val/"),
-        (("none/val",), "none: no folder train/ in it"),
-        (("none/train/cat",), "none: no folder val/ or validation/ in it"),
-    ],
-)
-def test_incomplete_class_folders_report_what_is_missing(tmp_path, made, message):
-    for name in made:
-        (tmp_path / name).mkdir(parents=True)
-    if made == ("none/train",):
-        (tmp_path / "none/val/cat").mkdir(parents=True)
-    with pytest.raises(DataError) as caught:
-        layout.load_photos(tmp_path / "none")
-    assert str(caught.value) == f"{tmp_path}/{message}"
-
-
 def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
-    def refused(place):
+    def refused(place, division, keys):
         raise PermissionError(13, "Permission denied", str(place))
 
-    monkeypatch.setattr(layout, "_from", refused)
+    monkeypatch.setattr(layout, "_divided_already", refused)
     with pytest.raises(DataError) as caught:
         layout.load_photos(tmp_path)
     assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"
+
+
+@pytest.mark.parametrize("validation", ["val", "valid", "validation", "test", "Validation"])
+@pytest.mark.parametrize("train", ["train", "Training"])
+def test_the_parts_may_be_called_as_people_call_them(tmp_path, train, validation):
+    photos(tmp_path, f"{train}/cat/", f"{train}/dog/", count=3)
+    photos(tmp_path, f"{validation}/cat/", count=2)
+    splits = layout.load_photos(tmp_path)
+    assert (len(splits.train), len(splits.validation), splits.held_out) == (6, 2, None)
+
+
+def test_validation_is_used_and_test_is_not(tmp_path):
+    photos(tmp_path, "train/cat/1.png", "train/dog/1.png", "val/cat/2.png", "val/dog/2.png", "test/cat/3.png")
+    splits = layout.load_photos(tmp_path)
+    assert names(splits.validation) == ["cat/2.png", "dog/2.png"]
+    assert splits.notes == (f"{tmp_path}/test: unused; val/ validates",)
+
+
+@pytest.mark.parametrize("part", ["val", "test"])
+def test_photos_to_validate_need_none_to_train_on(tmp_path, part):
+    photos(tmp_path, f"{part}/cat/", f"{part}/dog/", count=3)
+    splits = layout.load_photos(tmp_path)
+    assert (len(splits.train), len(splits.validation), splits.class_names) == (0, 6, ("cat", "dog"))
+
+
+@pytest.mark.parametrize("inner", ["", "train/", "photos/", "a/b/"])
+def test_unsplit_class_folders_are_split(tmp_path, inner):
+    photos(tmp_path, f"{inner}cat/", f"{inner}dog/", count=50)
+    splits = layout.load_photos(tmp_path)
+    assert splits.class_names == ("cat", "dog")
+    assert len(splits.train) + len(splits.validation) == 100
+    assert splits.held_out == 0.2
+    for label in range(2):
+        assert 4 <= np.count_nonzero(splits.validation.labels == label) <= 16
+    assert not {*names(splits.train)} & {*names(splits.validation)}
+
+
+def test_a_wrapper_folder_is_entered_and_noted(tmp_path):
+    photos(tmp_path, "photos/cat/", "photos/dog/", "__MACOSX/cat/", count=2)
+    (tmp_path / ".DS_Store").write_text("")
+    splits = layout.load_photos(tmp_path)
+    assert splits.class_names == ("cat", "dog")
+    assert splits.notes == (f"the photos are in {tmp_path}/photos, the only folder in {tmp_path}",)
+
+
+@pytest.mark.parametrize("validation", [True, False])
+def test_a_wrapper_folder_may_be_divided(tmp_path, validation):
+    photos(tmp_path, "photos/train/cat/", "photos/train/dog/", count=10)
+    if validation:
+        photos(tmp_path, "photos/valid/cat/", "photos/valid/dog/", count=2)
+    splits = layout.load_photos(tmp_path)
+    assert len(splits.train) + len(splits.validation) == (24 if validation else 20)
+    assert (splits.held_out is None) == validation
+    assert splits.notes == (f"the photos are in {tmp_path}/photos, the only folder in {tmp_path}",)
+
+
+def test_a_class_may_be_called_test(tmp_path):
+    photos(tmp_path, "control/", "test/", count=5)
+    assert layout.load_photos(tmp_path).class_names == ("control", "test")
+
+
+def test_photos_in_train_and_val_without_class_folders_are_no_classes(tmp_path):
+    photos(tmp_path, "train/", "val/", count=5)
+    with pytest.raises(DataError, match=r"train: 10 photos, but no classes; expected a folder per class"):
+        layout.load_photos(tmp_path)
+
+
+def test_the_same_photo_is_always_on_the_same_side(tmp_path):
+    photos(tmp_path, "cat/", "dog/", count=60)
+    before = {*names(layout.load_photos(tmp_path).validation)}
+    shutil.rmtree(tmp_path / ".falconet-index")
+    for number in range(0, 30, 3):
+        (tmp_path / f"cat/{number}.png").unlink()
+    photos(tmp_path, "cat/x.png", "rat/", count=60)
+    splits = layout.load_photos(tmp_path)
+    after, kept = {*names(splits.validation)}, {*names(splits.train), *names(splits.validation)}
+    assert after & before == before & kept
+    assert {name for name in after - before if not name.startswith("rat/")} <= {"cat/x.png"}
+
+
+def test_another_seed_or_share_divides_otherwise(tmp_path):
+    photos(tmp_path, "cat/", "dog/", count=40)
+    sides = [
+        frozenset(names(layout.load_photos(tmp_path, Division(share, seed)).validation))
+        for share, seed in ((0.2, 0), (0.2, 1), (0.5, 0), (1.0, 0))
+    ]
+    assert len({*sides}) == 4
+    assert sides[0] < sides[2] < sides[3]  # a larger share adds photos and moves none back
+    assert len(sides[3]) == 80
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.99])
+def test_every_class_of_two_photos_has_one_on_each_side(tmp_path, share):
+    photos(tmp_path, *(f"{number:02}/" for number in range(30)), count=2)
+    photos(tmp_path, "single/1.png")
+    splits = layout.load_photos(tmp_path, Division(share))
+    assert np.bincount(splits.train.labels, minlength=31).tolist() == [1] * 31
+    assert np.bincount(splits.validation.labels, minlength=31).tolist() == [1] * 30 + [0]
+
+
+def test_what_people_have_beside_their_photos_is_passed_over(tmp_path, capfd):
+    photos(tmp_path, "Meine Katzen/a b.JPG", "Meine Katzen/sub folder/ü.PNG", "犬/1.jpeg", "犬/2.webp")
+    photos(tmp_path, "@eaDir/x.jpg", "__MACOSX/y.jpg", "loose.jpg", "犬/._1.jpeg")
+    (tmp_path / "empty").mkdir()
+    for name in ("Thumbs.db", ".DS_Store", "犬/notes.txt", "犬/desktop.ini"):
+        (tmp_path / name).write_text("x")
+    for name in ("犬/1.HEIC", "犬/2.heic", "犬/clip.mp4"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "犬/3.png").symlink_to(tmp_path / "loose.jpg")
+    splits = layout.load_photos(tmp_path, Division(0.5))
+    assert splits.class_names == ("Meine Katzen", "犬")
+    assert {*names(splits.train), *names(splits.validation)} == {
+        "Meine Katzen/a b.JPG", "Meine Katzen/sub folder/ü.PNG", "犬/1.jpeg", "犬/2.webp", "犬/3.png",
+    }  # fmt: skip
+    assert splits.notes == (
+        f"{tmp_path}/empty: no photo in it, so it is not a class",
+        f"{tmp_path}: 1 photo is in no class folder, and skipped",
+        f"{tmp_path}: skipped 2 .heic, 1 .mp4, which Pillow cannot read; convert photos among them to JPEG",
+    )
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("inner", ["", "train", "images"])
+def test_photos_without_classes_show_the_expected_layout(tmp_path, inner):
+    photos(tmp_path / inner, "1.jpg", "2.jpg", "3.jpg")
+    if inner == "images":
+        (tmp_path / "more").mkdir()
+    with pytest.raises(DataError) as caught:
+        layout.load_photos(tmp_path / inner if inner == "images" else tmp_path)
+    place = tmp_path / inner
+    assert str(caught.value) == (
+        f"{place}: 3 photos, but no classes; expected a folder per class, such as {place}/cat/ and {place}/dog/, or a"
+        " table of photos and labels beside them, such as labels.csv"
+    )
+
+
+def test_a_folder_of_other_files_says_what_they_are(tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat/1.heic").write_text("x")
+    with pytest.raises(
+        DataError, match=r"skipped 1 \.heic, which Pillow cannot read; convert photos among them to JPEG"
+    ):
+        layout.load_photos(tmp_path)
+
+
+def test_the_training_part_alone_mentions_the_other_beside_it(tmp_path):
+    photos(tmp_path, "train/cat/", "train/dog/", "val/cat/", count=3)
+    splits = layout.load_photos(tmp_path / "train")
+    assert splits.notes == (
+        f"{tmp_path}/val: unused, because it is beside the folder given; {tmp_path} would validate on it",
+    )
+
+
+def test_the_second_start_does_not_list_the_photos_again(tmp_path, monkeypatch):
+    root = photos(tmp_path / "photos", "cat/", "dog/", count=3)
+    for path in (*root.rglob("*"), root):
+        os.utime(path, ns=(10**18, 10**18))
+    first = layout.load_photos(root)
+    monkeypatch.setattr(index, "_searched", lambda *given: pytest.fail("listed again"))
+    assert names(layout.load_photos(root).train) == names(first.train)
+
+
+def test_a_new_class_is_seen_beside_an_index(tmp_path):
+    photos(tmp_path, "cat/", "dog/", count=3)
+    layout.load_photos(tmp_path)
+    photos(tmp_path, "rat/", count=3)
+    assert layout.load_photos(tmp_path).class_names == ("cat", "dog", "rat")

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import layouts
-from falconet.data import packing
+from falconet.data import layout, packing
 from falconet.data.packing import Packer, Recipe, plan, prepared, shrunk
-from falconet.data.sources import folder, packed
+from falconet.data.sources import packed
 from falconet.errors import DataError
 from layouts import pack
 
@@ -109,7 +109,7 @@ def test_only_larger_photos_are_shrunk(size, short_side, expected):
 
 def test_a_vanished_file_is_named_and_leaves_no_partial_shard(root, tmp_path):
     target = pack(root, tmp_path / "a")
-    splits = folder.load(root)
+    splits = layout.load_photos(root)
     gone = splits.train.path(7)
     gone.unlink()
     shards = plan({"train": splits.train}, shard_size=5)
@@ -131,14 +131,14 @@ def test_a_full_disk_is_named_and_complete_shards_stay(root, tmp_path, monkeypat
         raise OSError(number, "full")
 
     monkeypatch.setattr(packed.Writer, "finish", full)
-    shard = plan({"train": folder.load(root).train}, shard_size=5)[0]
+    shard = plan({"train": layout.load_photos(root).train}, shard_size=5)[0]
     with pytest.raises(DataError, match=f"train-00000.falconet: {words}; the shards before it are whole"):
         Packer(target, recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
     assert digests(target) == before
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(root, tmp_path):
-    shard = plan({"train": folder.load(root).train}, shard_size=5)[0]
+    shard = plan({"train": layout.load_photos(root).train}, shard_size=5)[0]
     with pytest.raises(
         DataError, match=r"/gone/.train-00000.falconet.\w+.partial: cannot be read or written \(No such"
     ):

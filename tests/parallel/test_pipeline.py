@@ -44,7 +44,8 @@ TWO_STAGES = {
     ),
     "bf16": ("--precision bf16.32", "--pipeline-splits layer2/0/conv2 --pipeline-schedule interleaved"),
     "torn photo": (
-        "--data folder --data-dir {photos} --image-size 16 --gradient-accumulation 2 --bad-images-allowed 9",
+        "--data folder --data-dir {photos} --image-size 16 --gradient-accumulation 2 --check-images no"
+        " --bad-images-allowed 9",
         "--pipeline-splits layer2/0",
     ),
     "synthetic": ("--data synthetic --mixup-alpha 0.4", "--pipeline-splits layer2/0"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from falconet.data.keyed import FloatArray
+from falconet.data.keyed import FloatArray, IntArray
 from falconet.data.native import compiler
 from falconet.data.storage import BoolArray, PixelArray, Ranges
 
@@ -32,6 +32,16 @@ class Status(IntEnum):
     NO_MEMORY = 6
     BAD_REQUEST = 7
     CHANGED = 8  # checksum mismatch
+
+
+class State(IntEnum):
+    """What the first and last bytes of a file say; src/look.hpp has the same numbers."""
+
+    WHOLE = 0
+    OTHER = 1  # a format that is not recognised there
+    DOUBTFUL = 2  # only decoding it can tell
+    EMPTY = 3
+    UNREADABLE = 4
 
 
 class Filter(IntEnum):
@@ -58,6 +68,8 @@ class Library:
         self._declare("falconet_free", None, pointer)
         self._declare("falconet_open_ranges", None, pointer, i32, pointer, pointer, pointer, pointer, pointer)
         self._declare("falconet_crc32c", ctypes.c_uint32, ctypes.c_char_p, i64, i32)
+        self._declare("falconet_stamps", None, i32, pointer, pointer)
+        self._declare("falconet_look", None, i32, pointer, pointer, pointer)
 
     def _declare(self, name: str, result: type | None, *arguments: type) -> None:
         function = getattr(self.c, name)
@@ -76,6 +88,19 @@ class Library:
     def crc32c(self, data: bytes, *, portable: bool = False) -> int:
         """The checksum of TFRecords and packed shards."""
         return int(self.c.falconet_crc32c(data, len(data), portable))
+
+    def stamps(self, paths: list[bytes]) -> IntArray:  # N x (bytes, nanoseconds); -1: not a file
+        """The size and the time of the last change of each file."""
+        found = np.zeros((len(paths), 2), np.int64)
+        self.c.falconet_stamps(len(paths), (ctypes.c_char_p * len(paths))(*paths), found.ctypes.data)
+        return found
+
+    def look(self, paths: list[bytes]) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N states
+        """What the headers and ends of files say, without reading the rest."""
+        sizes, states = np.zeros((len(paths), 2), np.int32), np.zeros(len(paths), np.int8)
+        pointers = (ctypes.c_char_p * len(paths))(*paths)
+        self.c.falconet_look(len(paths), pointers, sizes.ctypes.data, states.ctypes.data)
+        return sizes, states
 
     def restart_marked(self, data: bytes, *, interval: int = 8, most_pixels: int = MOST_PIXELS) -> bytes | Status:
         """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; else the reason."""

@@ -1,10 +1,11 @@
-"""Class folders of image files: train/<class>/ and val/<class>/ (or validation/<class>/)."""
+"""Folders of image files: what is listed, in which order, and what is passed over."""
 
 import hashlib
 import os
 import stat
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,56 +14,107 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from falconet.config.fields import require_photos
 from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.storage import FileSource, Names, Splits
-from falconet.errors import DataError, did_you_mean
+from falconet.data.keyed import IntArray
+from falconet.data.storage import FileSource, Names
+from falconet.errors import DataError
 from falconet.parallel.environment import is_first
-from falconet.report.console import Counting
+from falconet.report.console import Counting, are
 
-VALIDATION_NAMES = ("val", "validation")
-SPLITS = ("train", "validation")
+# What people call the parts of their data, in lower case.
+PARTS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
 TYPES = {"names": np.uint8, "offsets": np.int64, "labels": np.int32}
+LOOSE = -1  # the label of a photo directly in the root
 MOST_REPORTED = 5  # skipped entries, by name
+# What operating systems and network disks leave beside photos; "@eaDir" holds thumbnails.
+CLUTTER = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
+# Formats that Pillow recognises and cannot decode by itself, and a page description.
+UNDECODABLE = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"})
+# Files that a person takes for photos, and Pillow cannot read.
+UNREAD = frozenset(
+    {
+        *(".heic", ".heif", ".hif", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf", ".svg", ".pdf"),
+        *(".ai", ".xcf", ".mov", ".mp4", ".avi", ".webm", ".mkv", ".mpg", ".mpeg"),
+    }
+)
 
 
-def load(data_dir: Path) -> Splits:
-    """The classes are the sorted names of train/'s folders; validation may have fewer of them."""
-    require_photos(data_dir)
-    roots = {"train": _existing(data_dir, ("train",)), "validation": _existing(data_dir, VALIDATION_NAMES)}
-    found = indexed(data_dir, kind=f"folders-{roots['validation'].name}", search=lambda: _search(roots), check=_check)
-    class_names = tuple(os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"])
-    train, validation = (_source(found, split, root=roots[split], class_names=class_names) for split in SPLITS)
-    return Splits(
-        train=train,
-        validation=validation,
-        native_size=None,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        layout="class folders",
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """The photos below a folder, by name."""
+
+    root: Path
+    names: Names  # N, relative to the root
+    labels: IntArray  # N, the number of the folder below the root that a photo is in, or LOOSE
+    folders: tuple[str, ...]  # directly below the root, sorted, including those without a photo
+    unread: Mapping[str, int]  # files of formats that cannot be read, by extension
+
+    @property
+    def loose(self) -> int:
+        return int(np.count_nonzero(self.labels == LOOSE))
+
+    def classes(self) -> FileSource:
+        """The photos of the folders; those without a photo are no class, and loose photos have none."""
+        counts = np.bincount(self.labels[self.labels != LOOSE], minlength=len(self.folders))
+        numbers = np.cumsum(counts > 0) - 1
+        source = FileSource(
+            self.root,
+            self.names,
+            np.where(self.labels == LOOSE, LOOSE, numbers[self.labels] if len(numbers) else LOOSE),
+            tuple(name for name, count in zip(self.folders, counts.tolist(), strict=True) if count),
+        )
+        return source.subset(np.flatnonzero(self.labels != LOOSE)) if self.loose else source
+
+    def notes(self) -> tuple[str, ...]:
+        """What was passed over as a class, or as a photo."""
+        empty = sorted({*self.folders} - {*self.classes().class_names})
+        notes = [f"{self.root / name}: no photo in it, so it is not a class" for name in empty[:MOST_REPORTED]]
+        if len(empty) > MOST_REPORTED:
+            notes.append(f"{self.root}: {are(len(empty) - MOST_REPORTED, 'more folder')} without a photo")
+        if self.loose and self.folders:
+            notes.append(f"{self.root}: {are(self.loose, 'photo')} in no class folder, and skipped")
+        return (*notes, *unread_notes(self))
+
+
+def unread_notes(found: Listed) -> tuple[str, ...]:
+    """One line on files that look like photos to a person, and cannot be read."""
+    if not found.unread:
+        return ()
+    kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(found.unread.items()))
+    return (f"{found.root}: skipped {kinds}, which Pillow cannot read; convert photos among them to JPEG",)
+
+
+def listed(data_dir: Path, *, below: str = "") -> Listed:
+    """The photos below a folder of `data_dir`, or in all of it, from its index if nothing has changed."""
+    root = data_dir / below
+    found = indexed(data_dir, kind=f"photos-{below}" if below else "photos", search=lambda: _search(root), check=_check)
+    arrays, facts = found.arrays, found.facts
+    return Listed(
+        root,
+        Names(arrays["names"].tobytes(), arrays["offsets"]),
+        arrays["labels"].astype(np.int64),
+        tuple(os.fsdecode(bytes.fromhex(name)) for name in facts["folders"]),
+        facts["unread"],
     )
 
 
 def _check(found: Found) -> None:
-    classes = [os.fsdecode(bytes.fromhex(name)) for name in found.facts["classes"]]
-    if len(set(classes)) != len(classes) or any(name in ("", ".", "..") or {"/", "\0"} & {*name} for name in classes):
-        raise ValueError("invalid class names")
-    for split in SPLITS:
-        names, offsets, labels = (found.arrays[f"{split}.{name}"] for name in TYPES)
-        check_types(dict(zip(TYPES, (names, offsets, labels), strict=True)), TYPES)
-        check_paths(names, offsets)
-        check_lengths(offsets[1:], labels)
-        check_below(labels, len(classes), what="labels")
-        if not len(labels):
-            raise ValueError("no image")
-
-
-def _source(found: Found, split: str, *, root: Path, class_names: tuple[str, ...]) -> FileSource:
-    arrays = found.arrays
-    names = Names(arrays[f"{split}.names"].tobytes(), arrays[f"{split}.offsets"])
-    return FileSource(root, names, arrays[f"{split}.labels"].astype(np.int64), class_names)
+    folders = [os.fsdecode(bytes.fromhex(name)) for name in found.facts["folders"]]
+    if len(set(folders)) != len(folders) or any(name in ("", ".", "..") or {"/", "\0"} & {*name} for name in folders):
+        raise ValueError("invalid folder names")
+    unread = found.facts["unread"]
+    if not unread.keys() <= UNREAD or any(type(count) is not int for count in unread.values()):
+        raise ValueError("invalid file extensions")
+    check_types(found.arrays, TYPES)
+    names, offsets, labels = (found.arrays[name] for name in TYPES)
+    check_paths(names, offsets)
+    check_lengths(offsets[1:], labels)
+    check_below(labels - LOOSE, len(folders) - LOOSE, what="labels")
 
 
 @dataclass
@@ -74,87 +126,103 @@ class Listing:
     labels: "array[int]" = field(default_factory=lambda: array("i"))
     folders: list[Path] = field(default_factory=list)  # all that were listed
     skipped: list[str] = field(default_factory=list)  # with the reason
+    unread: Counter[str] = field(default_factory=Counter)  # extensions
 
     def add(self, name: str, label: int) -> None:
         self.names += os.fsencode(name)
         self.ends.append(len(self.names))
         self.labels.append(label)
 
-    def arrays(self, split: str) -> dict[str, Array]:
+    def arrays(self) -> dict[str, Array]:
         return {
-            f"{split}.names": np.frombuffer(bytes(self.names), np.uint8),
-            f"{split}.offsets": np.array(self.ends, np.int64),
-            f"{split}.labels": np.array(self.labels, np.int32),
+            "names": np.frombuffer(bytes(self.names), np.uint8),
+            "offsets": np.array(self.ends, np.int64),
+            "labels": np.array(self.labels, np.int32),
         }
 
 
-def _search(roots: dict[str, Path]) -> Found:
-    train, validation = roots["train"], roots["validation"]
-    class_names = _class_names(train)
-    validation_names = _class_names(validation)
-    for name in validation_names:
-        if name not in class_names:
-            raise DataError(f"{validation / name}: no such class in {train}{did_you_mean(name, class_names)}")
-    numbers = {name: number for number, name in enumerate(class_names)}
-    arrays: dict[str, Array] = {}
-    folders: list[Path] = []
-    skipped: list[str] = []
-    with Counting(f"listing {train.parent}", quiet=not is_first(os.environ)) as counting:
-        for split, names in zip(SPLITS, (class_names, validation_names), strict=True):
-            listing = Listing(folders=[roots[split]])
-            for name in names:
-                before = len(listing.labels)
-                _list(roots[split] / name, numbers[name], listing)
-                counting.add(len(listing.labels) - before)
-            folders += listing.folders
-            skipped += listing.skipped
-            arrays |= listing.arrays(split)
-    for line in skipped[:MOST_REPORTED]:
+def _search(root: Path) -> Found:
+    listing, folders = Listing(folders=[root]), []
+    with Counting(f"listing {root}", quiet=not is_first(os.environ)) as counting, os.scandir(root) as entries:
+        for entry in _visible(entries):
+            before = len(listing.labels)
+            if entry.is_dir():  # here a link to a folder is followed
+                folders.append(entry.name)
+                for name in _image_names(entry.path, f"{entry.name}/", listing):
+                    listing.add(name, len(folders) - 1)
+            elif _is_photo(entry, listing):
+                listing.add(entry.name, LOOSE)
+            counting.add(len(listing.labels) - before)
+    for line in listing.skipped[:MOST_REPORTED]:
         say(line)
-    if len(skipped) > MOST_REPORTED:
-        say(f"{train.parent}: {len(skipped) - MOST_REPORTED:,} more were skipped, because they are not files")
-    return Found(arrays, {"classes": [os.fsencode(name).hex() for name in class_names]}, folders)
+    if len(listing.skipped) > MOST_REPORTED:
+        say(f"{root}: {len(listing.skipped) - MOST_REPORTED:,} more were skipped, because they are not files")
+    facts = {"folders": [os.fsencode(name).hex() for name in folders], "unread": dict(listing.unread)}
+    return Found(listing.arrays(), facts, listing.folders)
 
 
-def _existing(data_dir: Path, names: tuple[str, ...]) -> Path:
-    for name in names:
-        if (data_dir / name).is_dir():
-            return data_dir / name
-    raise DataError(f"{data_dir}: no folder {' or '.join(f'{name}/' for name in names)} in it")
-
-
-def _class_names(root: Path) -> tuple[str, ...]:
+def subfolders(root: Path) -> list[str]:
+    """The folders, and links to folders, that may hold photos."""
     with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise DataError(f"{root}: empty, expected one folder per class")
-    return tuple(names)
+        return [entry.name for entry in _visible(entries) if entry.is_dir()]
 
 
-def _list(folder: Path, label: int, listing: Listing) -> None:
-    before = len(listing.labels)
-    for name in _image_names(str(folder), "", listing):
-        listing.add(name, label)
-    if len(listing.labels) == before:
-        raise DataError(f"{folder}: no image in this class folder")
+def has_photos(root: Path) -> bool:
+    """Whether photos are directly in it, by their names."""
+    with os.scandir(root) as entries:
+        return any(_ending(entry.name) in image_extensions() and not entry.is_dir() for entry in _visible(entries))
+
+
+def split_folders(place: Path) -> dict[str, str]:
+    """The folders named after a part of the data, by part: train, validation, and test if another one validates."""
+    found: dict[str, str] = {}
+    for name in subfolders(place):
+        for part, spellings in PARTS.items():
+            if name.lower() in spellings:
+                found.setdefault(part, name)
+    if "test" in found and "validation" not in found:
+        found["validation"] = found.pop("test")
+    return found
+
+
+def validates_by_name(place: Path) -> bool:
+    """Whether a folder is called val, test or the like."""
+    return place.absolute().name.lower() in (*PARTS["validation"], *PARTS["test"])
+
+
+def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
+    """By name, without hidden entries and what systems leave behind."""
+    return sorted(
+        (entry for entry in entries if not entry.name.startswith(".") and entry.name not in CLUTTER),
+        key=lambda entry: entry.name,
+    )
 
 
 def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
-    """Sorted names relative to the class folder, including subfolders; links to folders are not followed."""
+    """Sorted names with the prefix, including subfolders; links to folders are not followed."""
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith("."):
-                continue
+        for entry in _visible(entries):
             if entry.is_dir(follow_symlinks=False):
                 yield from _image_names(entry.path, f"{prefix}{entry.name}/", listing)
-                continue
-            ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122, a million names
-            why = _why_not(entry) if ending in image_extensions() or entry.is_symlink() else ""
-            if why:
-                listing.skipped.append(f"{entry.path}: skipped, {why}")
-            elif ending in image_extensions():
+            elif _is_photo(entry, listing):
                 yield prefix + entry.name
+
+
+def _is_photo(entry: "os.DirEntry[str]", listing: Listing) -> bool:
+    """Whether it is one by its name; what cannot be is noted."""
+    ending = _ending(entry.name)
+    is_named = ending in image_extensions()
+    why = _why_not(entry) if is_named or entry.is_symlink() else ""
+    if why:
+        listing.skipped.append(f"{entry.path}: skipped, {why}")
+    elif ending in UNREAD and not is_named:
+        listing.unread[ending] += 1
+    return is_named and not why
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower()  # noqa: PTH122, a million names
 
 
 def _why_not(entry: "os.DirEntry[str]") -> str:
@@ -173,7 +241,7 @@ def _why_not(entry: "os.DirEntry[str]") -> str:
 def image_extensions() -> frozenset[str]:
     """File extensions of the formats that Pillow can read, not only write."""
     known = Image.registered_extensions()  # also loads Pillow's plugins
-    return frozenset(ending for ending, kind in known.items() if kind in Image.OPEN)
+    return frozenset(ending for ending, name in known.items() if name in Image.OPEN and name not in UNDECODABLE)
 
 
 DIGEST_CHUNK = 1 << 20  # bytes

@@ -4,6 +4,7 @@ Example { Features features = 1; }   Features { map<string, Feature> feature = 1
 Feature { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }   each list: { repeated value = 1; }
 """
 
+import hashlib
 import os
 import re
 import struct
@@ -17,6 +18,7 @@ import numpy as np
 
 from falconet.data.index import Array, Found, check_class_names, indexed
 from falconet.data.shards import crc32c, open_shard, pread, unmasked
+from falconet.data.sources import folder
 from falconet.data.sources.shard_index import (
     COLUMNS,
     MOST_CLASSES,
@@ -31,10 +33,11 @@ from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
 
-IMAGE, LABEL = b"image/encoded", b"image/class/label"
 SYNSET, TEXT = b"image/class/synset", b"image/class/text"
 SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax", b"ymax"))
-READ_FEATURES = frozenset((IMAGE, LABEL, SYNSET, TEXT, *SIDES))
+READ_FEATURES = frozenset((SYNSET, TEXT, *SIDES))
+MOST_KEY = 64  # bytes
+MOST_SHOWN = 12  # keys in a message
 
 MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
 MOST_FIELDS = 100_000  # of a record; ImageNet's have about 60, and five per object
@@ -47,6 +50,24 @@ class MalformedError(Exception):
     """Bytes that are not an Example; the text is the reason in a few words."""
 
 
+class KeyAbsentError(MalformedError):
+    """An Example without one of the keys looked for."""
+
+
+class MissingKeyError(DataError):
+    """Records with other keys than those looked for."""
+
+
+class Keys(NamedTuple):
+    """What the maker of the records called the features."""
+
+    image: str = "image/encoded"
+    label: str = "image/class/label"
+
+
+USUAL = Keys()
+
+
 class Example(NamedTuple):
     skip: int  # bytes of the record before the image
     length: int  # bytes of the image
@@ -55,21 +76,26 @@ class Example(NamedTuple):
     boxes: BoxArray
 
 
-def parse_example(read: Read, size: int) -> Example:
+def parse_example(read: Read, size: int, keys: Keys = USUAL) -> Example:
     """The Example in a record of `size` bytes."""
-    image: list[tuple[int, int]] = []
+    image_key, label_key = keys.image.encode(), keys.label.encode()
+    image: list[tuple[int, int]] | None = None
     small: dict[bytes, bytes] = {}  # all features except the image
+    others: list[bytes] = []
     fields = Fields(read)
     for number, begin, end in fields.of(0, size):
         for inner, entry, entry_end in fields.of(begin, end) if number == 1 else ():
             key, place, place_end = _entry(fields, entry, entry_end) if inner == 1 else (b"", 0, 0)
-            if key == IMAGE:
+            if key == image_key:
                 image = list(islice(_values(fields, place, place_end, kind=1), 2))  # a second one is too many
-            elif key in READ_FEATURES:
+            elif key == label_key or key in READ_FEATURES:
                 small[key] = read(place, min(place_end - place, MOST_SMALL))
-    if not image or LABEL not in small:
-        raise MalformedError(f"no '{(LABEL if image else IMAGE).decode()}'")
-    labels = _integers(small[LABEL])
+            if inner == 1 and len(others) < MOST_SHOWN:
+                others.append(key)
+    if image is None or label_key not in small:
+        missing, found = keys.label if image else keys.image, sorted({key.decode("utf-8", "replace") for key in others})
+        raise KeyAbsentError(f"no '{missing}'" + (f", only {', '.join(found)}" if found else ""))
+    labels = _integers(small[label_key])
     if len(image) != 1 or len(labels) != 1:
         raise MalformedError(f"{len(image)} images and {len(labels)} labels, expected one of each")
     return Example(image[0][0], image[0][1] - image[0][0], labels[0], _name(small), _boxes(small))
@@ -97,7 +123,7 @@ def _entry(fields: "Fields", begin: int, end: int) -> tuple[bytes, int, int]:
     key, place = b"", (end, end)
     for number, inner, inner_end in fields.of(begin, end):
         if number == 1:
-            key = fields.read(inner, min(inner_end - inner, 64))  # longer keys are not ours
+            key = fields.read(inner, min(inner_end - inner, MOST_KEY))  # longer keys are not ours
         elif number == 2:
             place = (inner, inner_end)
     return (key, *place)
@@ -179,24 +205,32 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise MalformedError("not a tf.train.Example")
 
 
-NAME = re.compile(r"(train|validation|val)-(\d{5})-of-(\d{5})")
+NAME = re.compile(r"(train|validation|val)-\d{5}-of-\d{5}")  # as TensorFlow's scripts name ImageNet's
+OTHER_NAME = re.compile(r".*(?:\.tfrecords?(?:-\d{5}-of-\d{5})?|-\d{5}-of-\d{5}\.tfrecords?)")
+PART = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation|test|testing)(?=[^a-z]|$)")
+SHARD = re.compile(r"(\d{5})-of-(\d{5})")
 HEAD, TAIL = 12, 4  # bytes before and after a record's data
 LARGEST = 1 << 30  # bytes of a record; a greater length means a damaged file
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
     """The shards of each split, in order, from the folder itself or from train/ and validation/ in it."""
-    found: dict[str, list[Path]] = {"train": [], "validation": []}
-    for folder in (data_dir, data_dir / "train", data_dir / "validation", data_dir / "val"):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            match = NAME.fullmatch(path.name)
-            if match:
-                found["train" if match[1] == "train" else "validation"].append(path)
-    return found
+    found: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
+    for place in (data_dir, *(data_dir / name for name in folder.split_folders(data_dir).values())):
+        for path in sorted(place.iterdir()):
+            name = path.name.lower()
+            if not NAME.fullmatch(path.name) and not OTHER_NAME.fullmatch(name):
+                continue
+            words = PART.findall(name) or PART.findall(place.name.lower() if place != data_dir else "")
+            part = next((part for part, spellings in folder.PARTS.items() if words and words[-1] in spellings), None)
+            if part:
+                found[part].append(path)
+    tested = found.pop("test")
+    return found if found["validation"] or not found["train"] else found | {"validation": tested}
 
 
-def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
-    """Labels start at 1 in the records and at 0 here. Class names: a file, else synset or text, else the numbers."""
+def load(data_dir: Path, shards: dict[str, list[Path]], keys: Keys = USUAL) -> Splits:
+    """Labels start at 0, or at 1 if none of them is 0. Class names: a file, else synset or text, else the numbers."""
     for split, paths in shards.items():
         _check_complete(data_dir, split, paths)
     every = [path for paths in shards.values() for path in paths]
@@ -208,7 +242,8 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
         for split, paths in shards.items():
             check_split(found.arrays, split, columns=COLUMNS, paths=paths, classes=len(known))
 
-    found = indexed(data_dir, kind="tfrecords", search=lambda: _search(shards), check=check, watched=every)
+    kind = "tfrecords" if keys == USUAL else f"tfrecords-{hashlib.sha256(repr(keys).encode()).hexdigest()[:16]}"
+    found = indexed(data_dir, kind=kind, search=lambda: _search(shards, keys), check=check, watched=every)
     names = class_names(data_dir, count=len(found.facts["names"]), known=found.facts["names"])
     arrays = dict(found.arrays)
     train, validation = (source_of(arrays, split, paths=paths, class_names=names) for split, paths in shards.items())
@@ -219,18 +254,19 @@ def _check_complete(data_dir: Path, split: str, paths: list[Path]) -> None:
     """Require all shards: `-of-01024` gives their number."""
     if not paths:
         raise DataError(f"{data_dir}: TFRecords, but none named {split}-00000-of-...")
-    numbers = [NAME.fullmatch(path.name) for path in paths]
-    counts = {match[3] for match in numbers if match}
+    numbers = [match for match in (SHARD.search(path.name) for path in paths) if match]
+    counts = {match[2] for match in numbers}
+    if not counts:
+        return
     if len(counts) > 1:
         raise DataError(f"{data_dir}: {split} shards of several sets: -of-{' and -of-'.join(sorted(counts))}")
-    have = {int(match[2]) for match in numbers if match}
-    if len(have) < len(paths):
+    have = {int(match[1]) for match in numbers}
+    if len(have) < len(numbers):
         raise DataError(f"{data_dir}: {split} shards twice, in {' and '.join(sorted({str(p.parent) for p in paths}))}")
     missing = next((number for number in range(int(min(counts))) if number not in have), None)
     if missing is not None:
-        raise DataError(
-            f"{data_dir}: no {split}-{missing:05}-of-{min(counts)}; {len(have)} of {int(min(counts))} are there"
-        )
+        name = SHARD.sub(f"{missing:05}-of-{min(counts)}", next(path.name for path in paths if SHARD.search(path.name)))
+        raise DataError(f"{data_dir}: no {name}; {len(have)} of {int(min(counts))} are there")
 
 
 @dataclass(frozen=True)
@@ -248,46 +284,47 @@ class Record:
             "checksums": self.checksum,
             "skips": found.skip,
             "lengths": found.length,
-            "labels": found.label - 1,
+            "labels": found.label,
         }
 
 
-def _search(shards: dict[str, list[Path]]) -> Found:
+def _search(shards: dict[str, list[Path]], keys: Keys) -> Found:
     arrays: dict[str, Array] = {}
     names: dict[int, str] = {}
-    highest = 0
     every = [path for paths in shards.values() for path in paths]
     with Counting(f"indexing {every[0].parent}", quiet=not is_first(os.environ)) as counting:
         for split, paths in shards.items():
             gathered = Gathered(*COLUMNS)
             for number, path in enumerate(paths):
-                for record in _records(path):
+                for record in _records(path, keys):
                     gathered.add(shards=number, **record.columns())
                     gathered.add_boxes(record.example.boxes)
                     names.setdefault(record.example.label, record.example.name)
-                    highest = max(highest, record.example.label)
                     counting.add()
             if not len(gathered):
                 raise DataError(f"{paths[0]}: has no record, and neither do the other {split} shards")
             arrays |= gathered.arrays(split)
-    known = [names.get(label, "") for label in range(1, highest + 1)]
-    return Found(arrays, {"count": highest, "names": known}, every)
+    first = min(1, *names)  # the scripts for ImageNet count from 1; others from 0
+    for split in shards:
+        arrays[f"{split}.labels"] -= first
+    known = [names.get(label, "") for label in range(first, max(names) + 1)]
+    return Found(arrays, {"count": len(known), "names": known}, every)
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path, keys: Keys) -> Iterator[Record]:
     file = open_shard(path)
     try:
         total = os.fstat(file).st_size
         begin = 0
         while begin < total:
-            record = _record(file, path, begin, total)
+            record = _record(file, path, begin, total, keys)
             yield record
             begin = record.begin + record.size + TAIL
     finally:
         os.close(file)
 
 
-def _record(file: int, path: Path, at: int, total: int) -> Record:
+def _record(file: int, path: Path, at: int, total: int, keys: Keys) -> Record:
     """One record, read without its image."""
     window = pread(file, at, HEAD + WINDOW)
     if len(window) < HEAD:
@@ -309,11 +346,13 @@ def _record(file: int, path: Path, at: int, total: int) -> Record:
         return window[offset : offset + count]
 
     try:
-        parsed = parse_example(read, size)
+        parsed = parse_example(read, size, keys)
+    except KeyAbsentError as error:
+        raise MissingKeyError(f"{path}: the record at byte {at} has {error}") from None
     except MalformedError as error:
         raise DataError(f"{path}: the record at byte {at} cannot be used: {error}") from None
-    if not 1 <= parsed.label <= MOST_CLASSES:
-        expected = f"1 to {MOST_CLASSES:,}"
+    if not 0 <= parsed.label <= MOST_CLASSES:
+        expected = f"0 to {MOST_CLASSES:,}"
         raise DataError(f"{path}: the record at byte {at} has the label {parsed.label}; expected {expected}")
     (checksum,) = struct.unpack("<I", read(size, TAIL))
     return Record(begin, size, unmasked(checksum), parsed)

@@ -43,6 +43,7 @@ def built(folder: Path, program: str, sanitizers: str, harness: list[Path], *, s
 FUZZED = {
     "fuzz": ("huffman", "jpeg", "axis", "region", "decode", "transcode", "target"),
     "fuzz_ranges": ("files", "crc32c"),
+    "fuzz_look": ("look",),
 }
 
 
@@ -119,6 +120,16 @@ def test_hostile_ranges_are_harmless(tmp_path):
     (seeds / "wild").write_bytes(rng.integers(0, 256, 800, dtype=np.uint8).tobytes())
     (seeds / "small").write_bytes((rng.integers(0, 1000, 100) << 8).astype("<i8").tobytes())
     assert inputs(fuzzer(tmp_path, HERE / "fuzz_ranges.cpp", corpus=seeds, seconds=3), seconds=3) > 500
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names an open file by /proc")
+def test_hostile_headers_are_harmless(tmp_path, corpus, photo):
+    seeds = shutil.copytree(corpus, tmp_path / "seeds")
+    for kind in ("PNG", "GIF", "WEBP", "BMP"):
+        photo(40, 33, 1).save(seeds / kind, kind)
+    photo(40, 33, 1).save(seeds / "lossless", "WEBP", lossless=True)
+    assert inputs(fuzzer(tmp_path, HERE / "fuzz_look.cpp", corpus=seeds, seconds=3), seconds=3) > 100
 
 
 def test_both_inner_loops_agree_on_changed_bytes(library, corpus, tmp_path):

@@ -14,6 +14,7 @@ from falconet.data import layout
 from falconet.data.dataset import open_dataset
 from falconet.data.image_files import UnreadableImageError
 from falconet.data.sources import tfrecord
+from falconet.data.sources.tfrecord import Keys
 from falconet.errors import DataError
 
 BOXES = ((0.1, 0.2, 0.5, 0.6), (0.0, 0.0, 1.0, 0.25))
@@ -115,6 +116,52 @@ def test_a_flipped_bit_in_an_image_is_named_when_it_is_read(records, monkeypatch
     assert source.where(2) == f"{records / 'train-00000-of-00003'}: image at byte {begin + skip}"
 
 
+def record(**features):
+    """An Example with these features: bytes, or a label."""
+    made = layouts.Example()
+    for key, value in features.items():
+        feature = made.features.feature[key.replace("__", "/")]
+        (feature.bytes_list if isinstance(value, bytes) else feature.int64_list).value.append(value)
+    return made.SerializeToString()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_labels_start_at_0_or_1(tmp_path, first):
+    for split, labels in (("train", (2, 1, 0)), ("validation", (1, 1))):
+        rows = [layouts.example(b"x", label + first, synset="abc"[label]) for label in labels]
+        layouts.write_records(tmp_path / f"{split}-00000-of-00001", rows)
+    splits = layout.load_photos(tmp_path)
+    assert (splits.train.labels.tolist(), splits.validation.labels.tolist()) == ([2, 1, 0], [1, 1])
+    assert splits.class_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["flowers-{}.tfrecord-00000-of-00001", "{}.tfrecord", "{}/part.tfrecords", "x_{}-00000-of-00001.tfrecord"],
+)
+@pytest.mark.parametrize("validation", ["validation", "test", "val"])
+def test_records_of_other_makers_are_read_by_their_keys(tmp_path, name, validation):
+    for split in ("train", validation):
+        rows = [record(img=b"x%d" % label, lbl__id=label, size=7) for label in (0, 1)]
+        layouts.write_records(tmp_path / name.format(split), rows)
+    splits = layout.load_photos(tmp_path, keys=Keys(image="img", label="lbl/id"))
+    assert splits.train.labels.tolist() == splits.validation.labels.tolist() == [0, 1]
+    assert splits.train.encoded(1) == b"x1"
+
+
+def test_records_with_other_keys_show_theirs(tmp_path):
+    for split in ("train", "validation"):
+        layouts.write_records(tmp_path / f"{split}-00000-of-00001", [record(image=b"x", label=1, size=7)])
+    with pytest.raises(DataError) as caught:
+        open_dataset(Data(data="folder", data_dir=tmp_path), model="resnet18", global_batch=1, seed=0)
+    path = tmp_path / "train-00000-of-00001"
+    assert str(caught.value) == (
+        f"--tfrecord-keys: {path}: the record at byte 0 has no 'image/encoded', only image, label, size"
+    )
+    data = Data(data="folder", data_dir=tmp_path, tfrecord_keys="image=image,label=label")
+    assert len(open_dataset(data, model="resnet18", global_batch=1, seed=0).train) == 1
+
+
 FIRST = 12  # bytes before the first record's data
 
 
@@ -139,14 +186,11 @@ DAMAGE = {
     "ends within the record at byte 0; cut short?": lambda path: path.write_bytes(path.read_bytes()[:500]),
     "ends within the record at byte 0; cut short? ": lambda path: path.write_bytes(path.read_bytes()[:7]),
     "the record at byte 0 cannot be used: not a tf.train.Example": text,
-    "the record at byte 0 cannot be used: no 'image/class/label'": unlabelled,
-    "the record at byte 0 has the label 0; expected 1 to 1,000,000": lambda path: layouts.write_records(
-        path, [layouts.example(b"x", 0)]
-    ),
-    f"the record at byte 0 has the label {2**62}; expected 1 to 1,000,000": lambda path: layouts.write_records(
+    "the record at byte 0 has no 'image/class/label', only image/encoded": unlabelled,
+    f"the record at byte 0 has the label {2**62}; expected 0 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", 2**62)]
     ),
-    "the record at byte 0 has the label -1; expected 1 to 1,000,000": lambda path: layouts.write_records(
+    "the record at byte 0 has the label -1; expected 0 to 1,000,000": lambda path: layouts.write_records(
         path, [layouts.example(b"x", -1)]
     ),
 }

@@ -8,6 +8,7 @@
 #include "crc32c.hpp"
 #include "decode.hpp"
 #include "files.hpp"
+#include "look.hpp"
 #include "transcode.hpp"
 
 #define FALCONET_API extern "C" __attribute__((visibility("default")))
@@ -170,4 +171,22 @@ FALCONET_API void falconet_free(uint8_t* result) { delete[] result; }
 FALCONET_API uint32_t falconet_crc32c(const uint8_t* data, int64_t size, int32_t portable) {
     const auto count = static_cast<size_t>(size);
     return portable != 0 ? falconet::crc32c_portable(data, count, 0) : falconet::crc32c(data, count, 0);
+}
+
+// stamps: count x (bytes, nanoseconds of the last change); -1 for what is not a file.
+FALCONET_API void falconet_stamps(int32_t count, const char* const* paths, int64_t* stamps) {
+    for (int32_t i = 0; i < count; ++i) {
+        int64_t* stamp = stamps + 2 * static_cast<size_t>(i);
+        if (!falconet::stamp_of(paths[i], stamp[0], stamp[1])) stamp[0] = stamp[1] = -1;
+    }
+}
+
+// sizes: count x (width, height); states: count, see look.hpp.
+FALCONET_API void falconet_look(int32_t count, const char* const* paths, int32_t* sizes, int8_t* states) {
+    for (int32_t i = 0; i < count; ++i) {
+        const falconet::Look found = falconet::look_at(paths[i]);
+        sizes[2 * static_cast<size_t>(i)] = found.width;
+        sizes[2 * static_cast<size_t>(i) + 1] = found.height;
+        states[i] = static_cast<int8_t>(found.state);
+    }
 }

@@ -1,0 +1,226 @@
+"""`train` and `validate` on folders of photos, as people have them."""
+
+import re
+import shutil
+
+import pytest
+from PIL import Image
+
+import runs
+from falconet.data.layout import load_photos
+
+SMALL = (
+    "--model resnet10 --image-size 16 --micro-batch-size 4 --epoch 1 --threads 1 --dataloader-workers 1 --device cpu"
+)
+
+
+@pytest.fixture
+def heap(tmp_path):
+    """Two classes, dark and light, of 12 unsplit photos each."""
+    for name, level in (("dark", 40), ("light", 220)):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (20 + number, 16), (level, level + number, level)).save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def trained(falconet, heap):
+    answer = falconet(f"train photos {SMALL} --run-dir run")
+    assert answer.code == 0, answer.err
+    return answer
+
+
+def test_what_was_found_is_printed_before_training(trained):
+    lines = trained.out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("photos: "))
+    assert lines[at].startswith("photos: 2 classes, 24 photos (12 per class)")
+    assert lines[at].endswith(", class folders")
+    assert lines[at + 1].startswith("split by file name: ")
+    assert lines[at + 1].endswith(" to validate (--val-fraction 0.2)")
+
+
+def spoil(heap, *names):
+    for name in names:
+        (heap / name).write_bytes((heap / name).read_bytes()[:-30])
+
+
+def split(heap):
+    """The names of the photos on each side."""
+    splits = load_photos(heap)
+    return [[source.name(number) for number in range(len(source))] for source in (splits.train, splits.validation)]
+
+
+def test_broken_photos_are_listed_together_and_skipped(falconet, heap):
+    train, validation = split(heap)
+    spoil(heap, train[0], train[-1], validation[0])
+    answer = falconet(f"train photos {SMALL} --run-dir run")
+    assert answer.code == 0, answer.err
+    assert "photos: 2 classes, 21 photos (" in answer.out
+    listed = [f"photos/{train[0]}: truncated (training)", f"photos/{train[-1]}: truncated (training)"]
+    listed.append(f"photos/{validation[0]}: truncated (validation)")
+    assert f"note: skipped 3 broken photos: {'; '.join(listed)}" in answer.out.splitlines()
+    assert (heap.parent / "run/bad_photos.txt").read_text().splitlines() == listed
+    left_out = f"left out of the validation, because they cannot be read: 1 image: photos/{validation[0]}"
+    assert answer.out.splitlines()[-1] == left_out
+
+
+def test_a_run_with_broken_photos_is_restored_bit_for_bit(falconet, heap, monkeypatch):
+    train, _ = split(heap)
+    spoil(heap, train[0], train[3])
+    line = f"train photos {SMALL} --epoch 2"
+    assert falconet(f"{line} --run-dir whole").code == 0
+    runs.stop_at(monkeypatch, 6)
+    assert falconet(f"{line} --run-dir part").code == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(heap.parent)
+    answer = falconet("restore part")
+    assert answer.code == 0, answer.err
+    runs.assert_bitwise(heap.parent / "part", heap.parent / "whole")
+
+
+@pytest.mark.parametrize(("allowed", "code"), [("0", 2), ("1", 2), ("2", 0), ("5%", 2), ("20%", 0), ("auto", 0)])
+def test_more_broken_photos_than_allowed_stop_the_run_before_it_starts(falconet, heap, allowed, code):
+    train, _ = split(heap)
+    spoil(heap, train[0], train[-1])
+    answer = falconet(f"train photos {SMALL} --updates 1 --bad-images-allowed {allowed} --run-dir run")
+    assert answer.code == code, answer.err
+    if code:
+        number = {"0": 0, "1": 1, "5%": 0}[allowed]
+        assert answer.err.splitlines()[-1] == (
+            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed:"
+            f" photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
+        )
+        assert not (heap.parent / "run").exists()
+
+
+def test_a_class_without_a_whole_photo_stops_the_run(falconet, heap):
+    train, _ = split(heap)
+    dark = [name for name in train if name.startswith("dark/")]
+    spoil(heap, *dark)
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed 99")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1] == (
+        f"falconet train: no photo of 'dark' is left to train on; the broken ones include photos/{dark[0]}: truncated"
+    )
+
+
+def test_broken_validation_photos_never_stop_a_run(falconet, heap):
+    _, validation = split(heap)
+    spoil(heap, *validation[1:])
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed 0")
+    assert answer.code == 0, answer.err
+    assert f"they cannot be read: {len(validation) - 1} image" in answer.out
+
+
+def test_a_run_needs_a_photo_to_validate_on(falconet, heap):
+    _, validation = split(heap)
+    spoil(heap, *validation)
+    answer = falconet(f"train photos {SMALL}")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1] == (
+        f"falconet train: photos: no photos to validate on, because they are broken; the first: photos/{validation[0]}:"
+        " truncated; expected some in val/, or two photos or more of each class"
+    )
+
+
+@pytest.mark.parametrize("given", ["many", "-1", "1.5", "1000%", "%"])
+@pytest.mark.usefixtures("heap")
+def test_the_number_of_bad_images_is_a_number_or_a_percentage(falconet, given):
+    answer = falconet(f"train photos {SMALL} --bad-images-allowed {given}")
+    assert answer.code == 2
+    expected = "expected a number, a percentage such as 2%, or auto"
+    assert f"--bad-images-allowed: got '{given}', {expected}" in answer.err
+
+
+def test_a_fraction_for_photos_that_are_split_is_noted(falconet, image_folder):
+    answer = falconet(f"train {image_folder} {SMALL} --val-fraction 0.5 --plan")
+    assert "note: --val-fraction 0.5 has no effect: the photos are split already" in answer.out
+    assert "split: 24 to train, 8 to validate\n" in answer.out
+
+
+@pytest.mark.dist
+def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap, two_cores):
+    train, _ = split(heap)
+    spoil(heap, train[0])
+    answer = falconet(f"train photos {SMALL} --micro-batch-size 2 --replicas 2 --run-dir run")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("skipped 1 broken photo: ") == 1
+
+
+def validated(answer):
+    """How many images were measured."""
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("checkpoint "))
+    return int(lines[at + 1].split()[lines[at].split().index("images")])
+
+
+def test_validation_uses_the_photos_that_training_held_out(falconet, trained):
+    held_out = int(re.search(r"(\d+) to validate", trained.out)[1])
+    answer = falconet("validate --checkpoint-input-path run")
+    assert validated(answer) == held_out
+    assert (
+        answer.out.splitlines()[1]
+        == f"split by file name: {24 - held_out} to train, {held_out} to validate (--val-fraction 0.2)"
+    )
+    assert validated(falconet("validate --checkpoint-input-path run --val-fraction 1")) == 24
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("place", ["new/test", "new"])
+def test_validation_needs_no_photos_to_train_on_and_not_every_class(falconet, heap, place):
+    target = heap.parent / "new/test/light"
+    target.mkdir(parents=True)
+    for number in range(5):
+        shutil.copy(heap / f"light/{number}.jpg", target)
+    assert validated(falconet(f"validate --checkpoint-input-path run --data-dir {place}")) == 5
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_class_that_the_checkpoint_does_not_know_is_named(falconet, heap):
+    (heap.parent / "new/test/grey").mkdir(parents=True)
+    shutil.copy(heap / "light/1.jpg", heap.parent / "new/test/grey")
+    answer = falconet("validate --checkpoint-input-path run --data-dir new")
+    assert answer.code == 2
+    assert "was trained on 2 classes, the data has 1, 'grey' where it has 'dark'" in answer.err
+
+
+def only_validated(root):
+    (root / "val").mkdir()
+    for name in ("dark", "light"):
+        (root / name).rename(root / "val" / name)
+
+
+MISTAKES = {
+    "one class": (
+        lambda root: shutil.rmtree(root / "light"),
+        "photos: all photos are of one class, 'dark'; expected at least two, each in a folder of its own",
+    ),
+    "only validation": (
+        only_validated,
+        "photos: no photos to train on, only 24 to validate; expected train/ as well, or `falconet validate`",
+    ),
+    "several labels": (
+        lambda root: (root / "labels.csv").write_text("image,label\ndark/1.jpg,dark|old\nlight/2.jpg,light\n"),
+        "photos: photos with several labels cannot be trained yet; expected one label each",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_folder_that_cannot_be_trained_on_is_answered_in_one_line(falconet, heap, change, message):
+    change(heap)
+    answer = falconet(f"train photos {SMALL}")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1] == f"falconet train: {message}"
+
+
+@pytest.mark.parametrize("given", ["0", "1.5", "-0.1"])
+@pytest.mark.usefixtures("heap")
+def test_a_fraction_to_validate_is_more_than_nothing(falconet, given):
+    answer = falconet(f"train photos {SMALL} --val-fraction {given}")
+    assert answer.code == 2
+    assert "--val-fraction: got" in answer.err
+    assert "expected a number, more than 0 and at most 1" in answer.err
