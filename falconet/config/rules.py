@@ -389,6 +389,12 @@ def _restore_has_its_weights(options: Any) -> str | None:
     return None
 
 
+def _predictions_have_one_form(options: Any) -> str | None:
+    if options.predict.json and options.predict.csv:
+        return "--json: contradicts --csv; expected only one of the two"
+    return None
+
+
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
@@ -420,5 +426,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("run",), _resuming_needs_a_run_folder),
     (("run", "checkpoints"), _temporary_folder_has_no_name),
     (("input", "training"), _restore_has_its_weights),
+    (("predict",), _predictions_have_one_form),
     (("doctor",), _doctor_replicas_need_distributed),
 )
