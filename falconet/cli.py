@@ -36,6 +36,7 @@ GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
 ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
+PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
@@ -95,7 +96,8 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        loaded = inputs.load(command, read_line(command, rest))
+        photos = PHOTOS if conventions is FALCONET else None  # the originals trained photos from scratch
+        loaded = inputs.load(command, read_line(command, rest, photos=photos))
         # torch takes two seconds to import: every mistake in the line has been reported by now.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     given = {"conventions": conventions} if name in CONVENTIONAL else {}

@@ -9,10 +9,10 @@ from typing import Any
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
-from falconet.config.fields import require_folder, require_photos
+from falconet.config.fields import options_of, require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
 from falconet.config.settings import Setting
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, DataError
 
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -70,7 +70,7 @@ def check(options: Any) -> None:
         if path is not None and not path.is_file():
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
-        require_photos(options.data.data_dir)
+        _require_data(options.data.data_dir)
     _check_validated(options)
 
 
@@ -86,6 +86,15 @@ def _check_predicted(options: commands.PredictOptions) -> None:
         require_checkpoints(path)
     if not words:
         raise ConfigError("expected photos after the run: files, folders, or - for stdin")
+
+
+def _require_data(folder: Path) -> None:
+    """Photos must exist; their folder may be the first word, where another kind of data was meant."""
+    try:
+        require_photos(folder)
+    except DataError as error:
+        kinds = options_of(commands.TrainOptions)["data"].choices
+        raise DataError(f"{error}; did you mean --data {folder}?" if str(folder) in kinds else str(error)) from None
 
 
 def _check_validated(options: Any) -> None:

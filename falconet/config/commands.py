@@ -47,13 +47,16 @@ class Command:
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
     arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
     instead: ClassVar[Mapping[str, str]] = {}  # options in whose presence an argument is not given: option -> argument
+    needs_arguments: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Command):
-    """Train from scratch; with no options at all, on the built-in digits."""
+    """Train a model on a folder of photos or on other data; with no options at all, on the built-in digits."""
 
-    example = "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128"
+    example = "falconet train photos/ --model resnet50"
+    arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
+    needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
         *("config", "model", "data", "data-dir", "image-size", "init-path"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
@@ -84,6 +87,7 @@ class RestoreOptions(TrainOptions):
 
     example = "falconet restore runs/my-run"
     arguments = ("checkpoint-input-path",)
+    needs_arguments = True
     common = ("checkpoint-input-path", "epoch", "data-dir", "device", "replicas", "run-dir", "plan")
 
     input: Input = field(default_factory=Input)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from falconet.config import effects, rules
-from falconet.config.commands import BenchServeOptions, Command, InferOptions
+from falconet.config.commands import BenchServeOptions, Command, InferOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import Use, from_config
 from falconet.config.settings import (
@@ -42,6 +42,7 @@ SYNONYMS = {  # other programs' words for a choice, by option
         **{"fp32": "32.32", "float32": "32.32", "single": "32.32", "bf16": "bf16.32", "bfloat16": "bf16.32"},
     },
 }
+IMPLIED = "implied by --data-dir"
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
@@ -55,8 +56,9 @@ class Loaded(Generic[Options_co]):
     checkpoint: Path | None = None  # the checkpoint that supplied what the line does not set
 
     def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
-        """The same line over the options that a checkpoint stores."""
-        return load_options(type(self.options), self.line, table)
+        """The same line over the options that a checkpoint stores, which settle the recipe's automatic ones."""
+        settled = unsettled(self.line) & table.keys()
+        return load_options(type(self.options), [each for each in self.line if each.bare not in settled], table)
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""
@@ -89,11 +91,13 @@ def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> 
     return found
 
 
-def read_line(command: type[Command], argv: Sequence[str]) -> list[Setting]:
-    """The settings of a command line, after those of its --config."""
+def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None = None) -> list[Setting]:
+    """The settings of a command line, after those of its --config; `photos`: the config of a training on photos."""
     options = options_of(command)
     line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
+    if not named and photos and command is TrainOptions and _names_photos(line):
+        named = [photos]
     use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line
 
@@ -110,13 +114,20 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
     return [*first, *words[len(left) :], *named]  # the last one gets the rest, and refuses it if it takes one value
 
 
+def _names_photos(line: Sequence[Setting]) -> bool:
+    """Whether the data of a line is a folder of photos, which a data folder alone implies."""
+    stated = {setting.option: setting.values for setting in line}
+    return stated.get("data", ("folder",) if "data-dir" in stated else ()) == ("folder",)
+
+
 def load_options(
     command: type[Options], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
 ) -> Loaded[Options]:
     """The options of a line, checked; `checkpoint`: the options that one stores."""
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
-    loaded = load(command, [*from_environment(os.environ, options), *stored, *line])
+    implied = [Setting("data", ("folder",), IMPLIED)] if _names_photos([*stored, *line]) else []
+    loaded = load(command, [*from_environment(os.environ, options), *implied, *stored, *line])
     return Loaded(loaded.options, loaded.sources, tuple(line))
 
 
@@ -183,6 +194,12 @@ def unused_notes(options: object, line: Sequence[Setting]) -> list[str]:
     """One note for each option of the line that has no effect; `options`: what the line led to."""
     sources = {setting.bare: setting.source for setting in line}
     return [f"note: {note}" for note in effects.notes(options, sources)]
+
+
+def unsettled(line: Sequence[Setting]) -> set[str]:
+    """The options that a recipe leaves to the start of the run, which makes numbers of them."""
+    final = {setting.bare: setting for setting in line}
+    return {name for name, setting in final.items() if setting.source != LINE and setting.values == ("auto",)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:

@@ -48,7 +48,7 @@ class Data:
     """Where images come from, and how they are read and normalised."""
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
-    """imagenet, folder: photos (see docs/using/data.md); generated: random, from the host; synthetic: on the device."""
+    """folder: your photos, implied by --data-dir; generated: random, from the host; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -91,8 +91,8 @@ class Data:
 class Training:
     """How long to train, what to start with, which weights to train."""
 
-    epoch: Annotated[int, AtLeast(1)] = 30
-    """Passes over the training images."""
+    epoch: Annotated[int, AtLeast(1)] | Auto = 30
+    """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
@@ -105,6 +105,12 @@ class Training:
     """Train only weights whose name matches one of these regular expressions, such as fc or layer4/.*/bias."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
     """Percentage of the training images to use, spread evenly over the dataset; validation uses all its images."""
+
+    @property
+    def epochs(self) -> int:
+        """Its epochs as a number, once auto has been settled."""
+        assert self.epoch != "auto"
+        return self.epoch
 
 
 @dataclass(frozen=True, kw_only=True)

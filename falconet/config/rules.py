@@ -195,7 +195,7 @@ def _cutmix_bounds_are_ordered(options: Any) -> str | None:
 
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if warmup > epochs and options.training.updates is None:  # else the number of epochs depends on the data
+    if epochs != "auto" and warmup > epochs and options.training.updates is None:  # else it depends on the data
         return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
     return None
 

@@ -22,7 +22,7 @@ from falconet.infer.photos import Photo
 from falconet.train import saved_model
 
 TRAIN = (
-    "train --data folder --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"
+    "train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"
     " --dataloader-workers 2 --device cpu"
 )
 
@@ -157,9 +157,9 @@ def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
 def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):
     def piped(content):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        return falconet("predict r - --csv")
+        return falconet("predict r - --csv --batch-size 8")
 
-    named = falconet("predict r photos/val/dark/0.png photos/val/light --csv").out
+    named = falconet("predict r photos/val/dark/0.png photos/val/light --csv --batch-size 8").out
     assert piped(b"photos/val/dark/0.png\r\n\nphotos/val/light").out == named
     content = Path("photos/val/dark/0.png").read_bytes()
     assert piped(content).out == named.splitlines(True)[0] + named.splitlines(True)[1].replace(
