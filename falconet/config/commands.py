@@ -29,6 +29,7 @@ from falconet.config.options import (
     Pack,
     Parallel,
     Predict,
+    Pretrained,
     Run,
     Serving,
     Table,
@@ -58,7 +59,7 @@ class TrainOptions(Command):
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
     needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
-        *("config", "model", "data", "data-dir", "image-size", "init-path"),
+        *("config", "model", "data", "data-dir", "image-size", "pretrained", "init-path"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
         *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
     )
@@ -151,8 +152,8 @@ class PredictOptions(Command):
     predict: Predict = field(default_factory=Predict)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
-    fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
 
 

@@ -1,31 +1,26 @@
 """Classifiers: models that are ready to predict, with class names and preprocessing; from a run, or from weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from falconet.checkpoint import format
-from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint import format, initial_weights
+from falconet.checkpoint.foreign import fitting_model, load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
-from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
+from falconet.data.preprocessing import Preprocessing
 from falconet.errors import CheckpointError, ConfigError, named_option
-from falconet.models import zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
-from falconet.report.console import Say
-
-IMAGENET_CLASSES = 1000
-NAMES_SHOWN = 2  # of the several names that ImageNet has for a class
+from falconet.report.console import Say, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +49,17 @@ class Asked(Protocol):
     def model(self) -> options.Model: ...
 
     @property
-    def fresh(self) -> options.Fresh: ...
-
-    @property
     def machine(self) -> options.Machine: ...
 
 
 AskedT = TypeVar("AskedT", bound=Asked)
 
 
-def open_model(
-    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Path | None = None
-) -> tuple[Classifier, AskedT]:
-    """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
-
-    `weights`: a file with those of a model that the line names, instead of a checkpoint.
-    """
+def open_run(command: type[AskedT], line: Sequence[Setting], note: Say) -> tuple[Classifier, AskedT]:
+    """Open the checkpoint that a command's line names; its options are the defaults of those that are returned."""
     asked = load_options(command, line).options
-    path = weights or asked.input.checkpoint_input_path
-    if path is None or path.is_file():
-        return _fresh(asked, path, line, note), asked
+    path = asked.input.checkpoint_input_path
+    assert path is not None
     folder, manifest = format.choose(path, asked.choice.checkpoint, note)
     average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
     note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
@@ -81,27 +67,27 @@ def open_model(
     return _trained(asked, folder, manifest), asked
 
 
-def _fresh(asked: Asked, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights or with those of a file."""
+def open_weights(asked: Asked, weights: Path | Literal["published"], line: Sequence[Setting], note: Say) -> Classifier:
+    """Open the model that the line names with published weights, or with those of a file.
+
+    Without a name, the model is the one of ours that the file's weights fit.
+    """
+    model = asked.model
     if not any(setting.option == "model" for setting in line):
-        if path:
-            raise ConfigError(f"{path}: holds only weights; expected --model as well")
-        raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
-    name = asked.model.model
-    with named_option("model"):
-        size = value_or(asked.fresh.image_size, zoo.image_size(name))
-    with named_option("image_size"):
-        zoo.check_image_size(name, size)
-    classes = value_or(asked.fresh.classes, 10 if name.endswith("-cifar") else 1000)
-    preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    model = build_model(asked.model, classes=classes, seed=0)
-    names = tuple(map(str, range(classes)))
-    if path is None:
-        note(f"note: {name} has random weights (always the same ones), for measuring only")
-    else:
-        load_weights(model, read_weights(path), where=str(path), name=name)
-        names = imagenet_names() if classes == IMAGENET_CLASSES else names
-    return _classifier(asked, model, preprocessing, names)
+        model = replace(model, model=_fitting(weights, note))
+    opened = initial_weights.open_model(model, weights)
+    note(f"loaded {opened.source}, {counted(len(opened.class_names), 'class')}")
+    return make_classifier(asked, opened.model, opened.preprocessing, opened.class_names, name=model.model)
+
+
+def _fitting(weights: Path | Literal["published"], note: Say) -> str:
+    if weights == "published":
+        raise ConfigError("expected --model as well, whose published weights are taken")
+    found = fitting_model(read_weights(weights))
+    if found is None:
+        raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
+    note(f"{weights}: its weights fit {found[0]}; --model names another one")
+    return found[0]
 
 
 def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
@@ -113,21 +99,24 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     data = load_options(ValidateOptions, [], manifest.config).options.data
-    return _classifier(asked, model, preprocessing, manifest.class_names, data)
+    return make_classifier(asked, model, preprocessing, manifest.class_names, data=data)
 
 
-def _classifier(
+def make_classifier(
     asked: Asked,
     model: nn.Module,
     preprocessing: Preprocessing,
     class_names: tuple[str, ...],
+    *,
+    name: str = "",
     data: options.Data | None = None,
 ) -> Classifier:
+    """Put a model on the device that was asked for, ready to predict; `name`: if it is not the one asked for."""
     device, regime = world.open_machine(asked.machine).device, REGIMES[asked.machine.precision]
     with named_option("precision"):
         regime.require(device)
     return Classifier(
-        name=asked.model.model.replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
+        name=(name or asked.model.model).replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
         model=regime.prepare(model, device).eval(),
         preprocessing=preprocessing,
         class_names=class_names,
@@ -135,14 +124,3 @@ def _classifier(
         device=device,
         data=data or options.Data(),
     )
-
-
-def imagenet_names() -> tuple[str, ...]:
-    """What the 1,000 classes of ImageNet are called, such as `tabby, tabby cat`; timm has the list."""
-    from timm.data.imagenet_info import ImageNetInfo
-
-    info = ImageNetInfo("imagenet-1k")
-    full = [info.index_to_description(number).split(", ") for number in range(IMAGENET_CLASSES)]
-    names = [", ".join(several[:NAMES_SHOWN]) for several in full]
-    # A crane is a bird and a machine.
-    return tuple(f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names))

@@ -328,6 +328,12 @@ def _saving(
     )
 
 
+def _initial_weights(launch: Launch) -> str | None:
+    """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
+    stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
+    return launch.initial.source if launch.initial else stored if isinstance(stored, str) else None
+
+
 def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
     """What the checkpoints of a run state about themselves."""
     site, images = built.site, built.images
@@ -341,6 +347,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
             "preprocessing": images.preprocessing.to_json(),
             "config": built.launch.loaded.table(),
             "plan": built.plan.lines(),
+            "initial_weights": _initial_weights(built.launch),
             "runtime": {
                 "threads": site.threads,
                 "processes": site.world.size,
