@@ -15,7 +15,9 @@ from falconet.config import options
 from falconet.config.commands import ValidateOptions
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
+from falconet.data.dataset import Dataset
 from falconet.data.preprocessing import Preprocessing
+from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
@@ -34,6 +36,21 @@ class Classifier:
     regime: Regime
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
+    checkpoint: Path | None = None  # where it is from
+
+    def images(self, source: FileSource) -> Dataset:
+        """Photos as validation images, prepared as in the run's validation."""
+        return Dataset(
+            train=source,
+            validation=source,
+            native_size=None,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            kind="folder",
+            preprocessing=self.preprocessing,
+            training=self.preprocessing,
+            on_host=self.data.normalization_location == "host",
+        )
 
 
 class Asked(Protocol):
@@ -99,7 +116,8 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     data = load_options(ValidateOptions, [], manifest.config).options.data
-    return make_classifier(asked, model, preprocessing, manifest.class_names, data=data)
+    made = make_classifier(asked, model, preprocessing, manifest.class_names, data=data)
+    return replace(made, checkpoint=folder)
 
 
 def make_classifier(
