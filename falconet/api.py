@@ -149,7 +149,8 @@ class Run:
             accuracy, epoch, _ = self.best
         except CheckpointError:
             return f"<{self.folder}: nothing saved>"
-        return f"<{self.folder}: " + (f"best {accuracy:.2f} % after epoch {epoch}>" if accuracy else "not validated>")
+        how = "not validated" if accuracy is None else f"best {accuracy:.2f} %"
+        return f"<{self.folder}: {how} after epoch {epoch}>"
 
 
 def _line(command: type[Command], words: tuple[object, ...], options: Mapping[str, object]) -> list[Setting]:
