@@ -104,6 +104,7 @@ class ValidateOptions(Command):
         "checkpoint-input-path",
         "checkpoint",
         "output",
+        "predictions",
         "data",
         "data-dir",
         "model",

@@ -475,7 +475,9 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV file for the result; default: validation.csv beside the checkpoints."""
+    """CSV file for the result; default: validation.csv beside the checkpoints. Details go to a .json beside it."""
+    predictions: Path | None = local(None)
+    """CSV file for a row per image: path, label, and the five most probable classes with their probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -436,6 +436,19 @@ def _predictions_have_one_form(options: Any) -> str | None:
     return None
 
 
+def _predictions_are_of_one_checkpoint(options: Any) -> str | None:
+    if options.table.predictions is not None and options.choice.checkpoint == "all":
+        return "--predictions: takes one checkpoint, got --checkpoint all; expected best, last or an epoch"
+    return None
+
+
+def _tables_are_csv(options: Any) -> str | None:
+    path = options.table.output
+    if path is not None and path.suffix == ".json":
+        return f"--output: got {path}, expected a CSV file; the details are written as JSON beside it"
+    return None
+
+
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
@@ -472,5 +485,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("run", "checkpoints"), _temporary_folder_has_no_name),
     (("input", "training"), _restore_has_its_weights),
     (("predict",), _predictions_have_one_form),
+    (("table", "choice"), _predictions_are_of_one_checkpoint),
+    (("table",), _tables_are_csv),
     (("doctor",), _doctor_replicas_need_distributed),
 )
