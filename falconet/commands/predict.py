@@ -16,7 +16,7 @@ from falconet.config.options import Predict
 from falconet.errors import ConfigError, UserError, named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
-from falconet.infer.classifier import Classifier, open_run, open_weights
+from falconet.infer.classifier import Classifier, open_model
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
@@ -69,17 +69,13 @@ def run(loaded: Loaded[PredictOptions]) -> int:
     return FAILED if failed else DONE
 
 
-def open_classifier(loaded: Loaded[PredictOptions], say: Say) -> tuple[Classifier, PredictOptions]:
+def open_classifier(loaded: Loaded[PredictOptions], note: Say) -> tuple[Classifier, PredictOptions]:
     """The model of a run, or one with published weights or those of a file; the options with its defaults."""
-    options = loaded.options
-    path, weights = options.input.checkpoint_input_path, options.pretrained.pretrained
-    if weights != "none":
-        with named_option("pretrained"):
-            return open_weights(options, weights, loaded.line, say), options
-    assert path is not None, "the command line requires one"
-    if path.is_file():
-        return open_weights(options, path, loaded.line, say), options
-    return open_run(PredictOptions, loaded.line, say)
+    weights = loaded.options.pretrained.pretrained
+    if weights == "none":
+        return open_model(PredictOptions, loaded.line, note)
+    with named_option("pretrained"):
+        return open_model(PredictOptions, loaded.line, note, weights=weights)
 
 
 @contextmanager

@@ -155,6 +155,7 @@ class PredictOptions(Command):
     choice: Choice = field(default_factory=Choice)
     pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
 
 

@@ -202,6 +202,10 @@ def _has_checkpoints(options: Any) -> bool:
     return path is not None and not path.is_file()
 
 
+def _has_no_checkpoints(options: Any) -> bool:
+    return not _has_checkpoints(options)
+
+
 _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
@@ -225,7 +229,11 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         _NO_CHOICE,
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
-    commands.PredictOptions: (*_NOT_TRAINED, _NO_CHOICE),
+    commands.PredictOptions: (
+        *_NOT_TRAINED,
+        _NO_CHOICE,
+        *((name, "on a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
+    ),
     commands.AverageOptions: (
         *(
             (name, "without --validate or --batchnorm-images", _runs_a_model)

@@ -649,9 +649,9 @@ class Fresh:
     """Input size and classes of a model without a checkpoint."""
 
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: the model's standard size. A checkpoint has its own."""
+    """Side of the square input in pixels; auto: the weights', or the model's. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
-    """Number of classes; auto: 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
+    """Number of classes; auto: the weights', else 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
 
 
 # Tools.

@@ -13,12 +13,14 @@ from falconet.checkpoint.foreign import fitting_model, load_weights, read_weight
 from falconet.checkpoint.manifest import Manifest
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
+from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.dataset import Dataset
-from falconet.data.preprocessing import Preprocessing
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.models import zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
@@ -66,38 +68,70 @@ class Asked(Protocol):
     def model(self) -> options.Model: ...
 
     @property
+    def fresh(self) -> options.Fresh: ...
+
+    @property
     def machine(self) -> options.Machine: ...
 
 
 AskedT = TypeVar("AskedT", bound=Asked)
+Weights = Path | Literal["published"]
 
 
-def open_run(command: type[AskedT], line: Sequence[Setting], note: Say) -> tuple[Classifier, AskedT]:
-    """Open the checkpoint that a command's line names; its options are the defaults of those that are returned."""
-    asked = load_options(command, line).options
-    path = asked.input.checkpoint_input_path
-    assert path is not None
-    folder, manifest = format.choose(path, asked.choice.checkpoint, note)
-    average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
-    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
-    asked = load_options(command, line, manifest.config).options
-    return _trained(asked, folder, manifest), asked
+def open_model(
+    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Weights | None = None
+) -> tuple[Classifier, AskedT]:
+    """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
 
-
-def open_weights(asked: Asked, weights: Path | Literal["published"], line: Sequence[Setting], note: Say) -> Classifier:
-    """Open the model that the line names with published weights, or with those of a file.
-
-    Without a name, the model is the one of ours that the file's weights fit.
+    `weights`: published ones, or those of a file, instead of the line's checkpoint.
     """
-    model = asked.model
-    if not any(setting.option == "model" for setting in line):
-        model = replace(model, model=_fitting(weights, note))
-    opened = initial_weights.open_model(model, weights)
-    note(f"loaded {opened.source}, {counted(len(opened.class_names), 'class')}")
-    return make_classifier(asked, opened.model, opened.preprocessing, opened.class_names, name=model.model)
+    asked = load_options(command, line).options
+    path, is_named = asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    if weights is None and path is None:
+        if not is_named:
+            raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
+        return _untrained(asked, note), asked
+    if weights is None and path is not None and not path.is_file():
+        folder, manifest = format.choose(path, asked.choice.checkpoint, note)
+        average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
+        note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
+        asked = load_options(command, line, manifest.config).options
+        return _trained(asked, folder, manifest), asked
+    file = weights or path
+    assert file is not None
+    name = asked.model.model if is_named else _fitting(file, note)
+    return _pretrained(asked, name, file, note), asked
 
 
-def _fitting(weights: Path | Literal["published"], note: Say) -> str:
+def _untrained(asked: Asked, note: Say) -> Classifier:
+    """A model with random weights."""
+    name = asked.model.model
+    with named_option("model"):
+        size = value_or(asked.fresh.image_size, zoo.image_size(name))
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
+    classes = value_or(asked.fresh.classes, 10 if name.endswith("-cifar") else 1000)
+    preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    note(f"note: {name} has random weights (always the same ones), for measuring only")
+    model = build_model(asked.model, classes=classes, seed=0)
+    return _classifier(asked, model, preprocessing, tuple(map(str, range(classes))))
+
+
+def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classifier:
+    """A model with weights that were trained elsewhere, and the preprocessing that they were trained with."""
+    opened = initial_weights.open_model(replace(asked.model, model=name), weights)
+    classes, made = len(opened.class_names), opened.preprocessing
+    note(f"loaded {opened.source}, {counted(classes, 'class')}")
+    if asked.fresh.classes not in ("auto", classes):
+        raise ConfigError(f"--classes: got {asked.fresh.classes}, expected {classes}, as in {opened.source}")
+    size = value_or(asked.fresh.image_size, made.image_size)
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
+    made = replace(made, image_size=size, resize=max(size, size * made.resize // made.image_size))
+    return _classifier(asked, opened.model, made, opened.class_names, name=name)
+
+
+def _fitting(weights: Weights, note: Say) -> str:
     if weights == "published":
         raise ConfigError("expected --model as well, whose published weights are taken")
     found = fitting_model(read_weights(weights))
@@ -116,11 +150,11 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     data = load_options(ValidateOptions, [], manifest.config).options.data
-    made = make_classifier(asked, model, preprocessing, manifest.class_names, data=data)
+    made = _classifier(asked, model, preprocessing, manifest.class_names, data=data)
     return replace(made, checkpoint=folder)
 
 
-def make_classifier(
+def _classifier(
     asked: Asked,
     model: nn.Module,
     preprocessing: Preprocessing,

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from falconet.config.commands import ServeOptions
-from falconet.config.fields import value_or
-from falconet.config.load import load_options
 from falconet.config.settings import Setting
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
-from falconet.errors import ConfigError, named_option
-from falconet.infer.classifier import Classifier, make_classifier, open_run, open_weights
-from falconet.models import zoo
-from falconet.models.zoo import build_model
+from falconet.data.preprocessing import normaliser
+from falconet.infer.classifier import Classifier, open_model
 from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
 
@@ -126,31 +121,8 @@ class Lane:
 
 def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
     """Open the model that a server's line names; return it with the options, to which its checkpoint adds defaults."""
-    options = load_options(ServeOptions, line).options
-    path = options.input.checkpoint_input_path
-    if path is None:
-        classifier = _untrained(options, line, note)
-    elif path.is_file():
-        classifier = open_weights(options, path, line, note)
-    else:
-        classifier, options = open_run(ServeOptions, line, note)
+    classifier, options = open_model(ServeOptions, line, note)
     if options.serving.half_partial:
         allow_half_partials(classifier.device)
         note(describe_half_partials(classifier.device))
     return classifier, options
-
-
-def _untrained(options: ServeOptions, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights."""
-    if not any(setting.option == "model" for setting in line):
-        raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
-    name = options.model.model
-    with named_option("model"):
-        size = value_or(options.fresh.image_size, zoo.image_size(name))
-    with named_option("image_size"):
-        zoo.check_image_size(name, size)
-    classes = value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
-    preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    note(f"note: {name} has random weights (always the same ones), for measuring only")
-    model = build_model(options.model, classes=classes, seed=0)
-    return make_classifier(options, model, preprocessing, tuple(map(str, range(classes))))

@@ -17,7 +17,7 @@ from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
 from falconet.infer import photos
-from falconet.infer.classifier import open_run
+from falconet.infer.classifier import open_model
 from falconet.infer.photos import Photo
 from falconet.train import saved_model
 
@@ -59,7 +59,7 @@ def home(falconet, trained):
 
 def logits_of(line, words, **asked):
     """name -> scores, of the model that a line names."""
-    classifier, _ = open_run(PredictOptions, read_line(PredictOptions, line.split()), lambda _: None)
+    classifier, _ = open_model(PredictOptions, read_line(PredictOptions, line.split()), lambda _: None)
     found = [Photo(word, word) for word in words]
     rows = [row for batch in photos.scored(classifier, found, **asked) for row in batch]
     return classifier, rows
@@ -235,6 +235,9 @@ def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):
         "predict --checkpoint-input-path r --pretrained a.pth b.jpg": "--pretrained: contradicts r, which also gives",
         "predict r": "expected photos after the run: files, folders, or - for stdin",
         "predict nowhere photo.jpg": "nowhere: no such file or folder",
+        "predict r/checkpoints/resnet8-cifar_folder_1/model.safetensors photos --model resnet8-cifar --classes 3": (
+            "--classes: got 3, expected 2, as in r/checkpoints/"
+        ),
         "predict r photos --json --csv": "--json: contradicts --csv; expected only one of the two",
         "predict r photos --output nowhere/out.csv": "--output: cannot write nowhere/out.csv: No such file",
         "predict r photos --embeddings nowhere/e.npz": "--embeddings: cannot write nowhere/e.npz: No such file",
@@ -248,3 +251,10 @@ def test_mistakes_are_one_line(falconet, home, line, message):
     assert answer.code == 2
     assert f"falconet predict: {message}" in answer.err
     assert "Traceback" not in answer.err
+
+
+def test_options_without_effect_are_noted(falconet, home):
+    answer = falconet("predict r photos/val/dark/0.png --image-size 32 --zero-init last")
+    assert answer.code == 0
+    assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
+    assert "--zero-init has no effect on a model that is not trained" in answer.err
