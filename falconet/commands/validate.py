@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,13 @@ from falconet.train import breakdown, evaluate, saved_model
 from falconet.train.breakdown import Breakdown, Collected
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     stated, screen = loaded.options, Screen()
     path = stated.input.checkpoint_input_path
-    assert path is not None
-    output = stated.table.output or _beside(path)
+    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line):
@@ -115,10 +114,18 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.O
 def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
     path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
-    assert path is not None
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
-    elif which == "all":
+    if path is None:  # then --pretrained is given
+        yield saved_model.open_pretrained(line)
+        return
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
+    if files:
+        return
+    if which == "all":
         yield from _all_models(path, line, say)
     else:
         yield from saved_model.open_checkpoint(format.choose(path, which, say).folder, line)
@@ -140,6 +147,16 @@ def _all_models(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:

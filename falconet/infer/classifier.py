@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from falconet.checkpoint import format, initial_weights
-from falconet.checkpoint.foreign import fitting_model, load_weights, read_weights
+from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
 from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.origin import find_origin
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
@@ -97,10 +98,16 @@ def open_model(
         note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
         asked = load_options(command, line, manifest.config).options
         return _trained(asked, folder, manifest), asked
-    file = weights or path
-    assert file is not None
-    name = asked.model.model if is_named else _fitting(file, note)
-    return _pretrained(asked, name, file, note), asked
+    chosen = weights or path
+    assert chosen is not None
+    if chosen != "published" and chosen.is_file():
+        origin = find_origin(read_file(chosen), model=asked.model.model if is_named else None)
+        loaded = load_options(command, line, origin.table())
+        if concluded := origin.line(loaded.sources):
+            note(concluded)
+        asked, is_named = loaded.options, is_named or "model" in loaded.sources
+    name = asked.model.model if is_named else _fitting(chosen, note)
+    return _pretrained(asked, name, chosen, note), asked
 
 
 def _untrained(asked: Asked, note: Say) -> Classifier:

@@ -36,6 +36,7 @@ from falconet.errors import (
     printable,
 )
 from falconet.exits import FAILED
+from falconet.models.batch_statistics import misfit
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -45,6 +46,7 @@ from falconet.train.log import Output
 from falconet.train.plan import Plan
 
 TOP = 5  # classes among which the right one counts too
+STATISTICS_IMAGES = 64  # enough to compare statistics with
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
@@ -246,6 +248,26 @@ def evaluator(
         return replace(found, left_out=bad.names)
 
     return measure
+
+
+def statistics_warning(
+    model: nn.Module, images: Dataset, data: options.Data, *, regime: Regime, world: World
+) -> str | None:
+    """A warning if batch norm's running statistics do not fit one batch of the validation images."""
+    if data.data in ("generated", "synthetic"):
+        return None
+    batch = min(value_or(data.validation_batch_size, data.micro_batch_size), STATISTICS_IMAGES)
+    quiet = BadImages(None, note=lambda _: None)
+    reading = Input(data=data, regime=regime, world=world, note=lambda _: None)
+    loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=quiet)
+    first = next(iter(loader.batches()))
+    pixels = first.images.to(world.device)[first.labels.to(world.device) >= 0]  # without padding
+    normalised = images.normalise(world.device)(pixels)
+    found = misfit(model, lambda: regime.run(model, normalised)) if len(pixels) else None
+    if found is None:
+        return None
+    pixels_advice = "check --normalization, --pixel-mean and --pixel-deviation"
+    return f"warning: {found.text}; {f'try --shortcut-padding {found.side}' if found.side else pixels_advice}"
 
 
 @dataclass(kw_only=True)
