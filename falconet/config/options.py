@@ -444,19 +444,19 @@ class Input:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Which checkpoint of a folder is used."""
-
-    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
-    """The best validated one, the newest, or that of epoch N."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pretrained:
     """Weights that were trained elsewhere, instead of a checkpoint's."""
 
     pretrained: Literal["none", "published"] | Path = local("none", bare="published")
     """Take the model's published weights or those of a file, and prepare photos as for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which checkpoint of a folder is used."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
+    """The best validated one, the newest, or that of epoch N."""
 
 
 # Measuring.

@@ -405,16 +405,21 @@ def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
-    """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
+    """Write the table as CSV; see `write_result`."""
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, ACCURACY_COLUMNS)
     writer.writeheader()
     writer.writerows(rows)
+    write_result(file.getvalue(), path, option=option, named=named)
+
+
+def write_result(text: str, path: Path, *, option: str, named: bool) -> None:
+    """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
     try:
         if named:
-            path.write_text(file.getvalue(), encoding="utf-8", newline="")
+            path.write_text(text, encoding="utf-8", newline="")
         else:
-            writing.replace(path.parent, path.name, file.getvalue())
+            writing.replace(path.parent, path.name, text)
     except LinkError as error:
         raise LinkError(error.path, option) from None
     except OSError as error:
