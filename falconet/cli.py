@@ -20,6 +20,7 @@ from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
 from falconet.errors import (
     NO_ROOM,
+    SHORTAGES,
     Interrupted,
     SaidElsewhereError,
     UserError,
@@ -61,14 +62,14 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
         return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
-    except OSError as error:
-        return unwritten(error, f"falconet {name}")
-    except (RuntimeError, MemoryError) as error:
+    except SHORTAGES as error:
         short = memory_shortage(error)
-        if short is None:
-            raise
-        _complain(f"{short}; expected a smaller batch, a smaller model or more memory", name)
-        return MISTAKE
+        if short is not None:
+            _complain(f"{short}; expected a smaller batch, a smaller model or more memory", name)
+            return MISTAKE
+        if isinstance(error, OSError):
+            return unwritten(error, f"falconet {name}")
+        raise
 
 
 def _run(name: str, rest: list[str], conventions: Conventions) -> int:

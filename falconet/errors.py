@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SHORTAGE = re.compile(r"out of memory|not enough memory|an(?:'t|not) allocate memory|_STATUS_ALLOC_FAILED")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+_ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+ \w+)")
 
 
 # A file may have any name: what moves the cursor, starts a new line, or turns the direction of writing around.
@@ -45,6 +45,15 @@ class CheckpointError(UserError):
 
 class DeviceError(UserError):
     """A device that is missing, or cannot do what was asked."""
+
+
+class ShortageError(DeviceError):
+    """Memory that ran out in an update or a validation."""
+
+    def __init__(self, short: str, *, helps: str, after: str) -> None:
+        """`short`: what ran out; `helps`: what needs less of it; `after`: what is left of the run."""
+        self.short, self.after = short, after
+        super().__init__(f"{short}; {helps}; {after}")
 
 
 class DiskError(UserError):
@@ -108,10 +117,15 @@ def named_option(field: str) -> Iterator[None]:
         raise
 
 
+# What may say that memory ran out: torch's and CUDA's, Python's and numpy's, the system's, and that of a library that
+# could not be loaded into it.
+SHORTAGES = (RuntimeError, MemoryError, OSError, ImportError)
+
+
 def memory_shortage(error: BaseException) -> str | None:
     """What ran out of memory, in a few words; None: another error. Of its ways to say so, torch has a class for one."""
     text = str(error)
-    if not isinstance(error, MemoryError) and not _SHORTAGE.search(text):
+    if not isinstance(error, MemoryError) and not (isinstance(error, SHORTAGES) and _SHORTAGE.search(text)):
         return None
     asked = _ASKED.search(text)
     where = "the device" if "CUDA" in text or "CUBLAS" in text or "CUDNN" in text else "the host"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
 from falconet.checkpoint.manifest import MANIFEST, read_manifest
-from falconet.checkpoint.origin import find_origin
+from falconet.checkpoint.origin import find_origin, own_origin
 from falconet.config.options import Data, Model
 from falconet.data.preprocessing import (
     IMAGENET_MEAN,
@@ -197,7 +197,8 @@ def _of_checkpoint(path: Path) -> InitialWeights:
             crop_ratio=_ratio(stored),
         ),
         options={"antialias": {"value": stored.antialias}}
-        | ({"normalization": {"value": "image"}} if stored.standardised else {}),
+        | ({"normalization": {"value": "image"}} if stored.standardised else {})
+        | own_origin(manifest).table(),
         read=lambda: format.read_tensors(folder, "model", verified=manifest),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from falconet.checkpoint.foreign import WeightsFile
+from falconet.checkpoint.manifest import Manifest
 from falconet.config.options import MODELS
 from falconet.config.settings import CHECKPOINT
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
@@ -52,6 +53,12 @@ def find_origin(file: WeightsFile, *, model: str | None) -> Origin:
         if is_one(shapes) and (model is None or families.match(model)):
             return Origin(f"{file.path.name} has the layers of {kind}", dict(options))
     return Origin("", {})
+
+
+def own_origin(manifest: Manifest) -> Origin:
+    """The side of a run's zero channels, which the weights in its checkpoint do not show."""
+    side = manifest.config.get("shortcut-padding", {}).get("value")
+    return Origin("the checkpoint was trained with", {"shortcut-padding": "both"} if side == "both" else {})
 
 
 def _from_arguments(arguments: Mapping[str, Any]) -> Options:

@@ -109,7 +109,7 @@ def _reestimate_batchnorm(
     loaded = load_options(TrainOptions, own, format.read_manifest(folder).config)
     saved_model.refuse_download(loaded)
     training = loaded.options
-    shape = BatchShape(micro_batch=training.data.micro_batch_size)
+    shape = BatchShape(micro_batch=training.data.micro_batch)
     data = open_dataset(
         training.data,
         model=training.model.model,

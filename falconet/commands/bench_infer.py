@@ -92,7 +92,7 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
         data = options.data
         screen.line(
             f"would measure {options.model.model} in {options.machine.precision} on {world.device}:"
-            f" {min(data.iterations, MOST):,} batches of {data.micro_batch_size}, --data {data.data}"
+            f" {min(data.iterations, MOST):,} batches of {data.micro_batch}, --data {data.data}"
         )
     elif options.inference.profile:
         _trace(subject, world)
@@ -126,7 +126,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         with named_option("precision"):
@@ -167,11 +167,11 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     resident = measure_resident(predict, batches, count=count, world=world)
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
     series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
-    per_batch = options.data.micro_batch_size * world.size
+    per_batch = options.data.micro_batch * world.size
     main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, resident))
     found = lines.Predictions(
         model=options.model.model,
-        micro_batch=options.data.micro_batch_size,
+        micro_batch=options.data.micro_batch,
         data=options.data.data,
         dtype=str(REGIMES[options.machine.precision].formats(world.device)["activations"]),
         devices=world.size,
@@ -203,7 +203,7 @@ def _predictor(subject: Subject, world: World) -> Predict:
 def _batches(subject: Subject, world: World) -> list[Batch]:
     """A few batches of validation images, prepared once, or random ones on the device."""
     options, images = subject.options, subject.images
-    data, shape = options.data, BatchShape(micro_batch=options.data.micro_batch_size)
+    data, shape = options.data, BatchShape(micro_batch=options.data.micro_batch)
     if data.data == "synthetic":
         size = images.preprocessing.image_size
         loader = SyntheticLoader(shape, image_size=size, classes=images.classes, images=1, seed=0, device=world.device)

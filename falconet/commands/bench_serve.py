@@ -96,7 +96,7 @@ def _target(options: BenchServeOptions, line: Sequence[Setting]) -> Iterator[Tar
 def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
     """The options of the server: those of the line that it has too, and what only its measurement knows."""
     own = {setting.option: setting for setting in of_command(ServeOptions, line)}
-    batch, most = options.data.micro_batch_size, options.serving.max_batch
+    batch, most = options.data.micro_batch, options.serving.max_batch
     if most != "auto" and most < batch:
         raise ConfigError(
             f"--max-batch: got {most}, expected at least --micro-batch-size, the {batch} images of one request"
@@ -129,7 +129,7 @@ def _images(options: BenchServeOptions) -> Dataset:
         raise ConfigError(
             "--data synthetic: exists only on the device, but requests come from the host; expected generated"
         )
-    return open_dataset(data, model=options.model.model, global_batch=data.micro_batch_size, seed=0)
+    return open_dataset(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
 
 
 def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: Path) -> Job:
@@ -152,7 +152,7 @@ def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: P
 
 def _batches(options: BenchServeOptions, held: int) -> Pixels:
     """Pixels of the validation images, repeated until there are enough: batches x N x 3 x S x S."""
-    size = options.data.micro_batch_size
+    size = options.data.micro_batch
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
     reading = Input(data=options.data, regime=regime, world=ALONE, note=Screen().line)
@@ -199,7 +199,7 @@ def _executions(target: Target) -> str:
 def _show(
     found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen, conventions: Conventions
 ) -> None:
-    measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch_size)
+    measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch)
     assert measured.throughput is not None
     steady, load = measured.steady, options.load
     if load.request_type == "ASYNC":
@@ -208,7 +208,7 @@ def _show(
         clients = f"{counted(load.clients, 'client')}, SYNC"
     predictions = lines.Predictions(
         model=options.model.model,
-        micro_batch=options.data.micro_batch_size,
+        micro_batch=options.data.micro_batch,
         data=options.data.data,
         dtype=tensors.datatype,
         devices=1,
@@ -230,7 +230,7 @@ def _show(
 def _write(found: Together, options: BenchServeOptions) -> None:
     """Write every time as `bench infer` does, for `falconet bench` and --output."""
     content = {
-        "images_per_batch": found.requests * options.data.micro_batch_size,
+        "images_per_batch": found.requests * options.data.micro_batch,
         "model": options.model.model,
         "throughput_seconds": found.spacing,
         "latency_seconds": found.latencies,

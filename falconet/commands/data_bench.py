@@ -37,7 +37,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     images = open_dataset(
         options.data,
         model=options.model.model,
-        global_batch=options.data.micro_batch_size,
+        global_batch=options.data.micro_batch,
         seed=0,
         use_objects=boxes_used(options),
     )
@@ -70,8 +70,9 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
         source=source,
         reader=reading.row_reader(source, crops, reading.bad_images(options.bench.split, allowed=len(source) // 1000)),
         resources=reading.resources(source),
-        micro_batch=options.data.micro_batch_size,
+        micro_batch=options.data.micro_batch,
         training=training,
+        augmentation=options.augmentation,
     )
 
 
@@ -98,7 +99,7 @@ def _write(
         "passes": list(passes),
         "split": options.bench.split,
         "data": options.data.data,
-        "micro_batch_size": options.data.micro_batch_size,
+        "micro_batch_size": options.data.micro_batch,
         "workers": input.workers(options.data),
         "device": str(world.device),
         "cores": cores(),

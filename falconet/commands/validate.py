@@ -15,6 +15,7 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.settings import Setting
 from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.models import views
 from falconet.report.console import Counting, Say, Screen
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import breakdown, evaluate, saved_model
@@ -92,7 +93,7 @@ def _validated(measured: Measured) -> Validated:
         loss=found.loss,
         images=found.images,
         seconds=seconds,
-        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch_size),
+        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch),
         origin=Origin(
             model=opened.options.model.model,
             data=opened.options.data.data,
@@ -108,6 +109,8 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.O
     for opened in _models(loaded.options, loaded.line, say):
         for note in unused_notes(opened.options, loaded.line) if not noted else ():
             say(note)
+        if opened.options.views.tta != "none" and not noted:
+            say(f"averages the logits of {views.describe(opened.options.views.tta)}")
         noted = True
         yield opened
 

@@ -37,6 +37,7 @@ from falconet.config.options import (
     Upload,
     Validation,
     Verify,
+    Views,
     Workspace,
 )
 
@@ -80,6 +81,7 @@ class TrainOptions(Command):
     machine: Machine = field(default_factory=Machine)
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
+    views: Views = field(default_factory=Views)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ class ValidateOptions(Command):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
+    views: Views = field(default_factory=Views)
 
 
 @dataclass(frozen=True, kw_only=True)

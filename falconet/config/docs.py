@@ -106,7 +106,7 @@ def _training(names: Iterable[str]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for name in names:
         options = parse(TrainOptions, from_config(name, options_of(TrainOptions))).options
-        micro, accumulation = options.data.micro_batch_size, options.training.gradient_accumulation
+        micro, accumulation = options.data.micro_batch, options.training.gradient_accumulation
         replicas = 1 if options.parallel.replicas == "auto" else options.parallel.replicas
         cells = (
             f"`{name}`",
@@ -130,7 +130,7 @@ def _predicting(names: Iterable[str]) -> Iterator[str]:
             f"`{name}`",
             about(name, use="bench infer"),
             options.model.model,
-            f"{options.data.micro_batch_size}",
+            f"{options.data.micro_batch}",
             options.machine.precision,
         )
         yield f"| {' | '.join(cells)} |"

@@ -44,6 +44,10 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
+def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
+    return lambda options: options.augmentation.auto_augment == name
+
+
 def _pads_shortcuts(options: TrainOptions) -> bool:
     """Whether shortcuts have zero channels: by --shortcut-type, or in the CIFAR networks of basic blocks."""
     kind, name = options.model.shortcut_type, options.model.model
@@ -59,6 +63,7 @@ CIFAR_BASIC = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
+    *("auto-augment", "color-jitter", "random-erasing", "vertical-flip", "repeated-augmentation"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
@@ -102,11 +107,17 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
     *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
+    *(
+        (f"randaugment-{name}", "--auto-augment randaugment", _augments_by("randaugment"))
+        for name in ("ops", "magnitude")
+    ),
+    ("autoaugment-policy", "--auto-augment autoaugment", _augments_by("autoaugment")),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
     *((name, "--normalization deviation", rules.normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
+    ("tta", "--validation-mode during or after", lambda o: o.validation.validation_mode != "none"),
     ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
     (
         "weight-avg-exp-decay",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable
+from falconet.config.fields import AtLeast, Auto, Between, MoreThan, local, portable, value_or
 
 # The zoo's names, repeated here so that a typo is reported without importing torch; a test compares the two lists.
 MODELS = (
@@ -43,6 +43,9 @@ class Run:
     """Seed of every random choice; the same seed gives the same run."""
 
 
+MICRO_BATCH = 64  # images
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where images come from, and how they are read and normalised."""
@@ -57,8 +60,8 @@ class Data:
     """Number of classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks."""
     iterations: Annotated[int, AtLeast(1)] = 100
     """Updates per epoch of generated or synthetic data; in `bench infer`, batches of any data."""
-    micro_batch_size: Annotated[int, AtLeast(1)] = 64
-    """Images in one forward and backward pass on one replica."""
+    micro_batch_size: Annotated[int, AtLeast(1)] | Auto = MICRO_BATCH
+    """Images in one forward and backward pass; auto: the most that fit, in updates of 64 x --gradient-accumulation."""
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward pass of validation, per replica; the result is exact for any. auto: --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -89,6 +92,11 @@ class Data:
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
     """Undecodable training images to skip before the run stops; auto: 1 in 1,000. Validation leaves out any number."""
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch that auto stands for until it is found; outside training nothing is searched for."""
+        return value_or(self.micro_batch_size, MICRO_BATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +179,26 @@ class LearningRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Random crops, flips, label smoothing, mixup, cutmix."""
+    """Random crops, flips, auto-augment policies, erasing, label smoothing, mixup, cutmix."""
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
+    vertical_flip: Annotated[float, Between(0, 1)] = 0.0
+    """Probability of turning an image upside down, for photos without an up, such as those from above."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment", "autoaugment"] = "none"
+    """Random changes of colour and geometry, as torchvision has them."""
+    autoaugment_policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+    """The dataset for which autoaugment's pairs of operations were found."""
+    randaugment_ops: Annotated[int, AtLeast(1)] = 2
+    """Operations that randaugment applies to each image."""
+    randaugment_magnitude: Annotated[int, Between(0, 30)] = 9
+    """Strength of randaugment's operations, from 0 to 30."""
+    color_jitter: Annotated[float, AtLeast(0)] = 0.0
+    """Multiply brightness, contrast and saturation by random factors from 1 - X to 1 + X; 0: none."""
+    random_erasing: Annotated[float, Between(0, 1)] = 0.0
+    """Probability of erasing a random rectangle of 2 % to 33 % of an image, which becomes the dataset's mean."""
+    repeated_augmentation: Annotated[int, AtLeast(1)] = 1
+    """Copies of each image in an update, augmented differently; an epoch has as many updates, of fewer images."""
     use_bbox_info: bool = False
     """Make random crops overlap an annotated object: from *bounding_boxes.csv, XML files, or the TFRecords."""
     use_bbox_info_if_there: bool = False
@@ -381,6 +405,14 @@ class Validation:
     """Epochs between validations in mode during."""
     validate_checkpoints: Path | None = local(None, again="measure checkpoints after training")
     """After training, measure every checkpoint in this folder, such as the run's own, and write validation.csv."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Views:
+    """Test-time augmentation."""
+
+    tta: Literal["none", "flip", "flip-shift"] = "none"
+    """Average the logits over an image and its mirror image, or over these and four more, shifted by a pixel."""
 
 
 @dataclass(frozen=True, kw_only=True)

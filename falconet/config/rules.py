@@ -67,6 +67,11 @@ def uses_cutmix(augmentation: Augmentation) -> bool:
     return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
 
 
+def least_micro_batch(augmentation: Augmentation) -> int:
+    """Images of a micro-batch, so that mixing finds partners in it."""
+    return 3 if uses_cutmix(augmentation) else 2 if augmentation.mixup_alpha > 0 else 1
+
+
 def validates_whole(options: Any) -> bool:
     """Whether one process validates with the whole model; stages pass on micro-batches."""
     return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
@@ -217,12 +222,41 @@ def _decoded_pixels_are_bytes(options: Any) -> str | None:
 
 
 def _mixing_needs_partners(options: Any) -> str | None:
-    size = options.data.micro_batch_size
-    if uses_cutmix(options.augmentation):
-        least, asked_by = 3, "--cutmix-lambda-low and -high"
-    else:
-        least, asked_by = (2, "--mixup-alpha") if options.augmentation.mixup_alpha > 0 else (1, "")
+    size, least = options.data.micro_batch, least_micro_batch(options.augmentation)
+    asked_by = "--cutmix-lambda-low and -high" if uses_cutmix(options.augmentation) else "--mixup-alpha"
     return f"--micro-batch-size: got {size}, expected at least {least} for {asked_by}" if size < least else None
+
+
+def _found_batch_is_the_fine_tunings_too(options: Any) -> str | None:
+    tuning = options.fine_tuning
+    given = tuning.fine_tune_gradient_accumulation != "auto" and tuning.fine_tune_micro_batch_size == "auto"
+    if options.data.micro_batch_size == "auto" and tuning.half_res_training and given:
+        return "--micro-batch-size auto: --fine-tune-gradient-accumulation needs --fine-tune-micro-batch-size as well"
+    return None
+
+
+def _stages_do_not_search(options: Any) -> str | None:
+    if options.data.micro_batch_size == "auto" and options.parallel.pipeline_splits:
+        return "--micro-batch-size auto: does not work with --pipeline-splits; expected a number"
+    return None
+
+
+def pixels_change(augmentation: Augmentation) -> str | None:
+    """The first option that asks for changed pixels."""
+    asked = {
+        "auto-augment": augmentation.auto_augment != "none",
+        "color-jitter": augmentation.color_jitter > 0,
+        "random-erasing": augmentation.random_erasing > 0,
+        "vertical-flip": augmentation.vertical_flip > 0,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+def _changed_pixels_are_bytes(options: Any) -> str | None:
+    asked = pixels_change(options.augmentation)
+    if asked is None or options.data.eight_bit_io:
+        return None
+    return f"--{asked}: changes pixels on the device, which gets values; expected --eight-bit-io"
 
 
 def _cutmix_bounds_are_ordered(options: Any) -> str | None:
@@ -387,6 +421,12 @@ def _interleaving_needs_micro_batches(options: Any) -> str | None:
     return None
 
 
+def _stages_see_one_view(options: Any) -> str | None:
+    if options.parallel.pipeline_splits and options.views.tta != "none":
+        return "--tta: does not work with --pipeline-splits, whose stages validate one view of an image"
+    return None
+
+
 def _stages_have_no_memory_budget(options: Any) -> str | None:
     if options.parallel.pipeline_splits and options.numerics.memory_budget is not None:
         return "--memory-budget: does not work with --pipeline-splits, whose stages recompute every block anyway"
@@ -464,6 +504,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("training",), _weights_from_one_place),
     (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
+    (("augmentation", "data"), _changed_pixels_are_bytes),
     (("augmentation", "data"), _mixing_needs_partners),
     (("learning_rate", "training"), _warmup_ends_before_training),
     (("learning_rate",), _one_factor_per_drop),
@@ -472,6 +513,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_whole_epochs),
     (("fine_tuning", "averaging"), _fine_tuning_is_complete),
+    (("fine_tuning", "data"), _found_batch_is_the_fine_tunings_too),
+    (("parallel", "data"), _stages_do_not_search),
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
@@ -480,6 +523,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("parallel", "model"), _one_pass_batchnorm_is_local),
     (("parallel", "training"), _interleaving_needs_micro_batches),
     (("parallel", "numerics"), _stages_have_no_memory_budget),
+    (("parallel", "views"), _stages_see_one_view),
     (("parallel", "workspace"), _one_proportion_per_stage),
     (("run",), _resuming_needs_a_run_folder),
     (("run", "checkpoints"), _temporary_folder_has_no_name),

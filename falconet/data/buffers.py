@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from falconet.data import augment
+from falconet.data.augment import Chain
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, standardise_pixels
@@ -26,6 +28,7 @@ class Batch(NamedTuple):
     images: Tensor  # N x 3 x S x S, channels-last; uint8, or already normalised
     labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
     mix: Mix | None
+    chain: Chain | None = None  # what is yet to happen to the pixels, once they are on the device
 
 
 class RowReader(Protocol):
@@ -168,12 +171,12 @@ class Buffers:
 def on_device(
     updates: Iterable[Iterable[Batch]], *, device: torch.device, buffers: Buffers | None = None
 ) -> Iterator[list[Batch]]:
-    """Each update's micro-batches on the device, in order, copied one update ahead.
+    """Each update's micro-batches on the device, in order, copied and augmented there one update ahead.
 
     `buffers` gets the host memory back once it was copied.
     """
     if device.type != "cuda":
-        yield from ([_moved(batch, device) for batch in update] for update in updates)
+        yield from ([_augmented(_moved(batch, device)) for batch in update] for update in updates)
         return
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: tuple[list[Batch], torch.cuda.Event] | None = None
@@ -194,7 +197,9 @@ def _copied(batch: Batch, side: torch.cuda.Stream, buffers: Buffers | None) -> B
         moved = _moved(batch, side.device)
         if buffers is not None and moved.images is not batch.images:
             buffers.give_back(batch, copied=side.record_event())
-    return moved
+        if moved.chain is not None:
+            moved.images.record_stream(side)  # what the device decoded is memory of another stream, and not kept
+        return _augmented(moved)
 
 
 def _handed_over(update: list[Batch], copied: torch.cuda.Event, device: torch.device) -> list[Batch]:
@@ -210,4 +215,11 @@ def _handed_over(update: list[Batch], copied: torch.cuda.Event, device: torch.de
 def _moved(batch: Batch, device: torch.device) -> Batch:
     images, labels = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
     mix = batch.mix and Mix(*(tensor.to(device, non_blocking=True) for tensor in batch.mix))
-    return Batch(images, labels, mix)
+    chain = batch.chain and batch.chain.to(device)
+    return Batch(images, labels, mix, chain)
+
+
+def _augmented(batch: Batch) -> Batch:
+    if batch.chain is None:
+        return batch
+    return batch._replace(images=augment.apply(batch.images, batch.chain), chain=None)

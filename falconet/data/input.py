@@ -56,6 +56,7 @@ class Input:
             seed=crops.seed,
             augmentation=crops.augmentation,
             resources=self.resources(source),
+            fill=crops.preprocessing.mean,
         )
 
     def evaluation_loader(
@@ -76,7 +77,7 @@ class Input:
         """Reads images in the form in which the device gets them, through the cache if there is one."""
         data, device = self.data, self.world.device
         asked = data.dataloader_rebatch_size
-        rows = None if asked == "auto" else min(asked, data.micro_batch_size)
+        rows = None if asked == "auto" else min(asked, data.micro_batch)
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
         if not isinstance(source, ArraySource) and decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceRows

@@ -34,6 +34,10 @@ class Purpose(IntEnum):
     GENERATE = 6
     SPLIT = 7
     OBJECT_CROP = 8
+    VERTICAL_FLIP = 20
+    POLICY = 21
+    JITTER = 22
+    ERASE = 23
 
 
 def _finalise_int(word: int) -> int:

@@ -1,5 +1,6 @@
 """Batches in order: images read ahead by threads, whose number changes no batch, and delivered on the device."""
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -13,14 +14,17 @@ import torch
 
 from falconet.config.options import Augmentation
 from falconet.data import keyed, mixing
+from falconet.data.augment import Chain, PixelChanges
 from falconet.data.buffers import Batch, Buffers, RowReader, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
+from falconet.data.preprocessing import Channels
 from falconet.errors import DataError
 
 CPU = torch.device("cpu")
 MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
 UPDATES_AHEAD = 2  # beyond the one in use; more would only hide longer stalls
+COPY_BITS = 32  # of the number of an image or an epoch; the number of its copy stands above them
 PARTS_AHEAD = 2  # per thread, so that none waits if updates are small: one in progress, one queued
 
 
@@ -67,6 +71,9 @@ class Loader:
 
     Update u of an epoch takes images u * G to (u + 1) * G of the epoch's order, where G is the global batch. The tail
     that fills no update is dropped; it is a different one in each epoch.
+
+    With N copies of each image it takes images u * D to (u + 1) * D, where D is G / N, rounded up, then the same images
+    again, until the update is full: copies of an image are far apart, so that mixing meets other images.
     """
 
     def __init__(
@@ -78,13 +85,19 @@ class Loader:
         seed: int,
         augmentation: Augmentation | None = None,
         resources: Resources | None = None,
+        fill: Channels = (0.0, 0.0, 0.0),
     ) -> None:
+        """`fill`: of erased pixels, in 0..1."""
         if len(labels) < shape.global_batch:
             raise DataError(
                 f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
                 f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation} x replicas {shape.replicas}"
             )
-        self._mixed = augmentation if augmentation and mixing.mixes_or_cuts(augmentation) else None
+        asked = augmentation or Augmentation()
+        self._mixed = asked if mixing.mixes_or_cuts(asked) else None
+        changes = PixelChanges(augmentation=asked, seed=seed, fill=fill)
+        self._changes = None if changes.is_nothing else changes
+        self._images_per_update = -(-shape.global_batch // asked.repeated_augmentation)
         self.updates_per_epoch = len(labels) // shape.global_batch
         self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
         self._resources = resources or Resources()
@@ -121,11 +134,19 @@ class Loader:
         order = keyed.permutation(len(self._labels), seed=self._seed, epoch=epoch)
         for update in range(skip, self.updates_per_epoch):
             for own in shape.own_micro_batches:
-                number = update * shape.accumulation * shape.replicas + own
-                indices = order[number * shape.micro_batch : (number + 1) * shape.micro_batch]
+                place = np.arange(own * shape.micro_batch, (own + 1) * shape.micro_batch)  # in the update
+                copies, place = np.divmod(place, self._images_per_update)
+                indices = order[update * self._images_per_update + place]
                 batch = self._resources.batch_for(self._reader, shape.micro_batch)
-                mix = None if self._mixed is None else self._mix(indices, number, epoch)
-                yield _Reading(self._reader, indices, epoch=epoch, batch=_filled(batch, self._labels[indices], mix))
+                drawn = indices + (copies << COPY_BITS)
+                number = update * shape.accumulation * shape.replicas + own
+                mix = None if self._mixed is None else self._mix(drawn, number, epoch)
+                chain = self._chain(drawn, epoch)
+                batch = _filled(batch, self._labels[indices], mix)._replace(chain=chain)
+                yield _Reading(self._reader, indices, epoch=epoch, batch=batch, copies=copies)
+
+    def _chain(self, indices: IntArray, epoch: int) -> Chain | None:
+        return None if self._changes is None else self._changes.draw(indices, epoch=epoch, side=self._reader.size)
 
     def _mix(self, indices: IntArray, number: int, epoch: int) -> Mix:
         assert self._mixed is not None
@@ -300,17 +321,25 @@ class _Queue(Generic[Result]):
 class _Reading(Job[Batch]):
     """One micro-batch being read, in parts of as many rows as are worth a call."""
 
-    def __init__(self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch) -> None:
+    def __init__(
+        self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch, copies: IntArray | None = None
+    ) -> None:
+        """`copies`: the number of each image among the copies of it in an update, ascending; None: 0."""
         self._reader, self._indices, self._epoch, self._batch = reader, indices, epoch, batch
+        self._copies = np.zeros_like(indices) if copies is None else copies
 
     def parts(self) -> Iterator[Part]:
-        rows = self._reader.rows
-        for begin in range(0, len(self._indices), rows):
-            yield begin, min(begin + rows, len(self._indices))
+        rows, count = self._reader.rows, len(self._indices)
+        changes = np.flatnonzero(np.diff(self._copies)) + 1  # a part has one number of copy
+        for first, end in itertools.pairwise((0, *changes.tolist(), count)):
+            for begin in range(first, end, rows):
+                yield begin, min(begin + rows, end)
 
     def do(self, part: Part) -> None:
         rows, images = slice(*part), self._batch.images.permute(0, 2, 3, 1)
-        read = self._reader.read(self._indices[rows], epoch=self._epoch, out=images[rows])
+        # Crops are drawn by epoch: a copy's are those of an epoch that no run reaches.
+        epoch = self._epoch + (int(self._copies[part[0]]) << COPY_BITS)
+        read = self._reader.read(self._indices[rows], epoch=epoch, out=images[rows])
         self._batch.labels.numpy()[rows][~read] = -1
 
     def result(self) -> Batch:

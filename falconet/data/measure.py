@@ -5,19 +5,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from falconet.config.options import Augmentation
+from falconet.data import augment
+from falconet.data.augment import PixelChanges
 from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.report.console import counted
 
-READ, DECODE, BATCH, COPY, TOGETHER = "read", "decode and resize", "batch", "copy", "together"
+READ, DECODE, BATCH, COPY, AUGMENT, TOGETHER = "read", "decode and resize", "batch", "copy", "augment", "together"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Pipeline:
     resources: Resources
     micro_batch: int
     training: bool  # in random order, or in order as for evaluation
+    augmentation: Augmentation = field(
+        default_factory=Augmentation
+    )  # what happens to pixels on the device, in training
 
     @property
     def threads(self) -> int:
@@ -48,7 +54,9 @@ class Pipeline:
         shape = BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
         labels, resources = self.source.labels, self.resources
         if self.training:
-            loader = Loader(reader, labels=labels, shape=shape, seed=0, resources=resources)
+            loader = Loader(
+                reader, labels=labels, shape=shape, seed=0, augmentation=self.augmentation, resources=resources
+            )
             return itertools.chain.from_iterable(loader.updates(epoch))
         return EvaluationLoader(reader, labels=labels, shape=shape, resources=resources).batches()
 
@@ -68,6 +76,7 @@ def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
             BATCH, _passing(pipeline, _Blank(pipeline.reader), seconds), "the loader with a reader that does nothing"
         ),
         Stage(COPY, copy, "from pinned memory" if copy else "the images are not copied"),
+        *_augment_stage(pipeline, seconds),
         Stage(TOGETHER, _passing(pipeline, pipeline.reader, seconds), f"{threads}, to {device.type}"),
     ]
 
@@ -174,6 +183,26 @@ def _copy_rate(pipeline: Pipeline, seconds: float) -> float | None:
             copied += pipeline.micro_batch
         _settle(device)
     return copied / (time.perf_counter() - begin)
+
+
+def _augment_stage(pipeline: Pipeline, seconds: float) -> list[Stage]:
+    """Images per second whose pixels are changed on the device; nothing if none are."""
+    changes, device, size = (
+        PixelChanges(augmentation=pipeline.augmentation),
+        pipeline.resources.device,
+        pipeline.reader.size,
+    )
+    if changes.is_nothing or not pipeline.training:
+        return []
+    indices = np.arange(min(pipeline.micro_batch, len(pipeline.source)))
+    images = torch.zeros((len(indices), size, size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
+    begin, changed = time.perf_counter(), 0
+    while changed == 0 or time.perf_counter() - begin < seconds:
+        for _ in range(4):
+            augment.apply(images, changes.draw(indices, epoch=changed, side=size).to(device))
+            changed += len(indices)
+        _settle(device)
+    return [Stage(AUGMENT, changed / (time.perf_counter() - begin), f"on {device.type}")]
 
 
 def _settle(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from falconet.config.commands import ServeOptions
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import normaliser
 from falconet.infer.classifier import Classifier, open_model
+from falconet.models import views
 from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
 
@@ -30,11 +31,13 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 class Predictor:
     """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
-    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
+    def __init__(
+        self, classifier: Classifier, *, max_batch: int, captured: bool = True, tta: views.Kind = "none"
+    ) -> None:
         self.classifier = classifier
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
-        self._model = classifier.model.eval()
+        self._model = views.averaged(classifier.model, tta).eval()
         self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
 
     @property

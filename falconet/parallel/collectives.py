@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError
+from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError, memory_shortage
 from falconet.parallel import environment, network
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World
@@ -259,9 +259,9 @@ class Processes(World):
         before, self.alive.doing = self.alive.doing, f"{self.alive.doing}, {operation}"
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise  # an error of this process
         except RuntimeError as error:  # gloo and NCCL have no class for a time-out
+            if memory_shortage(error) is not None:
+                raise  # an error of this process
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self.alive.timed_out(self.timeout) from error
             raise self.alive.lost(operation, error) from error

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from aiohttp import web
 
 import falconet
+from falconet.errors import memory_shortage
 from falconet.infer.predictor import Pixels, Scores
 from falconet.serve import protocol
 from falconet.serve.batching import ComputingError, Counts, OverloadedError
@@ -203,7 +204,8 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
     except OverloadedError as error:
         return refusal(503, str(error), {"Retry-After": "1"})
     except ComputingError as error:
-        LOG.error("%s", error, exc_info=error)
+        is_short = error.__cause__ is not None and memory_shortage(error.__cause__) is not None
+        LOG.error("%s", error, exc_info=None if is_short else error)
         return refusal(500, str(error))
 
 

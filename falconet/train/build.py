@@ -82,6 +82,14 @@ def _threads(launch: Launch) -> int:
     return value_or(launch.loaded.options.machine.threads, stored or world.cores(launch.division.processes))
 
 
+def phases_built(launch: Launch, site: Site, *, opened: Dataset | None = None) -> list["BuiltPhase"]:
+    """All phases of a run, in order."""
+    built = [BuiltPhase(launch, site, opened=opened)]
+    for _ in phases_of(launch.loaded.options)[1:]:
+        built.append(BuiltPhase(launch, site, before=built[-1]))
+    return built
+
+
 def limit_libraries(options: commands.TrainOptions, grid: Grid) -> None:
     """Set what the CUDA libraries may do in this process; before the first convolution, which reads the limit."""
     device, share = grid.world.device, workspace_share(options, grid)
@@ -100,8 +108,13 @@ def workspace_share(options: commands.TrainOptions, grid: Grid) -> float | None:
 class BuiltPhase:
     """One phase of a run in this process: what was decided for it, and how its parts are built."""
 
-    def __init__(self, launch: Launch, site: Site, *, before: "BuiltPhase | None" = None) -> None:
-        """`before`: the phase before this one. Only the data is opened here; the model is built by `new_state`."""
+    def __init__(
+        self, launch: Launch, site: Site, *, before: "BuiltPhase | None" = None, opened: Dataset | None = None
+    ) -> None:
+        """`before`: the phase before this one. Only the data is opened here; the model is built by `new_state`.
+
+        `opened`: the data, if it is open already.
+        """
         self.launch, self.site = launch, site
         self.phase: Phase = phases_of(launch.loaded.options)[before.phase.number if before else 0]
         self.options = self.phase.options
@@ -109,12 +122,12 @@ class BuiltPhase:
         self.restored = restored if restored and restored.manifest.progress.phase == self.phase.number else None
         self.regime = REGIMES[self.options.machine.precision]
         self.shape = BatchShape(
-            micro_batch=self.options.data.micro_batch_size,
+            micro_batch=self.options.data.micro_batch,
             accumulation=processes.accumulation_of(self.phase, launch.division),
             replicas=launch.division.replicas,
             replica=site.grid.replicas.rank,
         )
-        self.full_size: Dataset = before.full_size if before else self._open_images()
+        self.full_size: Dataset = before.full_size if before else opened or self._open_images()
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         self.plan: Plan = plan_of(
             self.phase,

@@ -81,7 +81,7 @@ def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptio
     images = open_dataset(
         options.data,
         model=options.model.model,
-        global_batch=options.data.micro_batch_size,
+        global_batch=options.data.micro_batch,
         seed=options.run.seed,
         use_objects=rules.boxes_used(options),
         percentage=options.training.dataset_percentage,

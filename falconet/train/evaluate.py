@@ -36,6 +36,7 @@ from falconet.errors import (
     printable,
 )
 from falconet.exits import FAILED
+from falconet.models import views
 from falconet.models.batch_statistics import misfit
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
@@ -226,22 +227,29 @@ def reestimate(model: nn.Module, batches: Iterable[Batch], *, normalise: Normali
 
 def validation_batch(options: commands.TrainOptions) -> int:
     """Images per validation batch on one replica; pipeline stages pass on batches of one size only."""
-    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch_size
+    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
 def evaluator(
-    images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say, observe: Observe = overlook
+    images: Dataset,
+    data: options.Data,
+    *,
+    regime: Regime,
+    world: World,
+    note: Say,
+    observe: Observe = overlook,
+    tta: views.Kind = "none",
 ) -> Measure:
     """Measures a model on the validation images of `images`."""
-    batch = value_or(data.validation_batch_size, data.micro_batch_size)
+    batch = value_or(data.validation_batch_size, data.micro_batch)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
     normalise = images.normalise(world.device)
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches = loader.batches()
+        batches, model = loader.batches(), views.averaged(model, tta)
         found = evaluate(
             model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping, observe=observe
         )
@@ -256,7 +264,7 @@ def statistics_warning(
     """A warning if batch norm's running statistics do not fit one batch of the validation images."""
     if data.data in ("generated", "synthetic"):
         return None
-    batch = min(value_or(data.validation_batch_size, data.micro_batch_size), STATISTICS_IMAGES)
+    batch = min(value_or(data.validation_batch_size, data.micro_batch), STATISTICS_IMAGES)
     quiet = BadImages(None, note=lambda _: None)
     reading = Input(data=data, regime=regime, world=world, note=lambda _: None)
     loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=quiet)

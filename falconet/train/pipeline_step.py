@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.config import commands, rules
+from falconet.config import rules
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.image_files import BadImages
@@ -31,7 +31,7 @@ from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
 from falconet.train.evaluate import Evaluation, Measure, count, never, summed
-from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered
+from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
 from falconet.train.step import Loss, Moving, Update
 
 
@@ -337,7 +337,7 @@ class StagedModel:
         ]
         for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
-            weights = _training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
+            weights = training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
             recomputed = frozenset() if self._mode == "none" else footprint.every
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(
@@ -424,12 +424,3 @@ _RECOMPUTED = {
     "auto": "its blocks",
     "manual": "all but the outputs that --recompute-checkpoints names",
 }
-
-
-def _training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
-    """Bytes of weights, gradients and the update rule's state, which the replicas may shard."""
-    slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
-    shares = replicas if options.parallel.enable_optimizer_rts else 1
-    per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
-    sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
-    return int(sum(sizes) * per_weight)

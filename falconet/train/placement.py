@@ -194,7 +194,12 @@ class WholeModel:
     def evaluator(self) -> Measure:
         setup = self.setup
         return evaluate.evaluator(
-            setup.images, setup.options.data, regime=setup.regime, world=setup.grid.world, note=setup.note
+            setup.images,
+            setup.options.data,
+            regime=setup.regime,
+            world=setup.grid.world,
+            note=setup.note,
+            tta=setup.options.views.tta,
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
@@ -214,6 +219,7 @@ class Recomputation:
 
     stored: tuple[str, ...]  # regular expressions of layers; none: nothing is recomputed
     words: str  # for the plan
+    activations: int | None = None  # bytes of a micro-batch; None: not predicted
 
 
 def choose_recomputation(
@@ -229,18 +235,19 @@ def choose_recomputation(
             kept = matching(model, numerics.recompute_checkpoints)
         words = f"recomputes everything but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"
         return Recomputation(tuple(numerics.recompute_checkpoints), words)
-    shape = (options.data.micro_batch_size, 3, image_size, image_size)
+    shape = (options.data.micro_batch, 3, image_size, image_size)
     budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
     with named_option("recompute_mode" if budget is None else "memory_budget"):
         choice = automatic(model, example=torch.empty(shape, dtype=activations, device="meta"), budget_bytes=budget)
     without = f"{choice.without_bytes / GIB:.3f} GiB"
     if not choice.patterns:
-        return Recomputation((), f"recomputes nothing: activations of {without} fit into the memory budget")
+        words = f"recomputes nothing: activations of {without} fit into the memory budget"
+        return Recomputation((), words, choice.without_bytes)
     words = (
         f"recomputes {counted(len(choice.blocks), 'block')}, ending in {_some(choice.blocks)}: predicted activations"
         f" of {choice.predicted_bytes / GIB:.3f} GiB instead of {without}"
     )
-    return Recomputation(choice.patterns, words)
+    return Recomputation(choice.patterns, words, choice.predicted_bytes)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -288,3 +295,12 @@ def numbered(model: nn.Module) -> dict[str, int]:
     """The number of each trained weight in the update rule's order."""
     names = {p: name for name, p in model.named_parameters()}
     return {names[p]: number for number, p in enumerate(p for group in decay_groups(model) for p in group)}
+
+
+def training_bytes(model: nn.Module, options: commands.TrainOptions, *, regime: Regime, replicas: int) -> int:
+    """Bytes of weights, gradients and the update rule's state, which the replicas may shard."""
+    slots = {"adamw": 2, "rmsprop": 2, "rmsprop_tf": 2}.get(options.optimizer.optimizer, 1)
+    shares = replicas if options.parallel.enable_optimizer_rts else 1
+    per_weight = 2 + slots / shares + (options.optimizer.ema_half_life is not None)
+    sizes = (p.numel() * (regime.update.itemsize if p.ndim > 1 else 4) for p in model.parameters())
+    return int(sum(sizes) * per_weight)

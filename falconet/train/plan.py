@@ -77,7 +77,16 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
         ),
         numerics=replace(options.numerics, initial_loss_scaling=None),  # a stepped scale has reached its end
         augmentation=replace(
-            options.augmentation, augment="none", mixup_alpha=0.0, cutmix_lambda_low=0.0, cutmix_lambda_high=0.0
+            options.augmentation,
+            augment="none",
+            vertical_flip=0.0,
+            auto_augment="none",
+            color_jitter=0.0,
+            random_erasing=0.0,
+            repeated_augmentation=1,
+            mixup_alpha=0.0,
+            cutmix_lambda_low=0.0,
+            cutmix_lambda_high=0.0,
         ),
         averaging=replace(options.averaging, weight_avg_strategy="none"),
         parallel=replace(options.parallel, offload_optimizer=False),  # plain sgd has no state

@@ -6,6 +6,7 @@ from falconet.config import commands, options, rules
 from falconet.config.rules import PHOTOS
 from falconet.data import input
 from falconet.errors import named_option
+from falconet.models import views
 from falconet.numerics.loss_scale import doublings
 from falconet.numerics.precision import Regime, describe_half_partials, describe_workspace
 from falconet.report.console import counted
@@ -41,6 +42,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *_weights(built),
         *built.placement.lines(),
         *built.plan.lines(),
+        *_views(asked),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
         f"optimizer {asked.optimizer.optimizer}{state}, seed {asked.run.seed}",
     ]
@@ -61,7 +63,27 @@ def _changes(built: BuiltPhase) -> list[str]:
 
 
 def _augment(built: BuiltPhase) -> str:
-    return built.images.augment(built.options.augmentation.augment)
+    """The crop, then what else happens to the pixels."""
+    asked = built.options.augmentation
+    details = {
+        "randaugment": f" ({asked.randaugment_ops} of magnitude {asked.randaugment_magnitude})",
+        "autoaugment": f" ({asked.autoaugment_policy})",
+    }
+    further = {
+        f"vertical flip {asked.vertical_flip:g}": asked.vertical_flip,
+        f"{asked.auto_augment}{details.get(asked.auto_augment, '')}": asked.auto_augment != "none",
+        f"colour jitter {asked.color_jitter:g}": asked.color_jitter,
+        f"random erasing {asked.random_erasing:g}": asked.random_erasing,
+        f"{asked.repeated_augmentation} copies of each image in an update": asked.repeated_augmentation > 1,
+    }
+    return ", ".join([built.images.augment(asked.augment), *(words for words, is_asked in further.items() if is_asked)])
+
+
+def _views(asked: commands.TrainOptions) -> list[str]:
+    """Test-time augmentation, where something is validated."""
+    if asked.views.tta == "none" or asked.validation.validation_mode == "none":
+        return []
+    return [f"validation averages the logits of {views.describe(asked.views.tta)}"]
 
 
 def _decoding(built: BuiltPhase) -> list[str]:

@@ -151,7 +151,7 @@ def _asks_for_another_batch(loaded: Options) -> bool:
 
 def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
     """The accumulation that keeps the checkpoint's global batch on another number of replicas."""
-    total = accumulation * (_number(manifest, "replicas") if "replicas" in manifest.config else 1)
+    total = accumulation * (stored_number(manifest, "replicas") if "replicas" in manifest.config else 1)
     if total % replicas:
         raise ConfigError(
             f"--replicas: got {replicas}, which does not divide the {total} micro-batches per update that the"
@@ -160,7 +160,7 @@ def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
     return total // replicas
 
 
-def _number(manifest: Manifest, option: str) -> int:
+def stored_number(manifest: Manifest, option: str) -> int:
     text = manifest.option(option)
     if not text.isdecimal() or len(text) > MOST_DIGITS:
         raise CheckpointError(f"the checkpoint's config has {text!r:.40} for '{option}', expected a number")
@@ -258,7 +258,7 @@ def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) 
     if restored is None:
         return 1
     folder, manifest = restored
-    number, epochs = manifest.progress.phase, _number(manifest, "epoch")
+    number, epochs = manifest.progress.phase, stored_number(manifest, "epoch")
     if number > len(phases):
         raise ConfigError(
             f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"
@@ -304,6 +304,7 @@ def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
 
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
+FOUND = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
 
 
 def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
@@ -316,6 +317,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
         is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)
+        is_open = is_open or (asked["micro-batch-size"] == "auto" and name in FOUND)
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

@@ -18,14 +18,26 @@ from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
 from falconet.data.buffers import Batch
-from falconet.errors import CheckpointError, ConfigError, Interrupted, named_option
+from falconet.errors import CheckpointError, ConfigError, Interrupted, ShortageError, named_option
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
-from falconet.train import build, evaluate, log, loop, metrics, plan_text, processes, run_folder, save, saved_model
+from falconet.train import (
+    build,
+    evaluate,
+    log,
+    loop,
+    memory,
+    metrics,
+    plan_text,
+    processes,
+    run_folder,
+    save,
+    saved_model,
+)
 from falconet.train.build import BuiltPhase
 from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
@@ -58,8 +70,16 @@ class Session:
 
 def carry_out(launch: Launch) -> int:
     """Print the plan, and carry it out unless only the plan was asked for."""
-    began, options = time.time(), launch.loaded.options
-    site = build.open_site(launch)
+    try:
+        return _carried_out(launch)
+    except ShortageError as error:
+        short = ShortageError(error.short, helps=run_folder.NEEDS_LESS, after=error.after)
+    # Here the error is gone, and with its traceback everything of the run that was on the device.
+    raise memory.answer(short, launch)
+
+
+def _carried_out(launch: Launch) -> int:
+    began, site = time.time(), build.open_site(launch)
     world, screen = site.world, site.screen
     with (
         world,
@@ -69,14 +89,13 @@ def carry_out(launch: Launch) -> int:
     ):
         processes.check_alike(world, launch.loaded, launch.restored)
         with named_option("precision"):
-            REGIMES[options.machine.precision].require(world.device)
-        if not options.run.plan:
-            build.limit_libraries(options, site.grid)
-        phases = phases_of(options)
-        current = processes.current_phase(phases, launch.loaded, launch.restored)
-        built = deque([BuiltPhase(launch, site)])
-        for _ in phases[1:]:
-            built.append(BuiltPhase(launch, site, before=built[-1]))
+            REGIMES[launch.loaded.options.machine.precision].require(world.device)
+        if not launch.loaded.options.run.plan:
+            build.limit_libraries(launch.loaded.options, site.grid)
+        launch, opened = memory.settled(launch, site)
+        options = launch.loaded.options
+        current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
+        built = deque(build.phases_built(launch, site, opened=opened))
         plan = [line for each in built for line in plan_text.describe(each)]
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
         for line in [*plan, *(f"note: {note}" for note in notes)]:
@@ -248,6 +267,8 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
+    if warning := memory.warning(built, state):
+        screen.line(warning)
     loader, stopwatch = built.placement.loader(), Stopwatch(moments=moments_of(world.device))
     step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
     output = _output(built, state, session, stopwatch=stopwatch, best=best)

@@ -21,12 +21,14 @@ from falconet.config.load import Loaded, left_out
 from falconet.config.settings import CHECKPOINT, read_yaml
 from falconet.errors import (
     NO_ROOM,
+    SHORTAGES,
     CheckpointError,
     ConfigError,
     DeviceError,
     DiskError,
     Interrupted,
     LinkError,
+    ShortageError,
     UnsavedError,
     memory_shortage,
     named_option,
@@ -101,16 +103,21 @@ def memory_explained(checkpoints: Path | None = None) -> Iterator[None]:
     """Turn memory that ran out into one line with what needs less of it, and the newest checkpoint."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except SHORTAGES as error:
         short = memory_shortage(error)
         if short is None:
             raise
         saved = checkpoints_in(checkpoints) if checkpoints and checkpoints.is_dir() else []
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        raise DeviceError(
-            f"{short}; expected a smaller --micro-batch-size with more --gradient-accumulation, a smaller"
-            f" --validation-batch-size, or --enable-recompute; {newest}"
-        ) from error
+        if checkpoints is None:  # before there was an update
+            raise DeviceError(f"{short}; {NEEDS_LESS}; {newest}") from error
+        raise ShortageError(short, helps=NEEDS_LESS, after=newest) from error
+
+
+NEEDS_LESS = (
+    "expected a smaller --micro-batch-size with more --gradient-accumulation, a smaller --validation-batch-size, or"
+    " --enable-recompute"
+)
 
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "summary.json"
@@ -447,7 +454,7 @@ def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
     shape = RunShape(
         model=options.model.model,
         data=options.data.data,
-        micro_batch=options.data.micro_batch_size,
+        micro_batch=options.data.micro_batch,
         accumulation=options.training.gradient_accumulation,
         replicas=1 if replicas == "auto" else replicas,
         pipelined=bool(options.parallel.pipeline_splits) or options.numerics.recompute_mode == "manual",

@@ -10,7 +10,7 @@ from torch import nn
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
 from falconet.checkpoint.manifest import Manifest
-from falconet.checkpoint.origin import Origin, find_origin
+from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
@@ -50,7 +50,7 @@ class Opened:
 def global_batch(options: TrainOptions) -> int:
     """Images in one update of a training."""
     micro_batches = options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
-    return options.data.micro_batch_size * micro_batches
+    return options.data.micro_batch * micro_batches
 
 
 def refuse_download(loaded: Loaded[Any]) -> None:
@@ -109,7 +109,7 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
         note(concluded)
     refuse_download(loaded)
     options = loaded.options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
     model = _built(options, classes=images.classes)
     load_foreign(model, file.weights, where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)
@@ -127,7 +127,7 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
         asked = is_asked_for(loaded.sources.get("model"))
         origin = find_origin(read_file(path), model=loaded.options.model.model if asked else None)
     else:
-        origin = _own_origin(format.newest_whole(path, note=lambda _: None))
+        origin = own_origin(format.read_manifest(format.newest_whole(path, note=lambda _: None)))
     known = options_of(TrainOptions)
     of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
     if not of_model:
@@ -135,12 +135,6 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
     loaded = loaded.over(Origin(origin.why, of_model).table())
     concluded = origin.line(loaded.sources)
     return loaded, (concluded,) if concluded else ()
-
-
-def _own_origin(folder: Path) -> Origin:
-    """The side of a run's zero channels, which its weights do not show."""
-    side = format.read_manifest(folder).config.get("shortcut-padding", {}).get("value")
-    return Origin(f"{folder.name} was trained with", {"shortcut-padding": str(side)} if side == "both" else {})
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
@@ -170,7 +164,7 @@ def open_pretrained(line: Sequence[Setting]) -> Opened:
     assert asked != "none"
     found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
     options = defaults.fitted(loaded, found).options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
     if not found.keeps_classifier(images.class_names):
         raise CheckpointError(
             f"--pretrained: {found.source} knows {found.classes:,} classes, the data has {images.classes:,}"
@@ -210,6 +204,7 @@ def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluatio
         world=world,
         note=note,
         observe=observe,
+        tta=options.views.tta,
     )
     found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")

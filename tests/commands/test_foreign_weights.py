@@ -1,6 +1,7 @@
 """Weights of other programs on the command line: their names, their arguments, the side of their zero channels."""
 
 import argparse
+import csv
 import json
 import re
 from pathlib import Path
@@ -47,7 +48,8 @@ def published(trained, tmp_path):
 
 def measured(answer):
     assert answer.code == 0, answer.err
-    return float(re.search(r"Accuracy on test set: ([\d.]+)%", answer.out)[1])
+    written = Path(re.search(r"written to (\S+\.csv)", answer.out)[1])
+    return float(list(csv.DictReader(written.read_text().splitlines()))[-1]["top1"])
 
 
 CONCLUDED = "resnet8-0a1b2c3d.th has the layers of akamaster's pytorch_resnet_cifar10: --shortcut-padding both\n"
@@ -82,8 +84,9 @@ def test_training_that_starts_with_them_keeps_the_side(falconet, published):
     assert found == pytest.approx(accuracy(Path("a")), abs=0.01)
     assert "shortcut-padding: both" in falconet("restore --checkpoint-input-path a --epoch 2 --plan").out
     answer = falconet(f"train {TRAIN} --epoch 1 --run-dir b --init-path a --plan")
-    assert "note: resnet8-cifar_digits_1 was trained with: --shortcut-padding both\n" in answer.out
+    assert "note: the checkpoint was trained with: --shortcut-padding both\n" in answer.out
     assert "shortcut-padding: both" in answer.out
+    assert "shortcut-padding: both" in falconet(f"train {TRAIN} --epoch 1 --run-dir b --pretrained a --plan").out
 
 
 def test_a_run_that_started_with_them_can_be_resumed(falconet, published):

@@ -60,6 +60,10 @@ def test_purposes_keep_their_numbers():
         "GENERATE": 6,
         "SPLIT": 7,
         "OBJECT_CROP": 8,
+        "VERTICAL_FLIP": 20,
+        "POLICY": 21,
+        "JITTER": 22,
+        "ERASE": 23,
     }
 
 

@@ -204,7 +204,7 @@ def test_evaluation_shows_every_image_once_in_order(replicas, batch, workers):
     for replica in range(replicas):
         given = list(evaluation(batch=batch, replicas=replicas, replica=replica, workers=workers).batches())
         counts.add(len(given))
-        for images, labels, mix in given:
+        for images, labels, mix, _ in given:
             assert images.shape == (batch, 3, 8, 8)
             assert mix is None
             assert not images[labels < 0].any()
@@ -231,7 +231,7 @@ def test_synthetic_batches_are_one_random_batch():
     assert len(updates) == 480 // 48 - 4
     batches = [batch for update in updates for batch in update]
     assert len({batch.images.data_ptr() for batch in batches}) == 1
-    images, labels, mix = batches[0]
+    images, labels, mix, _ = batches[0]
     assert images.shape == (8, 3, 10, 10)
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert images.float().mean() == pytest.approx(127.5, abs=5 * 73.9 / 2400**0.5)

@@ -1,0 +1,304 @@
+"""Memory: what a run is predicted to need, and the largest micro-batch that fits, found by trying."""
+
+import gc
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from falconet.checkpoint.state import TrainState
+from falconet.config import commands
+from falconet.config.load import Loaded
+from falconet.config.rules import least_micro_batch
+from falconet.config.settings import LINE
+from falconet.data import mixing
+from falconet.data.buffers import Batch
+from falconet.data.dataset import Dataset
+from falconet.data.mixing import Mix
+from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
+from falconet.models import views
+from falconet.parallel import host
+from falconet.parallel.division import Division
+from falconet.parallel.environment import find_place
+from falconet.parallel.grid import divide
+from falconet.parallel.world import World
+from falconet.report.console import Say
+from falconet.train import evaluate, processes
+from falconet.train.build import BuiltPhase, Site, open_site, phases_built
+from falconet.train.placement import GIB, WholeModel, training_bytes
+from falconet.train.processes import Launch
+
+UPDATES = 2  # of a trial: the first one creates the optimizer's state
+AHEAD = 2  # updates whose images are on the device: the one in use, and the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Predicted bytes of training."""
+
+    fixed: int  # weights, gradients, optimizer state, and the images of the next update
+    per_image: int  # of a micro-batch
+
+    def of(self, micro_batch: int) -> int:
+        return self.fixed + micro_batch * self.per_image
+
+
+def predicted(built: BuiltPhase, state: TrainState) -> Need | None:
+    """From what the backward pass of one image needs; None: a stage of a pipeline, or recomputed layers by name.
+
+    Convolution workspaces come on top, and what the allocator cannot use.
+    """
+    placement, setup = built.placement, built.placement.setup
+    if not isinstance(placement, WholeModel):
+        return None
+    side, device = built.images.training.image_size, setup.device
+    one = _black(1, side, device)
+    saved = _saved(state.model, lambda: setup.regime.run(state.model, setup.normalise(one)))
+    activations = sum(saved)
+    if placement.recomputation:
+        if placement.recomputation.activations is None:
+            return None
+        activations = placement.recomputation.activations // built.shape.micro_batch
+    pixels = 3 * side * side
+    images = built.shape.micro_batch * built.shape.accumulation
+    weights = training_bytes(state.model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
+    # Beside the activations: the input as float32, and the gradients of one layer's input and output.
+    return Need(fixed=weights + AHEAD * images * pixels, per_image=activations + 4 * pixels + 2 * max(saved, default=0))
+
+
+def _saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[int]:
+    """Bytes of each tensor that a backward pass would need, without the weights.
+
+    In evaluation mode, so that running statistics and random numbers stay as they are: it keeps the same tensors.
+    """
+    modes = {module: module.training for module in model.modules()}
+    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []  # a freed storage's number would be used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        found[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.eval()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            forward()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return [count for storage, count in found.items() if storage not in known]
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes that this process has or could still get, on the device or, for a CPU, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    place = find_place(os.environ)
+    return host.available() // (place.local_size if place else 1)
+
+
+def warning(built: BuiltPhase, state: TrainState) -> str | None:
+    """One line if a phase is predicted to need more than there is, with what is predicted to fit."""
+    need, device, shape = predicted(built, state), built.site.world.device, built.shape
+    have = capacity(device)
+    if need is None or need.of(shape.micro_batch) <= have:
+        return None
+    total = shape.micro_batch * built.options.training.gradient_accumulation
+    smaller = divisors(total, least=least_micro_batch(built.options.augmentation))
+    fitting = [size for size in smaller if size < shape.micro_batch and need.of(size) <= have]
+    helps = "expected a smaller model or smaller images"
+    if fitting:
+        asked = _options(fitting[-1], total, which="" if built.phase.number == 1 else "fine-tune-")
+        helps = f"{asked} is predicted to need {need.of(fitting[-1]) / GIB:.2f} GiB"
+    return (
+        f"warning: predicted to need {need.of(shape.micro_batch) / GIB:.2f} GiB, but {device} has {have / GIB:.2f} GiB;"
+        f" {helps}"
+    )
+
+
+def _options(micro_batch: int, total: int, *, which: str = "") -> str:
+    """What to type; `which`: the options of a later phase."""
+    return f"--{which}micro-batch-size {micro_batch} --{which}gradient-accumulation {total // micro_batch}"
+
+
+# Found by trying.
+
+
+def divisors(number: int, *, least: int = 1) -> list[int]:
+    """In ascending order, from `least`."""
+    return [size for size in range(least, number + 1) if number % size == 0]
+
+
+def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest that fits, if all smaller ones fit too; None: not even the first. The last is tried first."""
+    if candidates and fits(candidates[-1]):
+        return candidates[-1]
+    rest = candidates[:-1]
+    too_many = bisect_left(rest, True, key=lambda size: not fits(size))
+    return rest[too_many - 1] if too_many else None
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Updates and validations of other sizes than a run's, with its options and images, in this process alone."""
+
+    launch: Launch
+    site: Site
+    images: Dataset
+    total: int  # images of an update on each replica
+
+    def fits(self, micro_batch: int) -> bool:
+        """Whether every phase makes its updates and validates; leaves nothing on the device."""
+        self.site.screen.line(f"trying a micro-batch of {micro_batch}")
+        try:
+            self._make(micro_batch)
+        except SHORTAGES as error:
+            if memory_shortage(error) is None:
+                raise
+            return False
+        finally:  # by now nothing refers to the trial
+            release(self.site.world.device)
+        return True
+
+    def _make(self, micro_batch: int) -> None:
+        for built in phases_built(self._launch(micro_batch), self._site, opened=self.images):
+            _try(built, messages=self.launch.division.replicas > 1)
+
+    @property
+    def _site(self) -> Site:
+        alone = World(device=self.site.world.device)
+        return replace(self.site, world=alone, grid=divide(alone, stages=1), note=_silent)
+
+    def _launch(self, micro_batch: int) -> Launch:
+        """Of one replica, which starts anew with any weights."""
+        options = with_batch(self.launch.loaded.options, micro_batch=micro_batch, total=self.total)
+        parallel = replace(options.parallel, replicas=1, batchnorm_span=1, enable_optimizer_rts=False)
+        options = replace(options, parallel=parallel, training=replace(options.training, init_path=None))
+        return replace(
+            self.launch,
+            loaded=replace(self.launch.loaded, options=options),
+            restored=None,
+            initial=None,
+            division=Division(1, self.total // micro_batch),
+        )
+
+
+def _silent(_: str) -> None: ...
+
+
+def _try(built: BuiltPhase, *, messages: bool) -> None:
+    """Make updates of one micro-batch, and validate one batch, with black images."""
+    device, shape, side = built.site.world.device, built.shape, built.images.training.image_size
+    state = built.new_state()
+    step = built.step(state)
+    held = [_black(AHEAD * shape.micro_batch * shape.accumulation, side, device)]
+    if messages:  # replicas send copies of the gradients
+        held += [torch.empty_like(weight) for weight in state.model.parameters()]
+    mix = None
+    if mixing.mixes_or_cuts(built.options.augmentation):
+        mix = Mix(torch.ones(shape.micro_batch, device=device), torch.zeros(4, dtype=torch.int64, device=device))
+    labels = torch.zeros(shape.micro_batch, dtype=torch.int64, device=device)
+    for update in range(UPDATES):
+        step([Batch(_black(shape.micro_batch, side, device), labels, mix)], update=update, lr=0.0)
+    if built.plan.validation_mode != "none":
+        _validate(built, state, evaluate.validation_batch(built.options))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def _validate(built: BuiltPhase, state: TrainState, batch: int) -> None:
+    side, setup = built.images.preprocessing.image_size, built.placement.setup
+    images = setup.normalise(_black(batch, side, setup.device))
+    setup.regime.run(views.averaged(state.model.eval(), built.options.views.tta), images)
+
+
+def _black(images: int, side: int, device: torch.device) -> Tensor:
+    return torch.zeros((images, side, side, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing uses any more."""
+    gc.collect()  # hooks on gradients keep a model in a reference cycle
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def with_batch(options: commands.TrainOptions, *, micro_batch: int, total: int) -> commands.TrainOptions:
+    """The options with another micro-batch and the same number of images in an update."""
+    return replace(
+        options,
+        data=replace(options.data, micro_batch_size=micro_batch),
+        training=replace(options.training, gradient_accumulation=total // micro_batch),
+    )
+
+
+def settled(launch: Launch, site: Site) -> tuple[Launch, Dataset | None]:
+    """The launch with a number for `--micro-batch-size auto`, and the images if they were opened for that.
+
+    An update keeps its images: those of the checkpoint that a run continues from, or of the config, else 64 per
+    micro-batch that was asked for. All processes take what fits on each of them.
+    """
+    options = launch.loaded.options
+    if options.data.micro_batch_size != "auto":
+        return launch, None
+    stored = processes.stored_number(launch.restored.manifest, "micro-batch-size") if launch.restored else None
+    if launch.restored and stored and launch.again:  # the same run, which has found its own
+        total = stored * processes.stored_number(launch.restored.manifest, "gradient-accumulation")
+        return _launched(launch, micro_batch=stored, total=total), None
+    config = [each.values[0] for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
+    base = stored or (options.data.micro_batch if config in ([], ["auto"]) else int(config[-1]))
+    total = base * options.training.gradient_accumulation
+    first = with_batch(options, micro_batch=base, total=total)
+    (built, *_) = phases_built(replace(launch, loaded=replace(launch.loaded, options=first)), site)
+    trials = Trials(launch, site, built.full_size, total)
+    sizes = divisors(total, least=least_micro_batch(options.augmentation))
+    own = largest(sizes, trials.fits) or 0
+    found_by_all = -int(site.world.max(torch.tensor(-own, device=site.world.device)))
+    if not found_by_all:
+        raise DeviceError(f"--micro-batch-size auto: not even {sizes[0]} fits on {site.world.device}")
+    return _launched(launch, micro_batch=found_by_all, total=total), built.full_size
+
+
+def _launched(launch: Launch, *, micro_batch: int, total: int) -> Launch:
+    loaded: Loaded[Any] = launch.loaded
+    options = with_batch(loaded.options, micro_batch=micro_batch, total=total)
+    note = f"--micro-batch-size auto: {micro_batch}, the largest that fits, for updates of {total} images per replica"
+    return replace(launch, loaded=replace(loaded, options=options), notes=(*launch.notes, note))
+
+
+def answer(error: ShortageError, launch: Launch) -> DeviceError:
+    """What to say about memory that ran out in a run, which is over: with the batch that fits, if one is found.
+
+    Call it where nothing of the run is referred to any more, the error's traceback included.
+    """
+    options, size = launch.loaded.options, launch.loaded.options.data.micro_batch_size
+    if size == "auto" or launch.place is not None:  # the other processes of a run do not wait for a search
+        return error
+    site = open_site(launch)
+    release(site.world.device)
+    if ("the device" in error.short) != (site.world.device.type != "cpu"):
+        return error
+    total = size * options.training.gradient_accumulation
+    say: Say = site.screen.line
+    say(f"{error.short}; looking for a micro-batch that fits")
+    (built, *_) = phases_built(launch, site)
+    trials = Trials(launch, site, built.full_size, total)
+    smaller = [other for other in divisors(total, least=least_micro_batch(options.augmentation)) if other < size]
+    found = largest(smaller, trials.fits)
+    if found is None:
+        return error
+    return DeviceError(
+        f"{error.short}; {_options(found, total)} fits here, with the same updates of {total} images; {error.after}"
+    )
