@@ -27,6 +27,8 @@ from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
 from falconet.report.console import Say, counted
 
+BATCH = 64  # images, of a run whose micro-batch was found by trying
+
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
@@ -40,6 +42,11 @@ class Classifier:
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
     checkpoint: Path | None = None  # where it is from
+
+    @property
+    def batch(self) -> int:
+        """Images in one forward pass of the run's validation."""
+        return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
 
     def images(self, source: FileSource) -> Dataset:
         """Photos as validation images, prepared as in the run's validation."""

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from falconet.config.fields import value_or
 from falconet.data.crops import Crops
 from falconet.data.image_files import UnreadableImageError, open_rgb, to_rgb
 from falconet.data.preprocessing import Preprocessing, normaliser
@@ -152,8 +151,7 @@ class Model:
                 warnings.warn(f"{photo.name}: {row.problem}; left out", stacklevel=4)
 
     def _computed(self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool) -> Iterator[_Scores]:
-        about, data = self.classifier, self.classifier.data
-        batch = batch_size or value_or(data.validation_batch_size, data.micro_batch_size)
+        about, batch = self.classifier, batch_size or self.classifier.batch
         for first in range(0, len(pictures), batch):
             inputs = torch.stack([self._input(picture) for picture in pictures[first : first + batch]])
             there = inputs.to(about.device).contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,6 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from falconet.config.fields import value_or
 from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
@@ -112,8 +111,7 @@ def scored(
 
     `batch`: images in one forward pass; None: as in the run's validation, or fewer if there are fewer photos.
     """
-    data = classifier.data
-    most = batch or value_or(data.validation_batch_size, data.micro_batch_size)
+    most = batch or classifier.batch
     rest = iter(photos)
     while some := list(itertools.islice(rest, max(1, AT_ONCE // most) * most)):
         yield from _scored(classifier, some, batch=batch or min(most, len(some)), features=features)
@@ -134,12 +132,12 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
     if features:
         tap = tapped(classifier.model, len(classifier.class_names))
     with tap as features_seen:
-        for number, (pixels, labels, _) in enumerate(loader.batches()):
+        for number, read in enumerate(loader.batches()):
             with torch.inference_mode():
-                logits = regime.run(classifier.model, normalise(pixels)).float().cpu()
+                logits = regime.run(classifier.model, normalise(read.images)).float().cpu()
                 seen = features_seen()
             kept = torch.empty(batch, 0) if seen is None else seen.cpu()
-            is_read, is_finite = (labels >= 0).tolist(), logits.isfinite().all(dim=1).tolist()
+            is_read, is_finite = (read.labels >= 0).tolist(), logits.isfinite().all(dim=1).tolist()
             rows = []
             for row, photo in enumerate(photos[number * batch : (number + 1) * batch]):
                 problem = "" if is_read[row] else unread.reasons[_absolute(photo.path)]
