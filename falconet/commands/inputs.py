@@ -15,6 +15,7 @@ from falconet.config.settings import Setting
 from falconet.errors import ConfigError, DataError
 
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
+PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
@@ -66,6 +67,8 @@ def check(options: Any) -> None:
         require_folder(options.upload.source, "a run folder")
     elif isinstance(options, commands.ServeOptions) and importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
+    elif isinstance(options, commands.PredictOptions):
+        _check_predicted(options)
     if isinstance(options, commands.InferOptions):
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
@@ -73,6 +76,24 @@ def check(options: Any) -> None:
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         _require_data(options.data.data_dir)
     _check_validated(options)
+
+
+def _check_predicted(options: commands.PredictOptions) -> None:
+    path, weights = options.input.checkpoint_input_path, options.pretrained.pretrained
+    if path is None and weights == "none":
+        raise ConfigError("expected a run and photos, as in `falconet predict runs/my-run photo.jpg`")
+    if path is not None and weights != "none":
+        raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
+    for option, given in (("", path), ("--pretrained: ", weights)):
+        if isinstance(given, Path) and given.suffix.lower() in PHOTOS:
+            raise ConfigError(
+                f"{option}{given} is a photo; expected a run, a checkpoint or a weights file before it, or --model NAME"
+                " --pretrained published"
+            )
+    if path is not None and not path.is_file():
+        require_checkpoints(path)
+    if not options.predict.photos:
+        raise ConfigError("expected photos after the run: files, folders, or - for stdin")
 
 
 def _require_data(folder: Path) -> None:

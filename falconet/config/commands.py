@@ -1,5 +1,6 @@
 """Every command: what it does, an example, and its sections of options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from falconet.config.options import (
     Optimizer,
     Pack,
     Parallel,
+    Predict,
     Pretrained,
     Run,
     Serving,
@@ -46,6 +48,7 @@ class Command:
     example: ClassVar[str]
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
     arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
+    instead: ClassVar[Mapping[str, str]] = {}  # options in whose presence an argument is not given: option -> argument
     needs_arguments: ClassVar[bool] = True
 
 
@@ -137,6 +140,27 @@ class AverageOptions(Command):
     input: Input = field(default_factory=Input)
     average: Average = field(default_factory=Average)
     data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Command):
+    """Name the classes of photos, with their probabilities."""
+
+    example = "falconet predict runs/my-run photo.jpg more-photos/ --top 3"
+    arguments = ("checkpoint-input-path", "photos")
+    instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
+    common = (
+        *("checkpoint-input-path", "checkpoint", "photos", "top", "json", "csv", "output", "save-dir", "embeddings"),
+        *("model", "pretrained", "device"),
+    )
+
+    predict: Predict = field(default_factory=Predict)
+    input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
+    model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
 
 
@@ -298,6 +322,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "restore": RestoreOptions,
     "validate": ValidateOptions,
     "average": AverageOptions,
+    "predict": PredictOptions,
     "bench": BenchOptions,
     "bench infer": InferOptions,
     "serve": ServeOptions,

@@ -220,6 +220,10 @@ def _has_checkpoints(options: Any) -> bool:
     return path is not None and not path.is_file()
 
 
+def _has_no_checkpoints(options: Any) -> bool:
+    return not _has_checkpoints(options)
+
+
 _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
@@ -245,6 +249,11 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
         _NO_CHOICE,
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
+    ),
+    commands.PredictOptions: (
+        *_NOT_TRAINED,
+        _NO_CHOICE,
+        *((name, "on a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
     ),
     commands.AverageOptions: (
         *(

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from falconet.config import effects, rules
-from falconet.config.commands import BenchServeOptions, InferOptions, TrainOptions
+from falconet.config.commands import BenchServeOptions, Command, InferOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import Use, from_config
 from falconet.config.settings import (
     DEFAULT,
     LINE,
     Setting,
+    apart,
     from_checkpoint,
     from_environment,
     from_line,
     is_asked_for,
+    is_option,
     spelled,
 )
 from falconet.errors import ConfigError, did_you_mean
@@ -90,15 +92,27 @@ def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> 
     return found
 
 
-def read_line(command: type[object], argv: Sequence[str], *, photos: str | None = None) -> list[Setting]:
+def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None = None) -> list[Setting]:
     """The settings of a command line, after those of its --config; `photos`: the config of a training on photos."""
     options = options_of(command)
-    line = from_line(argv, options)
+    line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
     if not named and photos and command is TrainOptions and _names_photos(line):
         named = [photos]
     use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line
+
+
+def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
+    """The line with the names of the options that were given by position, wherever in the line."""
+    if not command.arguments:
+        return argv
+    words, named = apart(argv, options_of(command))
+    given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
+    taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
+    left = [name for name in command.arguments if name not in taken]
+    first = [token for name, word in zip(left, words, strict=False) for token in (f"--{name}", word)]
+    return [*first, *words[len(left) :], *named]  # the last one gets the rest, and refuses it if it takes one value
 
 
 def _names_photos(line: Sequence[Setting]) -> bool:

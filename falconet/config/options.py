@@ -649,6 +649,31 @@ class DataBench:
     """Also write the result to this JSON file."""
 
 
+# Predicting.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """The photos, and what is written about them."""
+
+    photos: tuple[str, ...] = local(())
+    """Photos and folders of them, searched recursively; -: stdin, with paths, one per line, or with one photo."""
+    top: Annotated[int, AtLeast(1)] = 1
+    """Classes to report per photo, the most probable first."""
+    json: bool = False
+    """Print JSON instead of a table: an array with one object per photo, each on its own line."""
+    csv: bool = False
+    """Print CSV instead of a table: path, label and probability."""
+    output: Path | None = local(None)
+    """Write the table, the JSON or the CSV to this file instead of stdout."""
+    save_dir: Path | None = local(None)
+    """Sort the photos: a link to each one in a folder per class, in this folder."""
+    embeddings: Path | None = local(None)
+    """Also write the features before the classifier, and the paths, to this .npz file."""
+    batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Images in one forward pass; auto: as in the run's validation, or fewer if there are fewer photos."""
+
+
 # Serving.
 
 
@@ -683,9 +708,9 @@ class Fresh:
     val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
     """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: the model's standard size. A checkpoint has its own."""
+    """Side of the square input in pixels; auto: the weights', or the model's. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
-    """Number of classes; auto: 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
+    """Number of classes; auto: the weights', else 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
 
 
 # Tools.

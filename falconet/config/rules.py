@@ -529,6 +529,12 @@ def _restore_has_its_weights(options: Any) -> str | None:
     return None
 
 
+def _predictions_have_one_form(options: Any) -> str | None:
+    if options.predict.json and options.predict.csv:
+        return "--json: contradicts --csv; expected only one of the two"
+    return None
+
+
 def _predictions_are_of_one_checkpoint(options: Any) -> str | None:
     if options.table.predictions is not None and options.choice.checkpoint == "all":
         return "--predictions: takes one checkpoint, got --checkpoint all; expected best, last or an epoch"
@@ -587,6 +593,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("run",), _resuming_needs_a_run_folder),
     (("run", "checkpoints"), _temporary_folder_has_no_name),
     (("input", "training"), _restore_has_its_weights),
+    (("predict",), _predictions_have_one_form),
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
     (("doctor",), _doctor_replicas_need_distributed),

@@ -91,7 +91,7 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
     orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
-    return _read(file, _rgb)
+    return _read(file, to_rgb)
 
 
 def read_size(file: Path | BinaryIO) -> tuple[int, int]:
@@ -135,7 +135,8 @@ def _check_size(image: Image.Image) -> None:
         raise Image.DecompressionBombError
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in mode RGB, as `open_rgb` converts it."""
     if image.mode == "RGB":
         image.load()
         return image

@@ -148,7 +148,7 @@ def _search(root: Path) -> Found:
             before = len(listing.labels)
             if entry.is_dir():  # here a link to a folder is followed
                 folders.append(entry.name)
-                for name in _image_names(entry.path, f"{entry.name}/", listing):
+                for name in image_names(entry.path, f"{entry.name}/", listing):
                     listing.add(name, len(folders) - 1)
             elif _is_photo(entry, listing):
                 listing.add(entry.name, LOOSE)
@@ -198,13 +198,13 @@ def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
     )
 
 
-def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
-    """Sorted names with the prefix, including subfolders; links to folders are not followed."""
+def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:
+    """Sorted names with the prefix, also of subfolders; links to folders are followed only at the top, if `linked`."""
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in _visible(entries):
-            if entry.is_dir(follow_symlinks=False):
-                yield from _image_names(entry.path, f"{prefix}{entry.name}/", listing)
+            if entry.is_dir(follow_symlinks=linked):
+                yield from image_names(entry.path, f"{prefix}{entry.name}/", listing)
             elif _is_photo(entry, listing):
                 yield prefix + entry.name
 

@@ -92,7 +92,7 @@ def test_an_unreadable_folder_is_reported_in_one_line(root, monkeypatch):
     def refused(place, prefix, listing):
         raise PermissionError(13, "Permission denied", place)
 
-    monkeypatch.setattr(folder, "_image_names", refused)
+    monkeypatch.setattr(folder, "image_names", refused)
     with pytest.raises(DataError) as caught:
         layout.load_photos(root)
     assert str(caught.value) == f"{root}/train/cat: cannot be read (Permission denied)"

@@ -1,0 +1,192 @@
+"""Classifiers: models that are ready to predict, with class names and preprocessing; from a run, or from weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from falconet.checkpoint import format, initial_weights
+from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
+from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.origin import find_origin
+from falconet.config import options
+from falconet.config.commands import ValidateOptions
+from falconet.config.fields import value_or
+from falconet.config.load import load_options
+from falconet.config.settings import Setting
+from falconet.data.dataset import Dataset
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
+from falconet.data.storage import FileSource
+from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.models import zoo
+from falconet.models.zoo import build_model
+from falconet.numerics.precision import REGIMES, Regime
+from falconet.parallel import world
+from falconet.report.console import Say, counted
+
+BATCH = 64  # images, of a run whose micro-batch was found by trying
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A model that is ready to predict, with the facts that its checkpoint stores."""
+
+    name: str
+    model: nn.Module  # on `device`, in the formats of `regime`
+    preprocessing: Preprocessing
+    class_names: tuple[str, ...]
+    regime: Regime
+    device: torch.device
+    data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
+    checkpoint: Path | None = None  # where it is from
+
+    @property
+    def batch(self) -> int:
+        """Images in one forward pass of the run's validation."""
+        return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
+
+    def images(self, source: FileSource) -> Dataset:
+        """Photos as validation images, prepared as in the run's validation."""
+        return Dataset(
+            train=source,
+            validation=source,
+            native_size=None,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            kind="folder",
+            preprocessing=self.preprocessing,
+            training=self.preprocessing,
+            on_host=self.data.normalization_location == "host",
+        )
+
+
+class Asked(Protocol):
+    """What the options of a command that opens a classifier have in common."""
+
+    @property
+    def input(self) -> options.Input: ...
+
+    @property
+    def choice(self) -> options.Choice: ...
+
+    @property
+    def model(self) -> options.Model: ...
+
+    @property
+    def fresh(self) -> options.Fresh: ...
+
+    @property
+    def machine(self) -> options.Machine: ...
+
+
+AskedT = TypeVar("AskedT", bound=Asked)
+Weights = Path | Literal["published"]
+
+
+def open_model(
+    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Weights | None = None
+) -> tuple[Classifier, AskedT]:
+    """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
+
+    `weights`: published ones, or those of a file, instead of the line's checkpoint.
+    """
+    asked = load_options(command, line).options
+    path, is_named = asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    if weights is None and path is None:
+        if not is_named:
+            raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
+        return _untrained(asked, note), asked
+    if weights is None and path is not None and not path.is_file():
+        folder, manifest = format.choose(path, asked.choice.checkpoint, note)
+        average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
+        note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
+        asked = load_options(command, line, manifest.config).options
+        return _trained(asked, folder, manifest), asked
+    chosen = weights or path
+    assert chosen is not None
+    if chosen != "published" and chosen.is_file():
+        origin = find_origin(read_file(chosen), model=asked.model.model if is_named else None)
+        loaded = load_options(command, line, origin.table())
+        if concluded := origin.line(loaded.sources):
+            note(concluded)
+        asked, is_named = loaded.options, is_named or "model" in loaded.sources
+    name = asked.model.model if is_named else _fitting(chosen, note)
+    return _pretrained(asked, name, chosen, note), asked
+
+
+def _untrained(asked: Asked, note: Say) -> Classifier:
+    """A model with random weights."""
+    name = asked.model.model
+    with named_option("model"):
+        size = value_or(asked.fresh.image_size, zoo.image_size(name))
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
+    classes = value_or(asked.fresh.classes, 10 if name.endswith("-cifar") else 1000)
+    preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    note(f"note: {name} has random weights (always the same ones), for measuring only")
+    model = build_model(asked.model, classes=classes, seed=0)
+    return _classifier(asked, model, preprocessing, tuple(map(str, range(classes))))
+
+
+def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classifier:
+    """A model with weights that were trained elsewhere, and the preprocessing that they were trained with."""
+    opened = initial_weights.open_model(replace(asked.model, model=name), weights)
+    classes, made = len(opened.class_names), opened.preprocessing
+    note(f"loaded {opened.source}, {counted(classes, 'class')}")
+    if asked.fresh.classes not in ("auto", classes):
+        raise ConfigError(f"--classes: got {asked.fresh.classes}, expected {classes}, as in {opened.source}")
+    size = value_or(asked.fresh.image_size, made.image_size)
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
+    made = replace(made, image_size=size, resize=max(size, size * made.resize // made.image_size))
+    return _classifier(asked, opened.model, made, opened.class_names, name=name)
+
+
+def _fitting(weights: Weights, note: Say) -> str:
+    if weights == "published":
+        raise ConfigError("expected --model as well, whose published weights are taken")
+    found = fitting_model(read_weights(weights))
+    if found is None:
+        raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
+    note(f"{weights}: its weights fit {found[0]}; --model names another one")
+    return found[0]
+
+
+def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
+    try:
+        preprocessing = Preprocessing.from_json(manifest.preprocessing)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    model = build_model(asked.model, classes=manifest.classes, seed=0)
+    weights = format.model_weights(folder, manifest, manifest.better_stem)
+    load_weights(model, weights, where=str(folder), name=asked.model.model)
+    data = load_options(ValidateOptions, [], manifest.config).options.data
+    made = _classifier(asked, model, preprocessing, manifest.class_names, data=data)
+    return replace(made, checkpoint=folder)
+
+
+def _classifier(
+    asked: Asked,
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    class_names: tuple[str, ...],
+    *,
+    name: str = "",
+    data: options.Data | None = None,
+) -> Classifier:
+    """Put a model on the device that was asked for, ready to predict; `name`: if it is not the one asked for."""
+    device, regime = world.open_machine(asked.machine).device, REGIMES[asked.machine.precision]
+    with named_option("precision"):
+        regime.require(device)
+    return Classifier(
+        name=(name or asked.model.model).replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
+        model=regime.prepare(model, device).eval(),
+        preprocessing=preprocessing,
+        class_names=class_names,
+        regime=regime,
+        device=device,
+        data=data or options.Data(),
+    )
