@@ -11,9 +11,14 @@ from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
 from falconet.config.fields import require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
+from falconet.config.options import Export
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
 
+EXPORT_PACKAGES = {
+    **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
+    "openvino": ("openvino",),
+}
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 
 
@@ -62,13 +67,25 @@ def check(options: Any) -> None:
         require_folder(options.upload.source, "a run folder")
     elif isinstance(options, commands.ServeOptions) and importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
-    if isinstance(options, commands.InferOptions):
+    elif isinstance(options, commands.ExportOptions):
+        _check_export(options.export)
+    if isinstance(options, commands.InferOptions | commands.ExportOptions):
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         require_photos(options.data.data_dir)
     _check_validated(options)
+
+
+def _check_export(export: Export) -> None:
+    """The packages that write and run a format, and the photos to check it on."""
+    for package in EXPORT_PACKAGES.get(export.format, ()):
+        if importlib.util.find_spec(package) is None:
+            extra = "openvino" if package == "openvino" else "'falconet[export]'"
+            raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
+    if export.photos is not None:
+        require_folder(export.photos, "a folder of photos for --photos")
 
 
 def _check_validated(options: Any) -> None:

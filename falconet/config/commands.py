@@ -12,6 +12,7 @@ from falconet.config.options import (
     Data,
     DataBench,
     Doctor,
+    Export,
     FineTuning,
     Fresh,
     Inference,
@@ -182,6 +183,24 @@ class BenchServeOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportOptions(Command):
+    """Write a model as ONNX, torch.export, AOTInductor, timm, Triton or OpenVINO, and check its scores."""
+
+    example = "falconet export runs/my-run --format onnx --preprocessing"
+    arguments = ("checkpoint-input-path",)
+    common = (
+        *("checkpoint-input-path", "format", "output", "overwrite", "preprocessing", "half"),
+        *("photos", "tolerance", "latency-batch", "model", "device"),
+    )
+
+    export: Export = field(default_factory=Export)
+    input: Input = field(default_factory=Input)
+    model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Command):
     """Report what this machine has, and whether it works."""
 
@@ -268,6 +287,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "average": AverageOptions,
     "bench": BenchOptions,
     "bench infer": InferOptions,
+    "export": ExportOptions,
     "serve": ServeOptions,
     "bench serve": BenchServeOptions,
     "doctor": DoctorOptions,

@@ -208,6 +208,13 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
     ),
+    commands.ExportOptions: (
+        *_NOT_TRAINED,
+        ("precision", "on an export, which is fp32, or fp16 with --half", _never),
+        ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
+        ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
+        ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
+    ),
     commands.AverageOptions: (
         *(
             (name, "without --validate or --batchnorm-images", _runs_a_model)

@@ -1,0 +1,189 @@
+"""`falconet export`: write a model in another program's format, and check that it computes the same."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from falconet import __version__, writing
+from falconet.checkpoint import format
+from falconet.checkpoint.disk import aside, move_into_place
+from falconet.config.commands import ExportOptions, ServeOptions, ValidateOptions
+from falconet.config.load import Loaded, load_options, of_command, unused_notes
+from falconet.config.options import Export
+from falconet.config.settings import LINE, Setting
+from falconet.errors import ConfigError, LinkError, named_option
+from falconet.exits import DONE, FAILED
+from falconet.export import checks
+from falconet.export.checks import Photos
+from falconet.export.formats import FORMATS, torch_engine
+from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
+from falconet.infer.predictor import Classifier, open_classifier
+from falconet.report.console import Say, Screen, counted
+
+FOLDER = "export"  # of all formats
+RECORD = "export.json"  # in every export: what it is, and what was measured
+
+
+def run(loaded: Loaded[ExportOptions]) -> int:
+    screen, asked = Screen(), loaded.options.export
+    for note in unused_notes(loaded.options, loaded.line):
+        screen.line(note)
+    target = asked.output or _home(loaded.options.input.checkpoint_input_path) / asked.format
+    _require_free(target, overwrite=asked.overwrite)
+    # The file is for machines of any kind: half-precision weights are widened, which changes none of them.
+    line = [*of_command(ServeOptions, loaded.line), Setting("precision", ("32.32",), LINE)]
+    classifier, options = open_classifier(line, screen.line)
+    kind = FORMATS[asked.format]
+    graph = Graph(
+        name=classifier.name,
+        options=options.model,
+        model=classifier.model.cpu().eval(),
+        preprocessing=classifier.preprocessing,
+        class_names=classifier.class_names,
+        takes_pixels=asked.preprocessing if kind.takes_pixels is None else kind.takes_pixels,
+        half=asked.half,
+    )
+    photos = _photos(loaded, classifier, screen.line)
+    device = classifier.device if kind.on_device else torch.device("cpu")
+    with _temporary(target) as folder:
+        with named_option("format"):
+            kind.write(graph, folder, device)
+        ours, exported = torch_engine(graph.module().to(device), device), kind.open(graph, folder, device)
+        parity = checks.compare(graph, ours, exported, photos, tolerance=_tolerance(asked), batch=asked.latency_batch)
+        screen.line(f"input: {graph.describe_input()}")
+        screen.line(f"output: {graph.describe_output()}")
+        screen.line(parity.line())
+        if not parity.passed:
+            screen.line(f"nothing is written to {target}: the difference exceeds the tolerance (--tolerance)")
+            return FAILED
+        times = {
+            size: {"exported": checks.latency(exported, images), "falconet": checks.latency(ours, images)}
+            for size in sorted({1, asked.latency_batch})
+            for images in (graph.feed(_repeated(photos, size)),)
+        }
+        for size, each in times.items():
+            screen.line(
+                f"latency of a batch of {size}: {each['exported']:.2f} ms, in Falconet {each['falconet']:.2f} ms"
+                f" ({_machine(device)})"
+            )
+        files = {str(path.relative_to(folder)): _flushed(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+        record = {
+            **_about(graph, asked, device),
+            "parity": parity.to_json(),
+            "latency_ms": {f"batch of {size}": each for size, each in times.items()},
+            "files": files,
+        }
+        writing.replace(folder, RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        move_into_place(folder, target)
+    largest = max(files, key=lambda name: files[name]["bytes"])
+    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB, and {RECORD}")
+    return DONE
+
+
+def _home(path: Path | None) -> Path:
+    """The folder of exports: in the run folder, beside the weights file, or here; created without following links."""
+    if path is None:
+        home = Path()
+    elif path.is_file() or format.checkpoints_in(path) == [path]:
+        home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    else:
+        home = path.parent if path.name == "checkpoints" else path
+    return writing.subfolder(home, FOLDER)
+
+
+def _require_free(target: Path, *, overwrite: bool) -> None:
+    """Refuse to replace anything that was not asked to be replaced, or is no export."""
+    if target.is_symlink():
+        raise LinkError(target, "--output")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return
+    if not (target / RECORD).is_file():
+        raise ConfigError(f"--output: {target} exists and is not an export; expected another name")
+    if not overwrite:
+        raise ConfigError(f"{target} holds an export; expected --overwrite to replace it, or another --output")
+
+
+def _photos(loaded: Loaded[ExportOptions], classifier: Classifier, note: Say) -> Photos:
+    """What the scores are compared on: the photos that are named, the run's validation images, or noise."""
+    asked, path = loaded.options.export, loaded.options.input.checkpoint_input_path
+    if asked.photos is not None:
+        with named_option("photos"):
+            return checks.photos_in(asked.photos, classifier.preprocessing, note)
+    found = None
+    if path is not None and not path.is_file():
+        stored = format.read_manifest(format.newest_whole(path, note)).config
+        options = load_options(ValidateOptions, of_command(ValidateOptions, loaded.line), stored).options
+        found = checks.validation_photos(
+            options.data, model=options.model.model, preprocessing=classifier.preprocessing, note=note
+        )
+    return found or checks.noise(classifier.preprocessing)
+
+
+def _repeated(photos: Photos, size: int) -> Pixels:
+    """A batch of this size."""
+    return photos.pixels[np.arange(size) % len(photos.pixels)]
+
+
+def _tolerance(asked: Export) -> float:
+    if asked.tolerance == "auto":
+        return checks.HALF_TOLERANCE if asked.half else checks.TOLERANCE
+    return asked.tolerance
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """A hidden folder beside the target, which is gone at the end, whatever happens, unless it was moved."""
+    folder = aside(target, "tmp")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flushed(path: Path) -> dict[str, Any]:
+    """The size and digest of a file, once it is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _about(graph: Graph, asked: Export, device: torch.device) -> dict[str, Any]:
+    """What is exported, by what."""
+    libraries = ("torch", *FORMATS[asked.format].libraries)
+    return {
+        "format": asked.format,
+        "model": graph.name,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "input": {
+            "name": INPUT,
+            "type": graph.input_type,
+            "shape": ["N", *graph.input_shape],
+            "meaning": graph.describe_input(),
+        },
+        "output": {"name": OUTPUT, "type": "float32", "shape": ["N", len(graph.class_names)], "meaning": "logits"},
+        "precision": "fp16" if graph.half else "fp32",
+        "machine": f"{platform.machine()}, {_machine(device)}",
+        "versions": {"falconet": __version__, **{name: version(name) for name in libraries}},
+        "preprocessing": graph.preprocessing.to_json(),
+        "class_names": list(graph.class_names),
+    }
