@@ -32,6 +32,7 @@ from falconet.infer.predictor import Classifier, open_classifier
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
+CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
 RECORD = "export.json"  # in every export: what it is, and what was measured
 
 
@@ -39,7 +40,8 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     screen, asked = Screen(), loaded.options.export
     for note in unused_notes(loaded.options, loaded.line):
         screen.line(note)
-    target = asked.output or _home(loaded.options.input.checkpoint_input_path) / asked.format
+    home = _home(loaded.options.input.checkpoint_input_path)
+    target = asked.output or home / FOLDER / asked.format
     _require_free(target, overwrite=asked.overwrite)
     # The file is for machines of any kind: half-precision weights are widened, which changes none of them.
     line = [*of_command(ServeOptions, loaded.line), Setting("precision", ("32.32",), LINE)]
@@ -56,6 +58,9 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     )
     photos = _photos(loaded, classifier, screen.line)
     device = classifier.device if kind.on_device else torch.device("cpu")
+    if asked.output is None:
+        writing.subfolder(home, FOLDER)  # not through a link: a run folder may come from another person
+    target.parent.mkdir(parents=True, exist_ok=True)
     with _temporary(target) as folder:
         with named_option("format"):
             kind.write(graph, folder, device)
@@ -92,14 +97,12 @@ def run(loaded: Loaded[ExportOptions]) -> int:
 
 
 def _home(path: Path | None) -> Path:
-    """The folder of exports: in the run folder, beside the weights file, or here; created without following links."""
+    """Where exports go: the run folder, the folder of the weights file, or here."""
     if path is None:
-        home = Path()
-    elif path.is_file() or format.checkpoints_in(path) == [path]:
-        home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    else:
-        home = path.parent if path.name == "checkpoints" else path
-    return writing.subfolder(home, FOLDER)
+        return Path()
+    inside = path.is_file() or format.checkpoints_in(path) == [path]
+    home = path.parent if inside else path
+    return home.parent if home.name == CHECKPOINTS else home
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
@@ -107,7 +110,6 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
     if target.is_symlink():
         raise LinkError(target, "--output")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        target.parent.mkdir(parents=True, exist_ok=True)
         return
     if not (target / RECORD).is_file():
         raise ConfigError(f"--output: {target} exists and is not an export; expected another name")
