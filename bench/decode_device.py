@@ -28,12 +28,21 @@ from falconet.data.loader import BatchShape, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.data.readers import PillowReader, reader_for
 from falconet.data.storage import FileSource
-from photos import repeated
 
+ENDINGS = {".jpg", ".jpeg"}
 SIZE, BATCH = 224, 256
 PREPROCESSING = Preprocessing(image_size=SIZE, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 CROPS = Crops(preprocessing=PREPROCESSING, augment="crop-flip", seed=0, objects=None)
 DEVICE = torch.device("cuda", 0)
+
+
+def repeated(folder: Path, images: int) -> FileSource:
+    """The folder's JPEG files, in turn, as `images` entries of one class."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    if not found:
+        raise SystemExit(f"{folder}: contains no JPEG files")
+    names = [str(found[number % len(found)].relative_to(folder)) for number in range(images)]
+    return FileSource.of(folder, names=names, labels=[0] * images, class_names=(".",))
 
 
 def bad() -> BadImages:

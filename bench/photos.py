@@ -1,16 +1,152 @@
-"""Photos for the benchmarks: any folder of JPEG files, repeated until there are enough."""
+"""Train on a folder of photos with Falconet, timm's train.py and Ultralytics, each at its defaults, for the same time.
 
+    python bench/photos.py photos/ --seconds 60 --timm pytorch-image-models/train.py
+    python bench/photos.py photos/ --timm train.py --model tf_efficientnet_lite0 --weights lite0.safetensors
+
+`photos/` has train/<class>/ and val/<class>/, the layout that all three take. Each tool is started as its user would,
+with one command and nothing but the model, the weights and the number of epochs; time counts from the start of the
+process, imports included. A first run of two epochs measures how long an epoch takes; the second has as many epochs as
+fit into --seconds, so that every schedule ends in time. Ultralytics cannot use the file of --weights: it starts from
+random weights.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from falconet.data.storage import FileSource
-
-ENDINGS = {".jpg", ".jpeg"}
+POLLED = 0.1  # seconds between looks at a tool's results
 
 
-def repeated(folder: Path, images: int) -> FileSource:
-    """The folder's JPEG files, in turn, as `images` entries of one class."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
-    if not found:
-        raise SystemExit(f"{folder}: contains no JPEG files")
-    names = [str(found[number % len(found)].relative_to(folder)) for number in range(images)]
-    return FileSource.of(folder, names=names, labels=[0] * images, class_names=(".",))
+@dataclass(frozen=True)
+class Tool:
+    """A training program: its command for a number of epochs, and the accuracies that it has written so far."""
+
+    name: str
+    command: Callable[[int, Path], Sequence[str]]  # for a number of epochs and a folder for results
+    accuracies: Callable[[Path], list[float]]  # percent, one per epoch
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one run reached."""
+
+    tool: str
+    command: str
+    epochs: int
+    seconds: float
+    accuracies: list[float]
+    times: list[float]  # seconds from the start, per epoch
+
+    @property
+    def last(self) -> float:
+        return self.accuracies[-1]
+
+    @property
+    def best(self) -> float:
+        return max(self.accuracies)
+
+
+def falconet(photos: Path, model: str, weights: Path | None) -> Tool:
+    def command(epochs: int, out: Path) -> list[str]:
+        start = ["--pretrained", str(weights) if weights else "none"]
+        line = ["train", str(photos), "--model", model, "--epoch", str(epochs), "--run-dir", str(out / "run"), *start]
+        return [sys.executable, "-m", "falconet", *line]
+
+    def accuracies(out: Path) -> list[float]:
+        path = out / "run/metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+
+    return Tool("Falconet", command, accuracies)
+
+
+def timm(photos: Path, model: str, weights: Path | None, *, script: Path) -> Tool:
+    classes = sum(1 for entry in (photos / "train").iterdir() if entry.is_dir())
+
+    def command(epochs: int, out: Path) -> list[str]:
+        line = ["--data-dir", str(photos), "--model", model, "--num-classes", str(classes), "--epochs", str(epochs)]
+        start = ["--pretrained", "--pretrained-path", str(weights)] if weights else []
+        return [sys.executable, str(script), *line, "--output", str(out), "--experiment", "run", *start]
+
+    def accuracies(out: Path) -> list[float]:
+        return [float(row["eval_top1"]) for row in _table(out / "run/summary.csv")]
+
+    return Tool("timm train.py", command, accuracies)
+
+
+def ultralytics(photos: Path, model: str) -> Tool:
+    def command(epochs: int, out: Path) -> list[str]:
+        entry = "from ultralytics.cfg import entrypoint; entrypoint()"  # what its command `yolo` runs
+        line = ["classify", "train", f"model={model}", f"data={photos.resolve()}", f"epochs={epochs}"]
+        return [sys.executable, "-c", entry, *line, f"project={out}", "name=run"]
+
+    def accuracies(out: Path) -> list[float]:
+        return [100 * float(row["metrics/accuracy_top1"]) for row in _table(out / "run/results.csv")]
+
+    return Tool(f"Ultralytics {model.removesuffix('.yaml')}", command, accuracies)
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def run(tool: Tool, epochs: int) -> Trained:
+    """Train for so many epochs; each accuracy is stamped when it appears in the tool's results."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, times = Path(folder), list[float]()
+        command = tool.command(epochs, out)
+        with (out / "log").open("w") as log:
+            begin = time.perf_counter()
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            while process.poll() is None:
+                time.sleep(POLLED)
+                times += [time.perf_counter() - begin] * (len(tool.accuracies(out)) - len(times))
+        seconds, found = time.perf_counter() - begin, tool.accuracies(out)
+        if process.returncode or not found:
+            raise SystemExit(f"{tool.name} failed: {' '.join(command)}\n{(out / 'log').read_text()[-2000:]}")
+        times += [seconds] * (len(found) - len(times))
+        return Trained(tool.name, " ".join(command), epochs, seconds, found, times)
+
+
+def epochs_in(tool: Tool, seconds: float) -> int:
+    """Epochs that fit, by a run of two."""
+    tried = run(tool, 2)
+    each = tried.times[1] - tried.times[0]
+    return max(2, int((seconds - (tried.seconds - 2 * each)) / each))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("photos", type=Path, help="folder with train/<class>/ and val/<class>/")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for each tool")
+    parser.add_argument("--model", default="resnet50", help="timm's name of the network of Falconet and timm")
+    parser.add_argument("--weights", type=Path, help="file of published weights for it; default: random weights")
+    parser.add_argument("--timm", type=Path, help="timm's train.py, which its package does not contain")
+    parser.add_argument("--ultralytics", help="a model of Ultralytics, such as yolo11n-cls.yaml")
+    parser.add_argument("--output", type=Path, help="JSON lines to append the results to")
+    arguments = parser.parse_args()
+    photos, model, weights = arguments.photos, arguments.model, arguments.weights
+    tools = [falconet(photos, f"timm:{model}", weights)]
+    tools += [timm(photos, model, weights, script=arguments.timm)] if arguments.timm else []
+    tools += [ultralytics(photos, arguments.ultralytics)] if arguments.ultralytics else []
+    print(f"{'tool':<26}{'epochs':>7}{'seconds':>9}{'last':>9}{'best':>9}")
+    for tool in tools:
+        done = run(tool, epochs_in(tool, arguments.seconds))
+        print(f"{done.tool:<26}{done.epochs:>7}{done.seconds:>9.1f}{done.last:>8.2f}%{done.best:>8.2f}%", flush=True)
+        if arguments.output:
+            with arguments.output.open("a") as file:
+                file.write(json.dumps({"photos": str(photos), **vars(done)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

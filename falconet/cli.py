@@ -1,7 +1,6 @@
 """The command line: finds the command, loads its options once, runs it; a mistake is one line and exit code 2."""
 
 import io
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
     BenchOptions,
-    Command,
     DataBenchOptions,
     ValidateOptions,
 )
@@ -38,6 +36,7 @@ GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
 ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
+PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
@@ -97,7 +96,8 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        loaded = inputs.load(command, read_line(command, _with_names(command, rest)))
+        photos = PHOTOS if conventions is FALCONET else None  # the originals trained photos from scratch
+        loaded = inputs.load(command, read_line(command, rest, photos=photos))
         # torch takes two seconds to import: every mistake in the line has been reported by now.
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     given = {"conventions": conventions} if name in CONVENTIONAL else {}
@@ -111,13 +111,6 @@ def command_name(words: list[str]) -> tuple[str, list[str]]:
     if two in COMMANDS or (words and words[0] in GROUPS and words[0] not in COMMANDS):
         return two, words[2:]
     return (words[0], words[1:]) if words else ("--help", [])
-
-
-def _with_names(command: type[Command], rest: list[str]) -> list[str]:
-    """The line with the names of the options that were given by position."""
-    bare = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
-    given = [token for name, word in zip(command.arguments, bare, strict=False) for token in (f"--{name}", word)]
-    return given + rest[min(len(bare), len(command.arguments)) :]
 
 
 def _overview(group: str) -> list[str]:

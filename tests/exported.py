@@ -43,7 +43,7 @@ def exported(graph, kind, folder):
     """The parity of what a format writes."""
     FORMATS[kind].write(graph, folder, CPU)
     engine = FORMATS[kind].open(graph, folder, CPU)
-    photos = checks.noise(graph.preprocessing)
+    photos = checks.noise(graph)
     photos = replace(photos, pixels=photos.pixels[:8])
     ours = torch_engine(graph.module(), CPU)
     return checks.compare(graph, ours, engine, photos, tolerance=checks.TOLERANCE, batch=3)

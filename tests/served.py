@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from falconet.data.preprocessing import Preprocessing
-from falconet.infer.predictor import Classifier, Predictor
+from falconet.infer.classifier import Classifier
+from falconet.infer.predictor import Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.serve import app, connections

@@ -7,9 +7,9 @@ import contextlib
 import hashlib
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
@@ -22,6 +22,8 @@ from falconet.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Which = Literal["best", "last"] | int  # of the checkpoints in a folder; a number: the one after that many epochs
 
 
 def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, object]) -> None:
@@ -137,6 +139,12 @@ def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Te
     return whole
 
 
+def model_weights(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
+    """The model's weights, or those of its moving average (`ema`), under the model's names."""
+    weights = read_tensors(folder, stem, verified=manifest)
+    return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     import safetensors.torch
     from safetensors import SafetensorError
@@ -178,11 +186,46 @@ def checkpoints_in(path: Path) -> list[Path]:
     return found or [path] * _looks_like_one(path)
 
 
+def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
+    """Find one checkpoint in a folder of them or a run folder; a path that is a checkpoint is taken itself.
+
+    best: the highest score that a validation recorded, of equal ones the earliest; if nothing was validated, the
+    newest. Damaged ones are noted, and the next best or next older one is taken, except where a number asks for one.
+    """
+    found = checkpoints_in(path)
+    if isinstance(which, int):
+        return _after_epoch(path, found, which)
+    if which == "last":
+        folder = newest_whole(path, note)
+    else:
+        if len(found) > 1 and all(_score(folder) is None for folder in found):
+            note(f"note: {path}: no checkpoint was validated, so the newest is used instead of the best")
+        folder = _first_whole(path, _best_first(found), note)
+    return Checkpoint(folder, read_manifest(folder))
+
+
 def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
     """Find the newest checkpoint in `path` that verifies, or failing that an average; note each one skipped."""
-    candidates = checkpoints_in(path)
+    return _first_whole(path, _newest_first(checkpoints_in(path)), note)
+
+
+def _after_epoch(path: Path, found: Sequence[Path], epoch: int) -> Checkpoint:
+    readable = [(folder, manifest) for folder in found if (manifest := _readable(folder))]
+    whole = [(folder, each) for folder, each in readable if not each.progress.images and not each.averaged]
+    for folder, manifest in whole:
+        if manifest.progress.epoch == epoch:
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                raise refuse(folder, error) from None
+            return Checkpoint(folder, manifest)
+    epochs = ", ".join(str(manifest.progress.epoch) for _, manifest in whole) or "none"
+    raise CheckpointError(f"{path}: holds no checkpoint of epoch {epoch}; the epochs it has: {epochs}")
+
+
+def _first_whole(path: Path, candidates: Sequence[Path], note: Callable[[str], None]) -> Path:
     errors = []
-    for folder in _newest_first(candidates):
+    for folder in candidates:
         try:
             verify(folder)
         except CheckpointError as error:
@@ -191,7 +234,7 @@ def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
                 note(f"skipped {error}")
         else:
             return folder
-    if candidates == [path]:
+    if list(candidates) == [path]:
         raise refuse(path, errors[0])
     if not errors:
         raise CheckpointError(f"{path}: holds no checkpoint; expected a checkpoint, a folder of them or a run folder")
@@ -251,6 +294,19 @@ def _newest_first(folders: list[Path]) -> list[Path]:
     """Averages last, because training cannot resume exactly from one."""
     averages = [folder for folder in reversed(folders) if (manifest := _readable(folder)) and manifest.averaged]
     return [folder for folder in reversed(folders) if folder not in averages] + averages
+
+
+def _best_first(folders: list[Path]) -> list[Path]:
+    """By score, the rest from the newest on; unreadable ones, any of which may have been the best, come first."""
+    unreadable = [folder for folder in folders if _readable(folder) is None]
+    scored = sorted((-score, number) for number, folder in enumerate(folders) if (score := _score(folder)) is not None)
+    best = [folders[number] for _, number in scored]
+    return [*unreadable, *best, *(each for each in _newest_first(folders) if each not in (*unreadable, *best))]
+
+
+def _score(folder: Path) -> float | None:
+    manifest = _readable(folder)
+    return manifest.score if manifest else None
 
 
 def prune(

@@ -91,6 +91,24 @@ class Manifest:
             case _:
                 return None
 
+    @property
+    def score(self) -> float | None:
+        """The number by which validated checkpoints are compared, higher being better; None: not validated."""
+        value = self.metrics.get("score", self.metrics.get("validation_accuracy"))  # older ones have no score
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+    @property
+    def better_stem(self) -> str:
+        """Which weights validated better: `model`, or `ema`, its moving average."""
+        is_average = "ema" in self.stems and self.score is not None and self.score > self._own_score
+        return "ema" if is_average else "model"
+
+    @property
+    def _own_score(self) -> float:
+        """Without the moving average."""
+        value = self.metrics.get("validation_accuracy")
+        return value if isinstance(value, int | float) else math.inf
+
     def option(self, name: str) -> str:
         """The value of an option that every run has."""
         value = self.config.get(name, {}).get("value")

@@ -137,7 +137,8 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     if path.is_file():
         opened = saved_model.open_foreign(path, shared)
     else:
-        opened = next(saved_model.open_checkpoint(format.newest_whole(path, note=console.spoken(world)), shared))
+        chosen = format.choose(path, options.choice.checkpoint, console.spoken(world))
+        opened = next(saved_model.open_checkpoint(chosen.folder, shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
     return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
 

@@ -63,7 +63,7 @@ def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOpt
     path = loaded.options.input.checkpoint_input_path
     if path is None or path.is_file():
         return loaded.options
-    loaded = loaded.over(format.read_manifest(format.newest_whole(path, screen.line)).config)
+    loaded = loaded.over(format.choose(path, loaded.options.choice.checkpoint, screen.line).manifest.config)
     refuse_download(loaded)
     return loaded.options
 

@@ -18,9 +18,9 @@ import torch
 from falconet import __version__, writing
 from falconet.checkpoint import format
 from falconet.checkpoint.disk import aside, move_into_place
-from falconet.config.commands import ExportOptions, ServeOptions, ValidateOptions
-from falconet.config.load import Loaded, load_options, of_command, unused_notes
-from falconet.config.options import Export
+from falconet.config.commands import ExportOptions
+from falconet.config.load import Loaded, unused_notes
+from falconet.config.options import Data, Export
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED
@@ -28,7 +28,7 @@ from falconet.export import checks
 from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
-from falconet.infer.predictor import Classifier, open_classifier
+from falconet.infer.classifier import open_model
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
@@ -44,8 +44,8 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     target = asked.output or home / FOLDER / asked.format
     _require_free(target, overwrite=asked.overwrite)
     # The file is for machines of any kind: half-precision weights are widened, which changes none of them.
-    line = [*of_command(ServeOptions, loaded.line), Setting("precision", ("32.32",), LINE)]
-    classifier, options = open_classifier(line, screen.line)
+    line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
+    classifier, options = open_model(ExportOptions, line, screen.line)
     kind = FORMATS[asked.format]
     graph = Graph(
         name=classifier.name,
@@ -56,7 +56,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         takes_pixels=asked.preprocessing if kind.takes_pixels is None else kind.takes_pixels,
         half=asked.half,
     )
-    photos = _photos(loaded, classifier, screen.line)
+    photos = _photos(loaded.options, graph, classifier.data, screen.line)
     device = classifier.device if kind.on_device else torch.device("cpu")
     if asked.output is None:
         writing.subfolder(home, FOLDER)  # not through a link: a run folder may come from another person
@@ -117,20 +117,14 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{target} holds an export; expected --overwrite to replace it, or another --output")
 
 
-def _photos(loaded: Loaded[ExportOptions], classifier: Classifier, note: Say) -> Photos:
+def _photos(options: ExportOptions, graph: Graph, data: Data, note: Say) -> Photos:
     """What the scores are compared on: the photos that are named, the run's validation images, or noise."""
-    asked, path = loaded.options.export, loaded.options.input.checkpoint_input_path
-    if asked.photos is not None:
+    if options.export.photos is not None:
         with named_option("photos"):
-            return checks.photos_in(asked.photos, classifier.preprocessing, note)
-    found = None
-    if path is not None and not path.is_file():
-        stored = format.read_manifest(format.newest_whole(path, note)).config
-        options = load_options(ValidateOptions, of_command(ValidateOptions, loaded.line), stored).options
-        found = checks.validation_photos(
-            options.data, model=options.model.model, preprocessing=classifier.preprocessing, note=note
-        )
-    return found or checks.noise(classifier.preprocessing)
+            return checks.photos_in(options.export.photos, graph, note)
+    path = options.input.checkpoint_input_path
+    found = None if path is None or path.is_file() else checks.validation_photos(data, graph, note)
+    return found or checks.noise(graph)
 
 
 def _repeated(photos: Photos, size: int) -> Pixels:

@@ -9,17 +9,18 @@ from typing import Any
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
-from falconet.config.fields import require_folder, require_photos
+from falconet.config.fields import options_of, require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
 from falconet.config.options import Export
 from falconet.config.settings import Setting
-from falconet.errors import ConfigError
+from falconet.errors import ConfigError, DataError
 
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
 }
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
+PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
@@ -67,6 +68,8 @@ def check(options: Any) -> None:
         require_folder(options.upload.source, "a run folder")
     elif isinstance(options, commands.ServeOptions) and importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
+    elif isinstance(options, commands.PredictOptions):
+        _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
         _check_export(options.export)
     if isinstance(options, commands.InferOptions | commands.ExportOptions):
@@ -74,8 +77,31 @@ def check(options: Any) -> None:
         if path is not None and not path.is_file():
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
-        require_photos(options.data.data_dir)
+        _require_data(options.data.data_dir)
     _check_validated(options)
+
+
+def _check_predicted(options: commands.PredictOptions) -> None:
+    path, words = options.input.checkpoint_input_path, options.predict.photos
+    if path is None and options.predict.pretrained is None:
+        raise ConfigError("expected a run and photos, as in `falconet predict runs/my-run photo.jpg`")
+    if path is not None and path.suffix.lower() in PHOTOS:
+        raise ConfigError(
+            f"{path}: is a photo; expected a run, a checkpoint or a weights file before it, or --model and --pretrained"
+        )
+    if path is not None and not path.is_file():
+        require_checkpoints(path)
+    if not words:
+        raise ConfigError("expected photos after the run: files, folders, or - for stdin")
+
+
+def _require_data(folder: Path) -> None:
+    """Photos must exist; their folder may be the first word, where another kind of data was meant."""
+    try:
+        require_photos(folder)
+    except DataError as error:
+        kinds = options_of(commands.TrainOptions)["data"].choices
+        raise DataError(f"{error}; did you mean --data {folder}?" if str(folder) in kinds else str(error)) from None
 
 
 def _check_export(export: Export) -> None:

@@ -26,12 +26,12 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
     output = stated.table.output or _beside(path)
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
-        for measured in _measured(path, line, screen.line):
+        for measured in _measured(stated, line, screen.line):
             style.validated(_validated(measured))
         return 0
     found = [
         Accuracy(name=opened.name, epoch=opened.epoch, found=found)
-        for opened, found, _ in _measured(path, line, screen.line)
+        for opened, found, _ in _measured(stated, line, screen.line)
     ]
     rows = evaluate.tabulate_accuracies(found)
     evaluate.show_accuracies(rows, screen.line)
@@ -60,10 +60,10 @@ def _validated(measured: Measured) -> Validated:
     )
 
 
-def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
+def _measured(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[Measured]:
     """Each model and its accuracy; options without effect are noted before the first."""
     noted = False
-    for opened in _opened(path, line, say):
+    for opened in _opened(stated, line, say):
         for note in unused_notes(opened.options, line) if not noted else ():
             say(note)
         noted = True
@@ -71,10 +71,15 @@ def _measured(path: Path, line: Sequence[Setting], say: Say) -> Iterator[Measure
         yield opened, saved_model.measure(opened, say), time.perf_counter() - start
 
 
-def _opened(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
+def _opened(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """Each model; damaged checkpoints in a folder are noted and skipped."""
+    path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
+    assert path is not None
     if path.is_file() and path.suffix in FOREIGN:
         yield saved_model.open_foreign(path, line)
+        return
+    if which != "all":
+        yield from saved_model.open_checkpoint(format.choose(path, which, say).folder, line)
         return
     folders = format.checkpoints_in(path)
     if not folders:

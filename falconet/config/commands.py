@@ -1,5 +1,6 @@
 """Every command: what it does, an example, and its sections of options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,6 +10,8 @@ from falconet.config.options import (
     Averaging,
     Bench,
     Checkpoints,
+    Choice,
+    Choices,
     Data,
     DataBench,
     Doctor,
@@ -26,6 +29,7 @@ from falconet.config.options import (
     Optimizer,
     Pack,
     Parallel,
+    Predict,
     Run,
     Serving,
     Table,
@@ -43,13 +47,17 @@ class Command:
     example: ClassVar[str]
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
     arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
+    instead: ClassVar[Mapping[str, str]] = {}  # options in whose presence an argument is not given: option -> argument
+    needs_arguments: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Command):
-    """Train from scratch; with no options at all, on the built-in digits."""
+    """Train a model on a folder of photos or on other data; with no options at all, on the built-in digits."""
 
-    example = "falconet train --data cifar10 --data-dir data --model resnet20-cifar --epoch 100 --micro-batch-size 128"
+    example = "falconet train photos/ --model resnet50"
+    arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
+    needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
         *("config", "model", "data", "data-dir", "image-size", "init-path"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
@@ -78,7 +86,9 @@ class TrainOptions(Command):
 class RestoreOptions(TrainOptions):
     """Continue a run exactly where a checkpoint left it; options override the checkpoint's."""
 
-    example = "falconet restore --checkpoint-input-path runs/my-run"
+    example = "falconet restore runs/my-run"
+    arguments = ("checkpoint-input-path",)
+    needs_arguments = True
     common = ("checkpoint-input-path", "epoch", "data-dir", "device", "replicas", "run-dir", "plan")
 
     input: Input = field(default_factory=Input)
@@ -86,11 +96,13 @@ class RestoreOptions(TrainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(Command):
-    """Measure the accuracy of a checkpoint, or of each one in a folder."""
+    """Measure the accuracy of a run's best checkpoint, or of others: in total, by class, and image by image."""
 
-    example = "falconet validate --checkpoint-input-path runs/my-run"
+    example = "falconet validate runs/my-run"
+    arguments = ("checkpoint-input-path",)
     common = (
         "checkpoint-input-path",
+        "checkpoint",
         "output",
         "data",
         "data-dir",
@@ -101,6 +113,7 @@ class ValidateOptions(Command):
     )
 
     input: Input = field(default_factory=Input)
+    choice: Choices = field(default_factory=Choices)
     table: Table = field(default_factory=Table)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -111,7 +124,8 @@ class ValidateOptions(Command):
 class AverageOptions(Command):
     """Average the checkpoints of a run into one."""
 
-    example = "falconet average --checkpoint-input-path runs/my-run --weight-avg-N 3 --validate"
+    example = "falconet average runs/my-run --weight-avg-N 3 --validate"
+    arguments = ("checkpoint-input-path",)
     common = (
         *("checkpoint-input-path", "checkpoint-output-path", "weight-avg-strategy", "weight-avg-N"),
         *("batchnorm-images", "validate", "data-dir", "device"),
@@ -120,6 +134,26 @@ class AverageOptions(Command):
     input: Input = field(default_factory=Input)
     average: Average = field(default_factory=Average)
     data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Command):
+    """Name the classes of photos, with their probabilities."""
+
+    example = "falconet predict runs/my-run photo.jpg more-photos/ --top 3"
+    arguments = ("checkpoint-input-path", "photos")
+    instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
+    common = (
+        *("checkpoint-input-path", "checkpoint", "photos", "top", "json", "csv", "output", "save-dir", "embeddings"),
+        *("model", "pretrained", "device"),
+    )
+
+    predict: Predict = field(default_factory=Predict)
+    input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
+    model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
 
 
@@ -144,6 +178,7 @@ class InferOptions(Command):
 
     inference: Inference = field(default_factory=Inference)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -154,11 +189,23 @@ class InferOptions(Command):
 class ServeOptions(Command):
     """Serve a checkpoint's model over HTTP, in the Open Inference Protocol, as Triton does."""
 
-    example = "falconet serve --checkpoint-input-path runs/my-run --port 8000"
-    common = ("checkpoint-input-path", "model", "host", "port", "max-batch", "max-delay", "device", "precision")
+    example = "falconet serve runs/my-run --port 8000"
+    arguments = ("checkpoint-input-path",)
+    common = (
+        "checkpoint-input-path",
+        "checkpoint",
+        "model",
+        "host",
+        "port",
+        "max-batch",
+        "max-delay",
+        "device",
+        "precision",
+    )
 
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
@@ -177,6 +224,7 @@ class BenchServeOptions(Command):
     load: Load = field(default_factory=Load)
     serving: Serving = field(default_factory=Serving)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -189,12 +237,13 @@ class ExportOptions(Command):
     example = "falconet export runs/my-run --format onnx --preprocessing"
     arguments = ("checkpoint-input-path",)
     common = (
-        *("checkpoint-input-path", "format", "output", "overwrite", "preprocessing", "half"),
+        *("checkpoint-input-path", "checkpoint", "format", "output", "overwrite", "preprocessing", "half"),
         *("photos", "tolerance", "latency-batch", "model", "device"),
     )
 
     export: Export = field(default_factory=Export)
     input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
@@ -285,6 +334,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "restore": RestoreOptions,
     "validate": ValidateOptions,
     "average": AverageOptions,
+    "predict": PredictOptions,
     "bench": BenchOptions,
     "bench infer": InferOptions,
     "export": ExportOptions,

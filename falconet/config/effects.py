@@ -188,6 +188,15 @@ def _runs_a_model(options: commands.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
+def _has_checkpoints(options: Any) -> bool:
+    path = options.input.checkpoint_input_path
+    return path is not None and not path.is_file()
+
+
+def _has_no_checkpoints(options: Any) -> bool:
+    return not _has_checkpoints(options)
+
+
 _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
@@ -198,18 +207,28 @@ _ALONE = "on the input pipeline, which has no model"
 _UNVALIDATED: Row = ("validation-batch-size", "because nothing is validated", _never)
 _ALL_LEFT_OUT: Row = ("bad-images-allowed", "outside training: every image that cannot be decoded is left out", _never)
 
+_NO_CHOICE: Row = ("checkpoint", "without a folder to choose from", _has_checkpoints)
+
 ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    commands.ValidateOptions: (*_NOT_TRAINED, _ALL_LEFT_OUT),
-    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, _ALL_LEFT_OUT),
+    commands.ValidateOptions: (*_NOT_TRAINED, _ALL_LEFT_OUT, _NO_CHOICE),
+    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, _ALL_LEFT_OUT, _NO_CHOICE),
     commands.InferOptions: (
         *_NOT_TRAINED,
         _UNVALIDATED,
         _ALL_LEFT_OUT,
         ("dataset-cache", "because batches are read once, before the clock starts", _never),
+        _NO_CHOICE,
         ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
+    ),
+    commands.PredictOptions: (
+        *_NOT_TRAINED,
+        _NO_CHOICE,
+        *((name, "with a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
     ),
     commands.ExportOptions: (
         *_NOT_TRAINED,
+        _NO_CHOICE,
+        *((name, "with a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
         ("precision", "on an export, which is fp32, or fp16 with --half", _never),
         ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
         ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from falconet.config import effects, rules
-from falconet.config.commands import BenchServeOptions, InferOptions
+from falconet.config.commands import BenchServeOptions, Command, InferOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import Use, from_config
 from falconet.config.settings import (
     DEFAULT,
     LINE,
     Setting,
+    apart,
     from_checkpoint,
     from_environment,
     from_line,
     is_asked_for,
+    is_option,
     spelled,
 )
 from falconet.errors import ConfigError, did_you_mean
@@ -31,7 +33,7 @@ from falconet.errors import ConfigError, did_you_mean
 Options = TypeVar("Options")
 Options_co = TypeVar("Options_co", covariant=True)
 INVOCATION = (  # how a run was started, not what it does
-    *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path"),
+    *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 SYNONYMS = {  # other programs' words for a choice, by option
     "device": {"gpu": "cuda"},
@@ -40,6 +42,7 @@ SYNONYMS = {  # other programs' words for a choice, by option
         **{"fp32": "32.32", "float32": "32.32", "single": "32.32", "bf16": "bf16.32", "bfloat16": "bf16.32"},
     },
 }
+IMPLIED = "implied by --data-dir"
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
@@ -53,8 +56,9 @@ class Loaded(Generic[Options_co]):
     checkpoint: Path | None = None  # the checkpoint that supplied what the line does not set
 
     def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
-        """The same line over the options that a checkpoint stores."""
-        return load_options(type(self.options), self.line, table)
+        """The same line over the options that a checkpoint stores, which settle the recipe's automatic ones."""
+        settled = unsettled(self.line) & table.keys()
+        return load_options(type(self.options), [each for each in self.line if each.bare not in settled], table)
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""
@@ -87,13 +91,33 @@ def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> 
     return found
 
 
-def read_line(command: type[object], argv: Sequence[str]) -> list[Setting]:
-    """The settings of a command line, after those of its --config."""
+def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None = None) -> list[Setting]:
+    """The settings of a command line, after those of its --config; `photos`: the config of a training on photos."""
     options = options_of(command)
-    line = from_line(argv, options)
+    line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
+    if not named and photos and command is TrainOptions and _names_photos(line):
+        named = [photos]
     use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line
+
+
+def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
+    """The line with the names of the options that were given by position, wherever in the line."""
+    if not command.arguments:
+        return argv
+    words, named = apart(argv, options_of(command))
+    given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
+    taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
+    left = [name for name in command.arguments if name not in taken]
+    first = [token for name, word in zip(left, words, strict=False) for token in (f"--{name}", word)]
+    return [*first, *words[len(left) :], *named]  # the last one gets the rest, and refuses it if it takes one value
+
+
+def _names_photos(line: Sequence[Setting]) -> bool:
+    """Whether the data of a line is a folder of photos, which a data folder alone implies."""
+    stated = {setting.option: setting.values for setting in line}
+    return stated.get("data", ("folder",) if "data-dir" in stated else ()) == ("folder",)
 
 
 def load_options(
@@ -102,7 +126,8 @@ def load_options(
     """The options of a line, checked; `checkpoint`: the options that one stores."""
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
-    loaded = load(command, [*from_environment(os.environ, options), *stored, *line])
+    implied = [Setting("data", ("folder",), IMPLIED)] if _names_photos([*stored, *line]) else []
+    loaded = load(command, [*from_environment(os.environ, options), *implied, *stored, *line])
     return Loaded(loaded.options, loaded.sources, tuple(line))
 
 
@@ -169,6 +194,12 @@ def unused_notes(options: object, line: Sequence[Setting]) -> list[str]:
     """One note for each option of the line that has no effect; `options`: what the line led to."""
     sources = {setting.bare: setting.source for setting in line}
     return [f"note: {note}" for note in effects.notes(options, sources)]
+
+
+def unsettled(line: Sequence[Setting]) -> set[str]:
+    """The options that a recipe leaves to the start of the run, which makes numbers of them."""
+    final = {setting.bare: setting for setting in line}
+    return {name for name, setting in final.items() if setting.source != LINE and setting.values == ("auto",)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:

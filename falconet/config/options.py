@@ -48,7 +48,7 @@ class Data:
     """Where images come from, and how they are read and normalised."""
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
-    """imagenet, folder: photos (see docs/using/data.md); generated: random, from the host; synthetic: on the device."""
+    """folder: your photos, implied by --data-dir; generated: random, from the host; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -91,8 +91,8 @@ class Data:
 class Training:
     """How long to train, what to start with, which weights to train."""
 
-    epoch: Annotated[int, AtLeast(1)] = 30
-    """Passes over the training images."""
+    epoch: Annotated[int, AtLeast(1)] | Auto = 30
+    """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
@@ -105,6 +105,12 @@ class Training:
     """Train only weights whose name matches one of these regular expressions, such as fc or layer4/.*/bias."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
     """Percentage of the training images to use, spread evenly over the dataset; validation uses all its images."""
+
+    @property
+    def epochs(self) -> int:
+        """Its epochs as a number, once auto has been settled."""
+        assert self.epoch != "auto"
+        return self.epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +435,23 @@ class Input:
     """A checkpoint, a folder of checkpoints, or a run folder."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which checkpoint of a folder is used."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
+    """The best validated one, the newest, or that of epoch N."""
+
+
 # Measuring.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Which checkpoints of a folder are measured."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last", "all"] = local("best")
+    """The best validated one, the newest, that of epoch N, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,6 +572,33 @@ class DataBench:
     """Instead, compare the md5 of both class folders with that of ILSVRC 2012."""
     output: Path | None = local(None)
     """Also write the result to this JSON file."""
+
+
+# Predicting.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """The photos, and what is written about them."""
+
+    photos: tuple[str, ...] = local(())
+    """Photos and folders of them, searched recursively; -: stdin, with paths, one per line, or with one photo."""
+    top: Annotated[int, AtLeast(1)] = 1
+    """Classes to report per photo, the most probable first."""
+    json: bool = False
+    """Print JSON instead of a table: an array with one object per photo, each on its own line."""
+    csv: bool = False
+    """Print CSV instead of a table: path, label and probability."""
+    output: Path | None = local(None)
+    """Write the table, the JSON or the CSV to this file instead of stdout."""
+    save_dir: Path | None = local(None)
+    """Sort the photos: a link to each one in a folder per class, in this folder."""
+    embeddings: Path | None = local(None)
+    """Also write the features before the classifier, and the paths, to this .npz file."""
+    pretrained: Path | None = local(None)
+    """Weights file for --model, instead of a run."""
+    batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Images in one forward pass; auto: as in the run's validation, or fewer if there are fewer photos."""
 
 
 # Serving.

@@ -195,7 +195,7 @@ def _cutmix_bounds_are_ordered(options: Any) -> str | None:
 
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if warmup > epochs and options.training.updates is None:  # else the number of epochs depends on the data
+    if epochs != "auto" and warmup > epochs and options.training.updates is None:  # else it depends on the data
         return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
     return None
 
@@ -389,6 +389,12 @@ def _restore_has_its_weights(options: Any) -> str | None:
     return None
 
 
+def _predictions_have_one_form(options: Any) -> str | None:
+    if options.predict.json and options.predict.csv:
+        return "--json: contradicts --csv; expected only one of the two"
+    return None
+
+
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
@@ -420,5 +426,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("run",), _resuming_needs_a_run_folder),
     (("run", "checkpoints"), _temporary_folder_has_no_name),
     (("input", "training"), _restore_has_its_weights),
+    (("predict",), _predictions_have_one_form),
     (("doctor",), _doctor_replicas_need_distributed),
 )

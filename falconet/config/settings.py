@@ -45,7 +45,7 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
     """A command line, split into settings; every name is one of `options`."""
     settings: list[Setting] = []
     for token in argv:
-        if token.startswith("-") and not _NUMBER.match(token):
+        if is_option(token):
             name, equals, value = token.lstrip("-").partition("=")
             name = _known(name.replace("_", "-"), options, dashes="--", where="")
             settings.append(Setting(name, (value,) if equals else (), LINE))
@@ -58,6 +58,37 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
     for setting in settings:
         _check_count(setting, options)
     return settings
+
+
+def is_option(token: str) -> bool:
+    """Whether a word of a command line names an option; a number does not, and neither does `-`, which is stdin."""
+    return token.startswith("-") and token != "-" and not _NUMBER.match(token)
+
+
+def apart(argv: Iterable[str], options: Mapping[str, Option]) -> tuple[list[str], list[str]]:
+    """The words of a line that no option before them takes, and the rest of it."""
+    words, rest, takes = list[str](), list[str](), 0
+    for token in argv:
+        if is_option(token):
+            takes = _takes(token, options)
+        elif takes == 0:
+            words.append(token)
+            continue
+        else:
+            takes -= 1
+        rest.append(token)
+    return words, rest
+
+
+def _takes(token: str, options: Mapping[str, Option]) -> int:
+    """How many words after it are values of this option; -1: all of them."""
+    name, equals, _ = token.lstrip("-").partition("=")
+    try:
+        known = _known(name.replace("_", "-"), options, dashes="--", where="")
+    except ConfigError:
+        return 1  # it is refused later
+    option = options[known if known in options else known.removeprefix(_OFF)]
+    return 0 if equals or option.is_flag else -1 if option.takes_many else 1
 
 
 def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str) -> list[Setting]:

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from falconet.config.options import Data
-from falconet.config.rules import PHOTOS
 from falconet.data.crops import Crops
 from falconet.data.dataset import open_dataset, require_local
 from falconet.data.image_files import BadImages
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.readers import reader_for
+from falconet.data.sources.folder import Listing, image_names
 from falconet.data.storage import FileSource, Source
 from falconet.errors import ConfigError, DataError
 from falconet.export.formats import Engine
@@ -37,35 +36,32 @@ class Photos:
     what: str
 
 
-def validation_photos(data: Data, *, model: str, preprocessing: Preprocessing, note: Say) -> Photos | None:
+def validation_photos(data: Data, graph: Graph, note: Say) -> Photos | None:
     """Some of a run's validation images, evenly spread; None, with the reason noted, if they cannot be read here."""
+    if data.data in ("generated", "synthetic"):
+        return None
     try:
         require_local(data)  # what only a checkpoint names is never downloaded
-        if data.data in PHOTOS and data.data_dir is None:
-            raise DataError(f"{data.data}: the run does not say where its photos are")
-        images = open_dataset(data, model=model, global_batch=data.micro_batch_size, seed=0)
+        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch_size, seed=0)
     except (DataError, ConfigError) as error:
         note(f"note: no validation images ({error})")
         return None
-    if data.data in ("generated", "synthetic"):
-        return None
-    return _read(images.validation, preprocessing, what="validation image", note=note)
+    return _read(images.validation, graph.preprocessing, what="validation image", note=note)
 
 
-def photos_in(folder: Path, preprocessing: Preprocessing, note: Say) -> Photos:
+def photos_in(folder: Path, graph: Graph, note: Say) -> Photos:
     """Some of the photos in a folder and below, evenly spread."""
-    endings = Image.registered_extensions()
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in endings)
+    names = list(image_names(str(folder), "", Listing(), linked=True))
     source = FileSource.of(folder, names=names, labels=[0] * len(names), class_names=(".",))
-    found = _read(source, preprocessing, what=f"photo of {folder}", note=note) if names else None
+    found = _read(source, graph.preprocessing, what=f"photo of {folder}", note=note) if names else None
     if found is None:
         raise DataError(f"{folder}: holds no photo that can be read; expected some JPEG or PNG files")
     return found
 
 
-def noise(preprocessing: Preprocessing) -> Photos:
+def noise(graph: Graph) -> Photos:
     """Random pixels, always the same."""
-    side = preprocessing.image_size
+    side = graph.preprocessing.image_size
     pixels = np.random.default_rng(0).integers(0, 256, (PHOTOS_COMPARED, side, side, 3), np.uint8)
     return Photos(pixels, f"{PHOTOS_COMPARED} images of noise, which --photos replaces")
 

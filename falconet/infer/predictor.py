@@ -1,46 +1,24 @@
-"""A model with its preprocessing: pixels in, scores out, at a few fixed batch sizes."""
+"""A predictor: pixels in, scores out, at a few fixed batch sizes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from falconet.checkpoint import format
-from falconet.checkpoint.foreign import load_weights, read_weights
-from falconet.checkpoint.manifest import Manifest
 from falconet.config.commands import ServeOptions
-from falconet.config.fields import value_or
-from falconet.config.load import load_options
 from falconet.config.settings import Setting
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
-from falconet.errors import CheckpointError, ConfigError, named_option
-from falconet.models import zoo
-from falconet.models.zoo import build_model
-from falconet.numerics.precision import REGIMES, Regime, allow_half_partials, describe_half_partials
-from falconet.parallel import world
+from falconet.data.preprocessing import normaliser
+from falconet.infer.classifier import Classifier, open_model
+from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
 
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S
 Scores = npt.NDArray[Any]  # N x classes; float16 if the regime computes in fp16, else float32
 LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
-
-
-@dataclass(frozen=True, kw_only=True)
-class Classifier:
-    """A model that is ready to predict, with the facts that its checkpoint stores."""
-
-    name: str
-    model: nn.Module  # on `device`, in the formats of `regime`
-    preprocessing: Preprocessing
-    class_names: tuple[str, ...]
-    regime: Regime
-    device: torch.device
 
 
 def buckets(max_batch: int) -> tuple[int, ...]:
@@ -142,68 +120,9 @@ class Lane:
 
 
 def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
-    """Open the model that the line names; return it with the options, to which its checkpoint adds defaults."""
-    options = load_options(ServeOptions, line).options
-    path = options.input.checkpoint_input_path
-    if path is None or path.is_file():
-        return _fresh(options, path, line, note), options
-    folder = format.newest_whole(path, note)
-    manifest = format.verify(folder)
-    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}")
-    options = load_options(ServeOptions, line, manifest.config).options
-    return _trained(options, folder, manifest, note), options
-
-
-def _fresh(options: ServeOptions, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights or with those of a file."""
-    if not any(setting.option == "model" for setting in line):
-        if path:
-            raise ConfigError(f"{path}: holds only weights; expected --model as well")
-        raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
-    name = options.model.model
-    with named_option("model"):
-        size = value_or(options.fresh.image_size, zoo.image_size(name))
-    with named_option("image_size"):
-        zoo.check_image_size(name, size)
-    classes = value_or(options.fresh.classes, 10 if name.endswith("-cifar") else 1000)
-    preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    model = build_model(options.model, classes=classes, seed=0)
-    if path is not None:
-        load_weights(model, read_weights(path), where=str(path), name=name)
-    else:
-        note(f"note: {name} has random weights (always the same ones), for measuring only")
-    return _classifier(options, model, preprocessing, tuple(map(str, range(classes))), note)
-
-
-def _trained(options: ServeOptions, folder: Path, manifest: Manifest, note: Say) -> Classifier:
-    try:
-        preprocessing = Preprocessing.from_json(manifest.preprocessing)
-    except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    model = build_model(options.model, classes=manifest.classes, seed=0)
-    weights = format.read_tensors(folder, "model", verified=manifest)
-    load_weights(model, weights, where=str(folder), name=options.model.model)
-    return _classifier(options, model, preprocessing, manifest.class_names, note)
-
-
-def _classifier(
-    options: ServeOptions,
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    class_names: tuple[str, ...],
-    note: Say,
-) -> Classifier:
-    device, regime = world.open_machine(options.machine).device, REGIMES[options.machine.precision]
-    with named_option("precision"):
-        regime.require(device)
+    """Open the model that a server's line names; return it with the options, to which its checkpoint adds defaults."""
+    classifier, options = open_model(ServeOptions, line, note)
     if options.serving.half_partial:
-        allow_half_partials(device)
-        note(describe_half_partials(device))
-    return Classifier(
-        name=options.model.model.replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
-        model=regime.prepare(model, device),
-        preprocessing=preprocessing,
-        class_names=class_names,
-        regime=regime,
-        device=device,
-    )
+        allow_half_partials(classifier.device)
+        note(describe_half_partials(classifier.device))
+    return classifier, options

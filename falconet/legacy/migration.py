@@ -154,7 +154,7 @@ What differs whatever the options:
   before the first update. Averages made by training exclude it; `weight_avg.py` and `validation.py` include it.
 - `train.py --restore-path RUN` of the TensorFlow program continues training, as it did, even where its README prints
   the line under the heading of a validation; `validation.py --restore-path RUN` (`falconet validate
-  --checkpoint-input-path RUN`) validates the checkpoints.
+  RUN --checkpoint all`) validates the checkpoints.
 - One process, the first, validates checkpoints, even where `poprun` starts `validation.py` in several; every image
   counts exactly once.
 - Two lines of the README contain mistakes: `poprun ... --ipus-per-replica` without a value means 4, the stages of the

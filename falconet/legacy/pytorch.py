@@ -165,6 +165,16 @@ _PREDICTED = {  # what differs without training
     "--batchnorm-momentum": unused(_SHARED["--batchnorm-momentum"], "is for training"),
 }
 _CHECKPOINT = same("--checkpoint-input-path", "text", required=True, aliases=("--checkpoint-path",))
+_CHECKPOINTS = becomes(
+    "--checkpoint-input-path",
+    "text",
+    None,
+    "checkpoint-input-path checkpoint",
+    lambda old: (To("checkpoint-input-path", (old.text("--checkpoint-input-path"),)), To("checkpoint", ("all",))),
+    "the same, with --checkpoint all: each checkpoint in a folder is measured",
+    required=True,
+    aliases=("--checkpoint-path",),
+)
 PROGRAMS = (
     Program(
         name="pytorch:train.py",
@@ -184,7 +194,7 @@ PROGRAMS = (
     ),
     Program(
         name="pytorch:validate.py",
-        options=(_CHECKPOINT,),
+        options=(_CHECKPOINTS,),
         command="validate",
         about="the accuracy of a checkpoint, or of each one in a folder",
         whole=False,

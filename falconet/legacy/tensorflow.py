@@ -135,6 +135,12 @@ def validation_command(old: Values) -> str:
     return "validate" if old.has("--restore-path") else "bench infer"
 
 
+def restored_checkpoints(old: Values) -> Iterable[Effect]:
+    if old.has("--restore-path"):
+        yield To("checkpoint-input-path", (old.text("--restore-path"),))
+        yield To("checkpoint", ("all",))
+
+
 def embedded_command(old: Values) -> str:
     """Several concurrent threads are clients of a server."""
     return "bench serve" if _threads(old) > 1 else "bench infer"
@@ -284,13 +290,18 @@ _OTHERWISE = {  # options whose effect differs from training
         "`falconet data bench --split validation` with one pass over the images",
     ),
 }
-_RESTORED = {"--restore-path": "the checkpoints to validate; without it, random weights"}
+_RESTORED = becomes(
+    "--restore-path",
+    "text",
+    None,
+    "checkpoint-input-path checkpoint",
+    restored_checkpoints,
+    "the checkpoints to validate, with --checkpoint all: each one in a folder; without it, random weights",
+)
 _PREDICTING: tuple[Old, ...] = (
     *(
-        replace(option, effect=_RESTORED.get(option.name, option.effect))
-        if option.name in _MEASURED
-        else unused(option, _TRAINING)
-        for option in LENGTH
+        option if option.name in _MEASURED else unused(option, _TRAINING)
+        for option in (_RESTORED, *(option for option in LENGTH if option.name != _RESTORED.name))
     ),
     *(unused(option, _NOT_HERE.get(option.name, _TRAINING)) for option in (*RATE, *SCHEDULE, *UPDATE, *OUTPUT)),
     *(_OTHERWISE.get(option.name, option) for option in (*MACHINE, *MODEL, *DATA)),

@@ -248,7 +248,7 @@ def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime
             sum=world.sum,
         )
     if initial is not None and initial != final:
-        epochs = options.training.epoch
+        epochs = options.training.epochs
         with named_option("initial_loss_scaling"):
             return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
     return FixedScale(final, device=world.device)

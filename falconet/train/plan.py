@@ -42,7 +42,7 @@ def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
             number=2,
             count=2,
             options=_fine_tuned(options),
-            epochs_before=options.training.epoch,
+            epochs_before=options.training.epochs,
             first_trained=tuning.fine_tune_first_trainable_layer,
             length="--fine-tune-epoch",
             accumulation="--fine-tune-gradient-accumulation",
@@ -228,7 +228,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
     options = phase.options
     per_epoch, limit = updates_in_epoch(images, shape.global_batch), options.training.updates
     return Plan(
-        epochs=options.training.epoch if limit is None else ceil(limit / per_epoch),
+        epochs=options.training.epochs if limit is None else ceil(limit / per_epoch),
         limit=limit,
         images=images,
         micro_batch=shape.micro_batch,
@@ -248,11 +248,11 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
 
 def _schedule_of(phase: Phase, per_epoch: int) -> Schedule:
     rate, training = phase.options.learning_rate, phase.options.training
-    updates = training.updates or training.epoch * per_epoch
+    updates = training.updates or training.epochs * per_epoch
     return Schedule(
         kind=rate.lr_schedule,
         peak=rate.lr,
-        epochs=training.epoch if training.updates is None else training.updates / per_epoch,
+        epochs=training.epochs if training.updates is None else training.updates / per_epoch,
         updates_per_epoch=per_epoch,
         warmup_epochs=rate.warmup_epoch,
         changes_per_epoch=rate.lr_scheduler_freq

@@ -98,7 +98,7 @@ def _loss_scale(asked: commands.TrainOptions) -> str:
         return f"automatic, from {final:g}, adjusted every {every}"
     if initial is not None and initial != final:
         with named_option("initial_loss_scaling"):
-            steps = doublings(initial, final, epochs=asked.training.epoch)
+            steps = doublings(initial, final, epochs=asked.training.epochs)
         return ", ".join(f"{value:g} from epoch {epoch}" for epoch, value in steps)
     return f"{final:g}"
 

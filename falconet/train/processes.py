@@ -15,7 +15,7 @@ from falconet.checkpoint import format
 from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
-from falconet.config.load import INVOCATION, Loaded, left_out, typed
+from falconet.config.load import INVOCATION, Loaded, left_out, typed, unsettled
 from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
@@ -24,7 +24,7 @@ from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.console import Screen, are, counted
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import run_folder
+from falconet.train import defaults, run_folder
 from falconet.train.plan import Phase
 
 MOST_DIGITS = 15  # of a number in a checkpoint's config
@@ -49,7 +49,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
-    loaded = _settled(loaded, restored, place)
+    loaded = _settled(defaults.settled(loaded), restored, place)
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
     _check_interleaving(loaded.options, division)
@@ -258,9 +258,9 @@ def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) 
         raise ConfigError(
             f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"
         )
-    if number > 1 and loaded.options.training.epoch != epochs:
+    if number > 1 and loaded.options.training.epochs != epochs:
         raise ConfigError(
-            f"--epoch: got {loaded.options.training.epoch}, expected {epochs}: {folder} is from the fine-tuning after"
+            f"--epoch: got {loaded.options.training.epochs}, expected {epochs}: {folder} is from the fine-tuning after"
             " them, which a larger --fine-tune-epoch makes longer"
         )
     return number
@@ -304,6 +304,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     asked, stored = _values(loaded.table()), _values(manifest.config)
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
+        is_open = is_open or name in unsettled(loaded.line)
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

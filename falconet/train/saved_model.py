@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import load_weights, read_weights
@@ -81,16 +81,10 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         if stem not in manifest.stems:
             continue
         model = _built(options, classes=manifest.classes)
-        load_weights(model, weights_of(folder, manifest, stem), where=str(folder), name=options.model.model)
+        load_weights(model, format.model_weights(folder, manifest, stem), where=str(folder), name=options.model.model)
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
         yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
-
-
-def weights_of(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
-    """The model's weights, or those of its moving average, under the model's names."""
-    weights = format.read_tensors(folder, stem, verified=manifest)
-    return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
 
 
 def epoch_of(manifest: Manifest) -> str:
@@ -175,7 +169,7 @@ def validate_folder(
         manifest = format.read_manifest(folder)
         for stem, suffix in STEMS:
             if stem in manifest.stems:
-                weights = weights_of(folder, manifest, stem)
+                weights = format.model_weights(folder, manifest, stem)
                 load_weights(state.model, state.stages.own(weights), where=str(folder))
                 found = validation.other(folder.name + suffix, manifest.progress, report)
                 measured.append(Accuracy(name=folder.name + suffix, epoch=epoch_of(manifest), found=found))

@@ -467,3 +467,74 @@ def test_complex_numbers_are_refused(tmp_path):
     format.write(tmp_path / "a", {"model": {"x": torch.ones(2, dtype=torch.complex64)}}, content())
     with pytest.raises(CheckpointError, match="'x' holds complex numbers; expected real ones"):
         model_of(tmp_path / "a")
+
+
+def scored(folder, epoch, score=None, **extra):
+    progress = {"epoch": epoch, "images": 0, "update": 10 * epoch}
+    metrics = {} if score is None else {"score": score, "validation_accuracy": score}
+    return saved(folder, epoch, progress=progress, metrics=metrics, **extra)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Four checkpoints, of which the second and the third are equally good."""
+    for epoch, score in enumerate((70.0, 90.0, 90.0, 80.0), start=1):
+        scored(tmp_path / "run/checkpoints" / f"epoch_{epoch}", epoch, score)
+    return tmp_path / "run"
+
+
+def test_the_best_the_last_or_the_one_of_an_epoch_is_chosen(run):
+    chosen = {which: format.choose(run, which, pytest.fail).folder.name for which in ("best", "last", 3)}
+    assert chosen == {"best": "epoch_2", "last": "epoch_4", 3: "epoch_3"}
+    assert format.choose(run / "checkpoints", "best", pytest.fail).manifest.progress.epoch == 2
+
+
+def test_a_path_to_one_checkpoint_is_that_checkpoint(run):
+    path = run / "checkpoints/epoch_1"
+    for which in ("best", "last", 1):
+        assert format.choose(path, which, pytest.fail).folder == path
+    with pytest.raises(CheckpointError, match=r"epoch_1: holds no checkpoint of epoch 3; the epochs it has: 1$"):
+        format.choose(path, 3, pytest.fail)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_a_damaged_best_checkpoint_is_noted_and_the_next_best_chosen(run, file):
+    (run / "checkpoints/epoch_2" / file).write_bytes(b"{")
+    notes = []
+    assert format.choose(run, "best", notes.append).folder.name == "epoch_3"
+    assert [note.startswith(f"skipped {run}/checkpoints/epoch_2/{file}: ") for note in notes] == [True]
+
+
+def test_without_a_validation_the_newest_stands_in_for_the_best_with_a_note(tmp_path):
+    for epoch, score in ((1, None), (2, float("nan"))):
+        scored(tmp_path / f"epoch_{epoch}", epoch, score)
+    notes = []
+    assert format.choose(tmp_path, "best", notes.append).folder.name == "epoch_2"
+    assert notes == [f"note: {tmp_path}: no checkpoint was validated, so the newest is used instead of the best"]
+
+
+def test_an_epoch_without_a_checkpoint_is_refused_with_those_there_are(run):
+    with pytest.raises(CheckpointError, match=r"run: holds no checkpoint of epoch 9; the epochs it has: 1, 2, 3, 4$"):
+        format.choose(run, 9, pytest.fail)
+
+
+def test_a_damaged_checkpoint_of_an_epoch_is_refused(run):
+    (run / "checkpoints/epoch_3/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"missing; the newest complete one is .*epoch_4$"):
+        format.choose(run, 3, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stem"),
+    [
+        ({"validation_accuracy": 80.0, "validation_ema_accuracy": 90.0, "score": 90.0}, "ema"),
+        ({"validation_accuracy": 90.0, "validation_ema_accuracy": 80.0, "score": 90.0}, "model"),
+        ({}, "model"),
+    ],
+)
+def test_the_weights_that_validated_better_are_known(tmp_path, metrics, stem):
+    weights = tensors() | {"ema": {"average/fc.weight": torch.zeros(2, 3), "updates": torch.tensor(3)}}
+    format.write(tmp_path / "a", weights, content(metrics=metrics))
+    manifest = format.verify(tmp_path / "a")
+    assert manifest.better_stem == stem
+    assert list(format.model_weights(tmp_path / "a", manifest, "ema")) == ["fc.weight"]

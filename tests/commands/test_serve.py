@@ -15,6 +15,8 @@ import torch
 
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import write_manifest
+from falconet.config.settings import LINE, Setting
+from falconet.infer.predictor import open_classifier
 from falconet.serve.protocol import HEADER
 from falconet.train.saved_model import open_checkpoint
 from served import LIMIT, answers, binary, connected, infer, received, served
@@ -143,6 +145,19 @@ def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
         with torch.no_grad():
             expected = opened.model.eval()(normalise(torch.from_numpy(images))).numpy()
         np.testing.assert_allclose(ask(port, images, model=name), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_moving_average_is_served_where_it_validated_better(falconet):
+    assert falconet(f"train {TINY} --data digits --ema-half-life 0.5 --run-dir r").code == 0
+    folder = format.newest_whole(format.Path("r"), print)
+    for score, stem, said in ((90.0, "ema", ", the moving average of its weights"), (50.0, "model", "")):
+        format.amend(folder, {"metrics": {"validation_accuracy": 50.0, "score": score}})
+        notes = []
+        line = [Setting("checkpoint-input-path", (str(folder),), LINE), Setting("threads", ("1",), LINE)]
+        classifier, _ = open_classifier(line, notes.append)
+        weights = format.model_weights(folder, format.read_manifest(folder), stem)
+        assert all(torch.equal(own, weights[name]) for name, own in classifier.model.state_dict().items())
+        assert notes[0].partition(", saved after epoch 2")[2] == said
 
 
 def test_a_checkpoint_with_impossible_preprocessing_is_refused_in_one_line(falconet):

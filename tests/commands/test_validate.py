@@ -66,7 +66,7 @@ def rows(path):
 
 
 def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falconet, checkpoints):
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate r --checkpoint all")
     assert answer.code == 0, answer.err
     assert answer.out.rstrip().endswith("written to r/validation.csv")
     found, numbers = rows("r/validation.csv"), logged(Path("r"))
@@ -85,8 +85,17 @@ def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falc
     assert len({row["top1"] for row in found}) > 1
 
 
+@pytest.mark.parametrize(("line", "epoch"), [("", "2"), ("--checkpoint best", "2"), ("--checkpoint last", "3")])
+def test_the_best_checkpoint_is_measured_unless_another_is_asked_for(falconet, checkpoints, line, epoch):
+    for name, score in zip(NAMES, (50.0, 75.0, 60.0), strict=True):
+        format.amend(checkpoints / name, {"metrics": {"score": score}})
+    answer = falconet(f"validate r {line}")
+    assert answer.code == 0, answer.err
+    assert {row["epoch"] for row in rows("r/validation.csv")} == {epoch}
+
+
 def test_table_and_lines_of_the_originals_agree(falconet, checkpoints):
-    out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv").out
+    out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv --checkpoint all").out
     found = rows("table.csv")
     assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
     table = [re.split(r"  +", line) for line in out.splitlines()[: len(found) + 1]]
@@ -142,7 +151,7 @@ def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints)
 def test_best_is_marked_by_exact_accuracy(falconet, checkpoints, monkeypatch):
     right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
     monkeypatch.setattr(saved_model, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
-    falconet("validate --checkpoint-input-path r")
+    falconet("validate r --checkpoint all")
     assert [row["best"] for row in rows("r/validation.csv")] == ["", "", "best", "", "", ""]
 
 
@@ -192,7 +201,7 @@ def tear(folder):
 
 def test_torn_checkpoint_in_a_folder_is_named_and_skipped(falconet, checkpoints):
     tear(checkpoints / NAMES[1])
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate --checkpoint-input-path r --checkpoint all")
     assert answer.code == 0, answer.err
     assert f"passed over r/checkpoints/{NAMES[1]}/model.safetensors: 7 bytes short" in answer.out
     assert {row["epoch"] for row in rows("r/validation.csv")} == {"1", "3"}
@@ -210,7 +219,7 @@ def test_torn_checkpoint_asked_for_by_name_is_refused_and_the_newest_whole_one_o
 def test_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, checkpoints):
     for name in NAMES:
         tear(checkpoints / name)
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate --checkpoint-input-path r --checkpoint all")
     assert answer.code == 2
     assert "7 bytes short" in answer.err
     assert answer.err.count("\n") == 1
@@ -223,7 +232,10 @@ MISTAKES = {
     "": "--checkpoint-input-path: is required",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
-    "--checkpoint-input-path empty": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
+    "empty": "empty: holds no checkpoint; expected a checkpoint, a folder of them or a run folder",
+    "empty --checkpoint all": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
+    "r --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2, 3",
+    "r --checkpoint latest": "--checkpoint: got 'latest', expected a whole number, at least 0, or best, last or all",
     "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",

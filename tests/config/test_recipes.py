@@ -20,7 +20,7 @@ from falconet.legacy.translate import read_configs, translate, translate_mapping
 
 ROOT = Path(__file__).parents[2]
 TRAIN, INFER = options_of(TrainOptions), options_of(InferOptions)
-OURS = {"digits", "cifar10-resnet20"}
+OURS = {"digits", "cifar10-resnet20", "photos"}
 PYTORCH = read_configs(ROOT / "compat/pytorch/train/configs.yml")
 TENSORFLOW = read_configs(ROOT / "compat/tensorflow/configs.yml")
 INFERENCE = read_configs(ROOT / "compat/pytorch/inference/configs.yml")

@@ -14,7 +14,8 @@ from falconet.data import input
 from falconet.data.cache import can_keep
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import FileSource
-from falconet.infer.predictor import Classifier, Predictor
+from falconet.infer.classifier import Classifier
+from falconet.infer.predictor import Predictor
 from falconet.numerics.precision import REGIMES
 
 LINE = (

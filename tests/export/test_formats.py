@@ -106,7 +106,7 @@ def test_package_compiled_for_a_gpu_has_the_scores_of_the_model(name, half, tmp_
     FORMATS["aoti"].write(graph, tmp_path, device)
     engine, ours = FORMATS["aoti"].open(graph, tmp_path, device), torch_engine(graph.module().to(device), device)
     tolerance = checks.HALF_TOLERANCE if half else 2e-3  # TensorFloat-32 convolutions
-    parity = checks.compare(graph, ours, engine, checks.noise(PREPROCESSING), tolerance=tolerance, batch=8)
+    parity = checks.compare(graph, ours, engine, checks.noise(graph), tolerance=tolerance, batch=8)
     assert parity.passed, parity.line()
 
 

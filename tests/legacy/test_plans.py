@@ -186,7 +186,8 @@ def test_the_line_under_the_heading_validation_continues_training_and_names_what
     ) in translation.notes
     meant = translate("tf1:validation.py", ["--restore-path", "generated_checkpoints_dir_path"])
     assert meant.command == "validate"
-    assert tuple(meant.settings[-1].argv()) == ("--checkpoint-input-path", "generated_checkpoints_dir_path")
+    words = [word for setting in meant.settings[-2:] for word in setting.argv()]
+    assert words == ["--checkpoint-input-path", "generated_checkpoints_dir_path", "--checkpoint", "all"]
 
 
 def test_every_command_that_starts_a_program_has_a_plan():

@@ -133,21 +133,21 @@ def _class_names(root: Path) -> tuple[str, ...]:
 
 def _list(folder: Path, label: int, listing: Listing) -> None:
     before = len(listing.labels)
-    for name in _image_names(str(folder), "", listing):
+    for name in image_names(str(folder), "", listing):
         listing.add(name, label)
     if len(listing.labels) == before:
         raise DataError(f"{folder}: no image in this class folder")
 
 
-def _image_names(folder: str, prefix: str, listing: Listing) -> Iterator[str]:
-    """Sorted names relative to the class folder, including subfolders; links to folders are not followed."""
+def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:
+    """Sorted names with the prefix, also of subfolders; links to folders are followed only at the top, if `linked`."""
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _image_names(entry.path, f"{prefix}{entry.name}/", listing)
+            if entry.is_dir(follow_symlinks=linked):
+                yield from image_names(entry.path, f"{prefix}{entry.name}/", listing)
                 continue
             ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122, a million names
             why = _why_not(entry) if ending in image_extensions() or entry.is_symlink() else ""

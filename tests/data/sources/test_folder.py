@@ -92,7 +92,7 @@ def test_an_unreadable_folder_is_reported_in_one_line(root, monkeypatch):
     def refused(folder, prefix, listing):
         raise PermissionError(13, "Permission denied", folder)
 
-    monkeypatch.setattr(folder, "_image_names", refused)
+    monkeypatch.setattr(folder, "image_names", refused)
     with pytest.raises(DataError) as caught:
         folder.load(root)
     assert str(caught.value) == f"{root}/train/cat: cannot be read (Permission denied)"

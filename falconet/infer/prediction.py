@@ -1,0 +1,49 @@
+"""Predictions: the classes of an image with their probabilities, the most probable first."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+class Guess(NamedTuple):
+    """A class and its probability."""
+
+    label: str
+    probability: float  # 0 to 1
+
+    def __str__(self) -> str:
+        return f"{self.label} {100 * self.probability:.1f} %"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """What a model makes of one image."""
+
+    top: tuple[Guess, ...]  # the most probable first
+    name: str = ""  # of the file, if it was one
+    probabilities: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # of every class, in order
+
+    @property
+    def label(self) -> str:
+        """The most probable class."""
+        return self.top[0].label
+
+    @property
+    def probability(self) -> float:
+        """Of the most probable class, 0 to 1."""
+        return self.top[0].probability
+
+    def __repr__(self) -> str:
+        name = f"{self.name}: " if self.name else ""
+        return f"<{name}{', '.join(map(str, self.top))}>"
+
+
+def predicted(logits: Tensor, class_names: tuple[str, ...], *, top: int, name: str = "") -> Prediction:
+    """The prediction of one row of scores; equal probabilities keep the order of the classes."""
+    probabilities = logits.double().softmax(dim=0).numpy()
+    order = np.argsort(-probabilities, kind="stable")[:top].tolist()
+    guesses = tuple(Guess(class_names[number], float(probabilities[number])) for number in order)
+    return Prediction(guesses, name, probabilities)

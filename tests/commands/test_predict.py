@@ -1,0 +1,249 @@
+"""`falconet predict`: the scores of a validation, for any photos; each form of output; and what is refused."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from falconet.checkpoint import format
+from falconet.cli import main
+from falconet.commands.predict import folder_name
+from falconet.config.commands import PredictOptions
+from falconet.config.load import read_line
+from falconet.infer import photos
+from falconet.infer.classifier import imagenet_names, open_model
+from falconet.infer.photos import Photo
+from falconet.train import saved_model
+
+TRAIN = (
+    "train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"
+    " --dataloader-workers 2 --device cpu"
+)
+
+
+def paint(folder, *, counts, size=(48, 40)):
+    """Photos of two classes, dark and light, of several formats and shapes."""
+    noise = np.random.default_rng(0)
+    for label, level in (("dark", 60), ("light", 190)):
+        for number in range(counts):
+            place = folder / label / ("more" if number % 5 == 4 else ".") / f"{number}.{'jpg' if number % 2 else 'png'}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            width, height = size[0] + number, size[1]
+            pixels = noise.integers(level - 50, level + 50, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on such photos, beside its data in photos/."""
+    home = tmp_path_factory.mktemp("trained")
+    paint(home / "photos/train", counts=12)
+    paint(home / "photos/val", counts=9)
+    assert main(f"{TRAIN} --data-dir {home}/photos --run-dir {home}/r".split()) == 0
+    return home
+
+
+@pytest.fixture
+def home(falconet, trained):
+    """The same in the current folder."""
+    shutil.copytree(trained / "photos", "photos")
+    shutil.copytree(trained / "r", "r")
+    return Path.cwd()
+
+
+def logits_of(line, words, **asked):
+    """name -> scores, of the model that a line names."""
+    classifier, _ = open_model(PredictOptions, read_line(PredictOptions, line.split()), lambda _: None)
+    found = [Photo(word, word) for word in words]
+    rows = [row for batch in photos.scored(classifier, found, **asked) for row in batch]
+    return classifier, rows
+
+
+@pytest.mark.parametrize("reading", ["", "--normalization-location host --no-eight-bit-io", "--normalization image"])
+def test_scores_equal_those_of_the_validation_bit_for_bit(falconet, home, reading):
+    run = "r"
+    if reading:
+        run = "other"
+        assert falconet(f"{TRAIN} --epoch 1 --data-dir photos --run-dir other {reading}").code == 0
+    chosen = format.choose(Path(run), "best", lambda _: None)
+    line = read_line(PredictOptions, ["--threads", "1"])
+    (opened,) = saved_model.open_checkpoint(chosen.folder, line)
+    outputs = []
+    opened.model.register_forward_hook(lambda _, __, output: outputs.append(output))
+    measured = saved_model.measure(opened, lambda _: None)
+    expected = torch.cat(outputs)[: measured.images]
+
+    answer = falconet(f"predict {run} photos/val --csv --threads 1 --batch-size 8")
+    assert answer.code == 0, answer.err
+    names = [row["path"] for row in csv.DictReader(io.StringIO(answer.out))]
+    assert len(names) == measured.images == 18
+    classifier, rows = logits_of(f"{run} --threads 1 --photos x", names, batch=8)
+    found = torch.stack([row.logits for row in rows])
+    assert torch.equal(found, expected)
+    right = [classifier.class_names[row.logits.argmax()] == Path(row.photo.name).parts[2] for row in rows]
+    assert sum(right) == measured.top1
+
+
+def test_the_class_of_every_photo_is_the_same_for_any_batch_size(falconet, home):
+    answers = [falconet(f"predict r photos --csv --batch-size {size}") for size in (1, 5, 64)]
+    labels = [[(row["path"], row["label"]) for row in csv.DictReader(io.StringIO(each.out))] for each in answers]
+    assert labels[0] == labels[1] == labels[2]
+    assert len(labels[0]) == 42
+    assert answers[0].code == 0
+
+
+def test_photos_are_answered_in_pieces_of_bounded_size(falconet, home, monkeypatch):
+    whole = falconet("predict r photos --csv --batch-size 4").out
+    sizes = []
+    plain = photos._scored
+    monkeypatch.setattr(photos, "AT_ONCE", 9)
+    monkeypatch.setattr(photos, "_scored", lambda c, some, **rest: sizes.append(len(some)) or plain(c, some, **rest))
+    assert falconet("predict r photos --csv --batch-size 4").out == whole
+    assert sizes == [8, 8, 8, 8, 8, 2]
+
+
+def test_table_has_a_row_per_photo_and_class(falconet, home):
+    answer = falconet("predict r photos/val/dark/0.png photos/val/light/1.jpg --top 2")
+    assert answer.code == 0, answer.err
+    lines = [line.split() for line in answer.out.splitlines()]
+    assert [line[0] for line in lines[::2]] == ["photos/val/dark/0.png", "photos/val/light/1.jpg"]
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        assert {first[1], second[0]} == {"dark", "light"}
+        assert float(first[2]) >= float(second[1])
+        assert float(first[2]) + float(second[1]) == pytest.approx(100, abs=0.02)
+    assert "loaded r/checkpoints/" in answer.err
+
+
+def test_json_is_an_array_of_a_line_per_photo(falconet, home):
+    answer = falconet("predict r --json photos/val/dark --top 5")
+    rows = json.loads(answer.out)
+    assert len(rows) == 9
+    assert len(answer.out.splitlines()) == 11
+    assert [row["path"] for row in rows] == sorted(row["path"] for row in rows)
+    for row in rows:
+        assert (row["label"], row["probability"]) == tuple(row["top"][0].values())
+        assert sum(each["probability"] for each in row["top"]) == pytest.approx(1)
+    assert json.loads(falconet("predict r --json nothing.jpg").out) == []
+
+
+def test_csv_goes_to_a_file(falconet, home):
+    answer = falconet("predict r photos/val --csv --top 2 --output out.csv")
+    assert (answer.code, answer.out) == (0, "")
+    with open("out.csv", newline="", encoding="utf-8") as file:  # noqa: PTH123
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["path", "label", "probability", "label_2", "probability_2"]
+    assert len(rows) == 18
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
+    Path("photos/val/dark/0.png").write_bytes(Path("photos/val/dark/0.png").read_bytes()[:100])
+    Path("photos/val/empty.jpg").touch()
+    Path("photos/none").mkdir()
+    answer = falconet("predict r photos/val missing.jpg photos/none --csv")
+    assert answer.code == 1
+    assert "photos/val/dark/0.png: truncated" in answer.err
+    assert "photos/val/empty.jpg: empty file" in answer.err
+    assert "missing.jpg: No such file or directory" in answer.err
+    assert "photos/none: no photos in this folder" in answer.err
+    assert len(list(csv.DictReader(io.StringIO(answer.out)))) == 17
+
+
+def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):
+    def piped(content):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        return falconet("predict r - --csv --batch-size 8")
+
+    named = falconet("predict r photos/val/dark/0.png photos/val/light --csv --batch-size 8").out
+    assert piped(b"photos/val/dark/0.png\r\n\nphotos/val/light").out == named
+    content = Path("photos/val/dark/0.png").read_bytes()
+    assert piped(content).out == named.splitlines(True)[0] + named.splitlines(True)[1].replace(
+        "photos/val/dark/0.png", "-"
+    )
+    answer = piped(b"")
+    assert answer.code == 1
+    assert "stdin: empty" in answer.err
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"])
+def test_a_photo_on_stdin_is_recognised(kind):
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9), "red").save(file, kind)
+    assert photos.is_photo(file.getvalue()[: photos.HEAD])
+    assert not photos.is_photo(b"BMW.jpg\nGIF.")
+
+
+def test_links_sort_photos_and_replace_nothing(falconet, home):
+    line = "predict r photos/val/dark photos/train/dark --save-dir sorted --csv"
+    labels = {row["path"]: row["label"] for row in csv.DictReader(io.StringIO(falconet(line).out))}
+    links = sorted(Path("sorted").glob("*/*"))
+    assert {str(link.resolve().relative_to(home)): link.parent.name for link in links} == labels
+    assert any(link.name == "0-2.png" for link in links)
+    assert falconet(line).code == 0
+    assert sorted(Path("sorted").glob("*/*")) == links
+
+
+@pytest.mark.parametrize("name", ["../../x", ".", "..", "", "a/b", "\0", ".hidden", "y" * 300])
+def test_a_class_name_leads_to_no_other_folder(name):
+    safe = folder_name(name)
+    assert safe not in ("", ".", "..")
+    assert not {"/", "\0"} & set(safe)
+    assert len(safe) <= 255
+
+
+def test_embeddings_are_what_the_classifier_layer_gets(falconet, home):
+    answer = falconet("predict r photos/val photos/none.jpg --embeddings e.npz --csv --threads 1")
+    stored = np.load("e.npz")
+    assert stored["paths"].tolist() == [row["path"] for row in csv.DictReader(io.StringIO(answer.out))]
+    classifier, rows = logits_of("r --threads 1 --photos x", stored["paths"].tolist())
+    weight, bias = (tensor.detach().numpy() for tensor in classifier.model.fc.parameters())
+    scores = stored["embeddings"] @ weight.T + bias
+    np.testing.assert_allclose(scores, torch.stack([row.logits for row in rows]).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):
+    from falconet.models import zoo
+
+    model = zoo.build("mobilenet-v3-small", classes=1000, seed=0)
+    with torch.no_grad():
+        model.classifier.bias[281] += 100
+    torch.save(model.state_dict(), "weights.pth")
+    Image.new("RGB", (60, 50), "grey").save("photo.jpg")
+    answer = falconet("predict --model mobilenet-v3-small --pretrained weights.pth photo.jpg --device cpu")
+    assert answer.code == 0, answer.err
+    assert answer.out == "photo.jpg  tabby, tabby cat  100.00 %\n"
+    first = falconet("predict weights.pth photo.jpg --model mobilenet-v3-small --device cpu")
+    assert first.out == answer.out
+
+
+def test_names_of_imagenet_are_all_different():
+    names = imagenet_names()
+    assert len(set(names)) == 1000
+    assert (names[0], names[134]) == ("tench, Tinca tinca", "crane (134)")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    {
+        "predict": "expected a run and photos, as in `falconet predict runs/my-run photo.jpg`",
+        "predict photo.jpg": "photo.jpg: is a photo; expected a run",
+        "predict r": "expected photos after the run: files, folders, or - for stdin",
+        "predict nowhere photo.jpg": "nowhere: no such file or folder",
+        "predict r photos --json --csv": "--json: contradicts --csv; expected only one of the two",
+        "predict r photos --output nowhere/out.csv": "--output: cannot write nowhere/out.csv: No such file",
+        "predict r photos --embeddings nowhere/e.npz": "--embeddings: cannot write nowhere/e.npz: No such file",
+        "predict r photos --save-dir r/config.yaml": "--save-dir: cannot write to r/config.yaml: File exists",
+        "predict r photos --top 0": "--top: got '0', expected a whole number, at least 1",
+        "predict r photos --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2",
+    }.items(),
+)
+def test_mistakes_are_one_line(falconet, home, line, message):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert f"falconet predict: {message}" in answer.err
+    assert "Traceback" not in answer.err
