@@ -651,7 +651,7 @@ class Export:
     preprocessing: bool = False
     """Normalise inside: the graph takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
     half: bool = False
-    """Write fp16 weights, and compute in fp16 where the format says so; otherwise fp32, whatever the run had."""
+    """fp16 weights and arithmetic (openvino: weights only); otherwise fp32, whatever the precision of the run."""
     photos: Path | None = local(None)
     """Folder of photos to compare scores on; default: the run's validation images, else noise."""
     tolerance: Annotated[float, MoreThan(0)] | Auto = "auto"
