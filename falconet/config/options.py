@@ -651,7 +651,7 @@ class Export:
     preprocessing: bool = False
     """Normalise inside: the graph takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
     half: bool = False
-    """fp16 weights and arithmetic (openvino: weights only); otherwise fp32, whatever the precision of the run."""
+    """Write fp16 weights and compute in fp16 (openvino: only weights); otherwise fp32, whatever the run's precision."""
     photos: Path | None = local(None)
     """Folder of photos to compare scores on; default: the run's validation images, else noise."""
     tolerance: Annotated[float, MoreThan(0)] | Auto = "auto"

@@ -98,6 +98,7 @@ def _configuration(preprocessing: Preprocessing) -> dict[str, Any]:
         "test_crop_pct": None,
         "pool_size": None,
         "fixed_input_size": False,
+        **dict.fromkeys(("license", "origin_url", "paper_ids", "paper_name")),  # of weights that these are not
     }
 
 

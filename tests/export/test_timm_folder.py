@@ -26,6 +26,7 @@ def test_timm_opens_the_folder_with_the_same_scores(name, tmp_path):
     assert parity.passed, parity.line()
     stored = json.loads((tmp_path / "config.json").read_text())
     assert (stored["num_classes"], stored["label_names"]) == (len(NAMES), list(NAMES))
+    assert not {"license", "origin_url", "hf_hub_id", "url"} & {k for k, v in stored["pretrained_cfg"].items() if v}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
