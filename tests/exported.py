@@ -17,17 +17,24 @@ PREPROCESSING = Preprocessing(image_size=SIDE, resize=36, mean=IMAGENET_MEAN, st
 
 
 def graph_of(name="resnet8-cifar", *, preprocessing=PREPROCESSING, takes_pixels=False, half=False, **options):
-    """A model with norms that do something, and statistics that a forgotten `eval` would change."""
+    """A model whose norms do something, with the statistics of noise, which a forgotten `eval` would change.
+
+    Arbitrary statistics would make deep networks chaotic: a rounding error would grow to the size of the scores.
+    """
     built = Model(model=name, **options)
     model = build_model(built, classes=len(NAMES), seed=0)
     noise = torch.Generator().manual_seed(1)
+    norms = [layer for layer in model.modules() if hasattr(layer, "eps")]
     with torch.no_grad():
-        for layer in model.modules():
-            for parameter in layer.parameters(recurse=False) if hasattr(layer, "eps") else ():
-                parameter.uniform_(0.5, 1.5, generator=noise)  # blocks that start as zero would hide their errors
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.running_mean.normal_(0, 0.1, generator=noise)
-                layer.running_var.uniform_(0.5, 1.5, generator=noise)
+        for parameter in (each for layer in norms for each in layer.parameters(recurse=False)):
+            parameter.uniform_(0.5, 1.5, generator=noise)  # blocks that start as zero would hide their errors
+        momenta = [(layer, layer.momentum) for layer in norms if isinstance(layer, nn.BatchNorm2d)]
+        for layer, _ in momenta:
+            layer.momentum = None  # the plain mean
+        if momenta:
+            model.train()(torch.randn(16, 3, SIDE, SIDE, generator=noise))
+        for layer, momentum in momenta:
+            layer.momentum = momentum
     return Graph(
         name=name.replace(":", "-"),
         options=built,

@@ -17,7 +17,7 @@ import torch
 
 from falconet import __version__, writing
 from falconet.checkpoint import format
-from falconet.checkpoint.disk import aside, move_into_place
+from falconet.checkpoint.disk import aside, move_into_place, sweep
 from falconet.config.commands import ExportOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.options import Data, Export
@@ -140,7 +140,8 @@ def _tolerance(asked: Export) -> float:
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target, which is gone at the end, whatever happens, unless it was moved."""
+    """A hidden folder beside the target, gone at the end unless it was moved; what killed exports left goes too."""
+    sweep(target.parent)
     folder = aside(target, "tmp")
     folder.mkdir()
     try:

@@ -96,7 +96,8 @@ def write_compiled(graph: Graph, folder: Path, device: torch.device) -> None:
         raise DeviceError("AOTInductor needs a C++ compiler, and g++ is not installed: apt-get install g++") from None
     with _one_line(graph, "AOTInductor"), warnings.catch_warnings(action="ignore"):
         # Traced on the CPU and moved: models have fused kernels for CUDA that cannot be traced.
-        program = move_to_device_pass(graph.traced(half=graph.half), str(device))
+        there = torch.empty(0, device=device).device  # with its number, which the graph's own checks ask for
+        program = move_to_device_pass(graph.traced(half=graph.half), str(there))
         aoti_compile_and_package(program, package_path=str(folder / TORCH))
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -156,6 +157,15 @@ def test_a_failure_leaves_nothing_behind(run, falconet, quick, monkeypatch):
     answer = falconet(f"export run {QUICK}")
     assert (answer.code, "the disk is full" in answer.err) == (2, True)
     assert list((run / "export").iterdir()) == []
+
+
+def test_what_a_killed_export_left_goes_with_the_next(run, falconet, quick):
+    left = run / "export" / ".aoti.tmp-12-0123456789abcdef"
+    left.mkdir(parents=True)
+    (left / "model.pt2").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    assert falconet(f"export run {QUICK}").code == 0
+    assert hidden(run) == []
 
 
 def test_photos_of_a_folder_are_compared_on_request(run, image_folder, falconet, quick):

@@ -98,10 +98,24 @@ def test_compiled_package_has_the_scores_of_the_model(name, tmp_path):
     assert parity.passed, parity.line()
 
 
+LINEAR = """
+import sys, torch
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+images = torch.ones(2, 3, device="cuda")
+program = torch.export.export(torch.nn.Linear(3, 1).cuda().requires_grad_(False), (images,))
+aoti_load_package(aoti_compile_and_package(program, package_path=sys.argv[1]))(images)
+"""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-cifar"])
 def test_package_compiled_for_a_gpu_has_the_scores_of_the_model(name, half, tmp_path):
+    probe = subprocess.run(
+        [sys.executable, "-c", LINEAR, str(tmp_path / "linear.pt2")], capture_output=True, timeout=300
+    )
+    if probe.returncode < 0:  # seen with torch 2.11 and CUDA 13.0
+        pytest.skip("torch crashes on this machine when it loads any compiled package, even of one linear layer")
     device, graph = torch.device("cuda"), graph_of(name, takes_pixels=True, half=half, **FAMILIES[name])
     FORMATS["aoti"].write(graph, tmp_path, device)
     engine, ours = FORMATS["aoti"].open(graph, tmp_path, device), torch_engine(graph.module().to(device), device)
