@@ -102,6 +102,9 @@ def measure(benchmark: Benchmark, parameters: Mapping[str, str], ended: Ended, r
                 found[name] = _found(metric, ended.lines)
         except TimeoutError:
             given_up.append(name)
+    for name, values in _logged(runs).items():
+        if name in benchmark.metrics and not found.get(name):  # our own lines are a table, not one number each
+            found[name] = values
     samples, latencies = _from_files(runs)
     latencies = latencies or [value for value in found.get("latency", []) if math.isfinite(value)]
     if not samples:
@@ -174,6 +177,15 @@ def _from_training(path: Path) -> tuple[list[Sample], list[float]]:
     times = path.with_name(TIMES)
     stretches = times.read_text(encoding="utf-8").splitlines() if times.exists() else []
     return samples, [one for line in stretches for one in _json(line).get("milliseconds", [])]
+
+
+def _logged(runs: Path) -> dict[str, list[float]]:
+    """The loss and the accuracy (percent) of training at every log point; empty for other programs."""
+    for path in sorted(runs.rglob(METRICS)):
+        points = [_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        names = {"loss": "train/loss", "accuracy": "train/accuracy"}
+        return {name: [point[key] for point in points if key in point] for name, key in names.items()}
+    return {}
 
 
 def _global_batch(plan: Path) -> int:

@@ -51,10 +51,11 @@ CALLED = {  # what the pickles of weights, optimizers and schedules call, and to
     ("_codecs", "encode"): "encoded",
     ("builtins", "bytearray"): "bytes",
 }
+NAMESPACE = ("argparse", "Namespace")  # a program's arguments, which many store beside their weights
 LARGE = (  # operations that make such objects, or remember one
     *(pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.LIST, pickle.DICT, pickle.FROZENSET),
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE, pickle.BINPERSID),
-    *(pickle.GLOBAL, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
+    *(pickle.NEWOBJ, pickle.GLOBAL, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
 )
 
 
@@ -122,6 +123,17 @@ class _Inert(dict[Any, Any]):
     def extend(self, values: object) -> None: ...
 
 
+class _InertNamespace(_Inert):
+    """Takes only what `argparse` gives a namespace: a dictionary of names."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        if type(state) is not dict or not all(type(name) is str for name in state):
+            raise pickle.UnpicklingError("a namespace of something else than names")
+        self.count(state)
+
+
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def counting(structure: Any) -> None:
         structure.objects += 1
@@ -132,13 +144,15 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     return counting
 
 
+def _limited(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Callable[[Any], None]]:
+    return dispatch | {code[0]: _counted(dispatch[code[0]]) for code in LARGE}
+
+
 class _Structure(pickle._Unpickler):
     """Reads a pickle in Python, without the C version's memo, which a few bytes make tens of gigabytes long.
 
     The worst 32 MiB found take 7 s (calls) and 0.83 GB (a million empty sets, then short texts).
     """
-
-    dispatch = pickle._Unpickler.dispatch | {code[0]: _counted(pickle._Unpickler.dispatch[code[0]]) for code in LARGE}
 
     def __init__(self, stream: io.BytesIO, size_of: Callable[[str], int]) -> None:
         """`size_of`: bytes that there are of a storage."""
@@ -150,10 +164,21 @@ class _Structure(pickle._Unpickler):
             return _Storage(name)
         if module == "torch" and (name in DTYPES or name == "Tensor"):
             return _Inert(self._count, item=getattr(getattr(torch, name), "itemsize", 0) if name in DTYPES else 0)
+        if (module, name) == NAMESPACE:
+            return NAMESPACE
         called = CALLED.get(("builtins" if module == "__builtin__" else module, name))
         if called is None:
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
         return getattr(self, f"_{called}")
+
+    def load_newobj(self) -> None:
+        """Make a namespace without arguments, the one class that is made this way."""
+        given, made = self.stack.pop(), self.stack.pop()
+        if made != NAMESPACE or given != ():
+            raise pickle.UnpicklingError("GLOBAL that cannot be made")
+        self.append(_InertNamespace(self._count))
+
+    dispatch = _limited(pickle._Unpickler.dispatch | {pickle.NEWOBJ[0]: load_newobj})
 
     def persistent_load(self, pid: Any) -> _Inert:
         kind, storage, key, _, count, *_ = pid

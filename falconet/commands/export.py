@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from falconet.checkpoint import format
 from falconet.checkpoint.disk import aside, move_into_place, sweep
 from falconet.config.commands import ExportOptions
 from falconet.config.load import Loaded, unused_notes
-from falconet.config.options import Data, Export
+from falconet.config.options import Data, Export, Model
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED
@@ -29,6 +30,7 @@ from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
 from falconet.infer.classifier import open_model
+from falconet.models import zoo
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
@@ -45,11 +47,12 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     _require_free(target, overwrite=asked.overwrite)
     # The file is for machines of any kind: half-precision weights are widened, which changes none of them.
     line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
-    classifier, options = open_model(ExportOptions, line, screen.line)
+    weights = loaded.options.pretrained.pretrained
+    classifier, options = open_model(ExportOptions, line, screen.line, weights=None if weights == "none" else weights)
     kind = FORMATS[asked.format]
     graph = Graph(
         name=classifier.name,
-        options=options.model,
+        options=_built_from(classifier.name, options.model),
         model=classifier.model.cpu().eval(),
         preprocessing=classifier.preprocessing,
         class_names=classifier.class_names,
@@ -94,6 +97,11 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     largest = max(files, key=lambda name: files[name]["bytes"])
     screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB, and {RECORD}")
     return DONE
+
+
+def _built_from(name: str, model: Model) -> Model:
+    """The options of the model, whose name may follow from a weights file."""
+    return replace(model, model=name) if name in zoo.names() else model
 
 
 def _home(path: Path | None) -> Path:

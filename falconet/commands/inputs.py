@@ -82,16 +82,20 @@ def check(options: Any) -> None:
 
 
 def _check_predicted(options: commands.PredictOptions) -> None:
-    path, words = options.input.checkpoint_input_path, options.predict.photos
-    if path is None and options.predict.pretrained is None:
+    path, weights = options.input.checkpoint_input_path, options.pretrained.pretrained
+    if path is None and weights == "none":
         raise ConfigError("expected a run and photos, as in `falconet predict runs/my-run photo.jpg`")
-    if path is not None and path.suffix.lower() in PHOTOS:
-        raise ConfigError(
-            f"{path}: is a photo; expected a run, a checkpoint or a weights file before it, or --model and --pretrained"
-        )
+    if path is not None and weights != "none":
+        raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
+    for option, given in (("", path), ("--pretrained: ", weights)):
+        if isinstance(given, Path) and given.suffix.lower() in PHOTOS:
+            raise ConfigError(
+                f"{option}{given} is a photo; expected a run, a checkpoint or a weights file before it, or --model NAME"
+                " --pretrained published"
+            )
     if path is not None and not path.is_file():
         require_checkpoints(path)
-    if not words:
+    if not options.predict.photos:
         raise ConfigError("expected photos after the run: files, folders, or - for stdin")
 
 

@@ -16,11 +16,11 @@ from falconet.config.options import Predict
 from falconet.errors import ConfigError, UserError, named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
-from falconet.infer.classifier import open_model
+from falconet.infer.classifier import Classifier, open_model
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
-from falconet.report.console import Counting, Lines, Screen
+from falconet.report.console import Counting, Lines, Say, Screen
 
 WIDEST = 60  # characters of a column; longer names push the rest of their row to the right
 MOST_NAME = 255  # bytes of a file's name
@@ -29,7 +29,7 @@ MOST_NAME = 255  # bytes of a file's name
 def run(loaded: Loaded[PredictOptions]) -> int:
     asked = loaded.options.predict
     say = Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line
-    classifier, options = open_model(PredictOptions, loaded.line, say, weights=asked.pretrained)
+    classifier, options = open_classifier(loaded, say)
     for note in unused_notes(options, loaded.line):
         say(note)
     failed: list[str] = []
@@ -67,6 +67,15 @@ def run(loaded: Loaded[PredictOptions]) -> int:
                 if links:
                     links.add(row.photo, prediction.label)
     return FAILED if failed else DONE
+
+
+def open_classifier(loaded: Loaded[PredictOptions], note: Say) -> tuple[Classifier, PredictOptions]:
+    """The model of a run, or one with published weights or those of a file; the options with its defaults."""
+    weights = loaded.options.pretrained.pretrained
+    if weights == "none":
+        return open_model(PredictOptions, loaded.line, note)
+    with named_option("pretrained"):
+        return open_model(PredictOptions, loaded.line, note, weights=weights)
 
 
 @contextmanager

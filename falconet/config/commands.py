@@ -30,6 +30,7 @@ from falconet.config.options import (
     Pack,
     Parallel,
     Predict,
+    Pretrained,
     Run,
     Serving,
     Table,
@@ -59,7 +60,7 @@ class TrainOptions(Command):
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
     needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
-        *("config", "model", "data", "data-dir", "image-size", "init-path"),
+        *("config", "model", "data", "data-dir", "image-size", "pretrained", "init-path"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
         *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
     )
@@ -104,6 +105,7 @@ class ValidateOptions(Command):
         "checkpoint-input-path",
         "checkpoint",
         "output",
+        "predictions",
         "data",
         "data-dir",
         "model",
@@ -152,6 +154,7 @@ class PredictOptions(Command):
     predict: Predict = field(default_factory=Predict)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
@@ -238,12 +241,13 @@ class ExportOptions(Command):
     arguments = ("checkpoint-input-path",)
     common = (
         *("checkpoint-input-path", "checkpoint", "format", "output", "overwrite", "preprocessing", "half"),
-        *("photos", "tolerance", "latency-batch", "model", "device"),
+        *("photos", "tolerance", "latency-batch", "model", "pretrained", "device"),
     )
 
     export: Export = field(default_factory=Export)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)

@@ -44,18 +44,25 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
+def _pads_shortcuts(options: TrainOptions) -> bool:
+    """Whether shortcuts have zero channels: by --shortcut-type, or in the CIFAR networks of basic blocks."""
+    kind, name = options.model.shortcut_type, options.model.model
+    return kind == "A" or (kind == "auto" and name in CIFAR_BASIC)
+
+
 def _draws_weights(options: TrainOptions) -> bool:
     """Not where weights are read: by restore from its checkpoint, or from --init-path."""
     return options.training.init_path is None and not hasattr(options, "input")
 
 
+CIFAR_BASIC = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110))
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
-_KEPT_OPTIONS = ("dataset-percentage", "antialias", "validation-crop")
+_KEPT_OPTIONS = ("dataset-percentage", "antialias", "interpolation", "validation-crop", "validation-crop-ratio")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
 _PHOTO_OPTIONS = ("decode-device", "dataset-cache")
@@ -75,6 +82,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
     *((name, "new weights: they are read from a file", _draws_weights) for name in ("weight-init", "zero-init")),
+    ("shortcut-padding", "shortcuts of zero channels, as in resnet20-cifar or with --shortcut-type A", _pads_shortcuts),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
     (
         "enable-fast-groupnorm",
@@ -88,6 +96,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
+    ("validation-crop-ratio", "--validation-crop auto or centre", lambda o: o.data.validation_crop != "whole"),
     ("classes", "--data generated or synthetic", _random_data),
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
@@ -223,7 +232,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     commands.PredictOptions: (
         *_NOT_TRAINED,
         _NO_CHOICE,
-        *((name, "with a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
+        *((name, "on a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
     ),
     commands.ExportOptions: (
         *_NOT_TRAINED,

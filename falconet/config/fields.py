@@ -25,14 +25,15 @@ class Origin:
 
     local: bool  # never from a checkpoint
     again: str = ""  # what repeating it on the line of `restore` does, in words; empty: not worth a note
+    bare: str = ""  # the value that it has if it is typed without one; empty: it needs a value
 
 
-def local(default: T, *, again: str = "") -> T:
+def local(default: T, *, again: str = "", bare: str = "") -> T:
     """A field that a checkpoint never supplies: every path, every sink, and what deletes or uses the network.
 
     A checkpoint may come from another person; such options come from the command line, a config or the environment.
     """
-    return field(default=default, metadata={ORIGIN: Origin(local=True, again=again)})
+    return field(default=default, metadata={ORIGIN: Origin(local=True, again=again, bare=bare)})
 
 
 def portable(default: T) -> T:

@@ -77,10 +77,14 @@ class Data:
     """Mean of red, green and blue for pixels from 0 to 1; default: the dataset's."""
     pixel_deviation: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Standard deviation of red, green and blue for pixels from 0 to 1; default: the dataset's."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How photos are resized; --pretrained sets what its weights were trained with."""
     antialias: bool = True
     """Average over all pixels when shrinking an image; otherwise over the four nearest, as TensorFlow 1 did."""
     validation_crop: Literal["auto", "centre", "whole"] = "auto"
-    """Validate on the central 7/8 of the short side, or on the whole image; auto: centre for photos."""
+    """Validate on the centre of an image (--validation-crop-ratio), or on all of it; auto: centre for photos."""
+    validation_crop_ratio: Annotated[float, Between(0.1, 1)] = 0.875
+    """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     bad_images_allowed: Annotated[int, AtLeast(0)] | Auto = "auto"
@@ -99,6 +103,8 @@ class Training:
     """Micro-batches per update, on each replica."""
     init_path: Path | None = local(None)
     """Start with the weights of a checkpoint, of a run's newest one, or of a safetensors or torch file."""
+    pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
+    """Start with published weights, the default without a value, or a file's; auto: with published ones if there are any."""
     batchnorm_per_update: bool = False
     """Update batch norm's statistics once per update, by the mean over its micro-batches, not per micro-batch."""
     trainable: tuple[str, ...] = ()
@@ -261,6 +267,8 @@ class Model:
     """ResNets with 50 or more layers: the convolution of a block that strides; 1x1: He et al., 3x3: ResNet v1.5."""
     shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
     """ResNets: zero channels (A), projections where the shape changes (B), everywhere (C), or once per stage."""
+    shortcut_padding: Literal["back", "both"] = "back"
+    """ResNets whose shortcuts add zero channels: after the others, or half before and half after them."""
     stem: Literal["auto", "imagenet", "cifar"] = "auto"
     """ResNets: start with a 7 x 7 convolution and pooling, or 3 x 3 for small images; auto: by the model's name."""
     conv_bias: bool = False
@@ -443,6 +451,14 @@ class Choice:
     """The best validated one, the newest, or that of epoch N."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights that were trained elsewhere, instead of a checkpoint's."""
+
+    pretrained: Literal["none", "published"] | Path = local("none", bare="published")
+    """Take the model's published weights or those of a file, and prepare photos as for them."""
+
+
 # Measuring.
 
 
@@ -459,7 +475,9 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV file for the result; default: validation.csv beside the checkpoints."""
+    """CSV file for the result; default: validation.csv beside the checkpoints. Details go to a .json beside it."""
+    predictions: Path | None = local(None)
+    """CSV file for a row per image: path, label, and the five most probable classes with their probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -595,8 +613,6 @@ class Predict:
     """Sort the photos: a link to each one in a folder per class, in this folder."""
     embeddings: Path | None = local(None)
     """Also write the features before the classifier, and the paths, to this .npz file."""
-    pretrained: Path | None = local(None)
-    """Weights file for --model, instead of a run."""
     batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward pass; auto: as in the run's validation, or fewer if there are fewer photos."""
 
@@ -633,9 +649,9 @@ class Fresh:
     """Input size and classes of a model without a checkpoint."""
 
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: the model's standard size. A checkpoint has its own."""
+    """Side of the square input in pixels; auto: the weights', or the model's. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
-    """Number of classes; auto: 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
+    """Number of classes; auto: the weights', else 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

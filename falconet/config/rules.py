@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.commands import TrainOptions
-from falconet.config.options import MODELS, Augmentation, Numerics, Parallel, further_average
+from falconet.config.options import MODELS, Augmentation, Model, Numerics, Parallel, further_average
 from falconet.errors import ConfigError, did_you_mean
 
 PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
@@ -168,6 +168,45 @@ def _colours_are_three(options: Any) -> str | None:
         count = len(getattr(options.data, name))
         if count not in (0, 3):
             return f"--{name.replace('_', '-')}: got {count} numbers, expected 3, for red, green and blue"
+    return None
+
+
+# Options of a model that published weights leave open; any other changes what they compute.
+_OPEN_WITH_WEIGHTS = (
+    *("model", "weight_init", "zero_init", "norm_eps", "norm_num_groups", "norm_grouping", "enable_fast_groupnorm"),
+    *("disable_stable_batchnorm", "batchnorm_momentum", "efficientnet_dropout", "efficientnet_drop_path"),
+    *("proxy_epsilon", "proxy_recompute"),
+)
+
+
+def unfit_for_weights(model: Model) -> str | None:
+    """Name the option that published weights do not fit, not the tensors whose shape it changes."""
+    for field in fields(model):
+        if field.name not in _OPEN_WITH_WEIGHTS and getattr(model, field.name) != field.default:
+            name = field.name.replace("_", "-")
+            return (
+                f"--{name}: the published weights of {model.model} were trained without it; expected --pretrained none,"
+                f" which starts with random weights, or --pretrained PATH, a file that was trained with --{name}"
+            )
+    return None
+
+
+def _published_weights_fit(options: Any) -> str | None:
+    """Of `auto` this is checked when the weights are found: not every model has some."""
+    section = options.training if hasattr(options, "training") else options.pretrained
+    return unfit_for_weights(options.model) if section.pretrained == "published" else None
+
+
+def _weights_from_one_place(options: Any) -> str | None:
+    training = options.training
+    if training.init_path is not None and training.pretrained not in ("none", "auto"):
+        return "--pretrained: contradicts --init-path, which also gives the weights to start with; expected one of them"
+    return None
+
+
+def _sampling_is_bilinear(options: Any) -> str | None:
+    if options.data.interpolation != "bilinear" and not options.data.antialias:
+        return f"--interpolation {options.data.interpolation}: contradicts --no-antialias; expected bilinear"
     return None
 
 
@@ -386,12 +425,27 @@ def _temporary_folder_has_no_name(options: Any) -> str | None:
 def _restore_has_its_weights(options: Any) -> str | None:
     if options.training.init_path is not None:
         return "--init-path: is for train; restore continues with the checkpoint's weights"
+    if options.training.pretrained not in ("none", "auto"):
+        return "--pretrained: is for train; restore continues with the checkpoint's weights"
     return None
 
 
 def _predictions_have_one_form(options: Any) -> str | None:
     if options.predict.json and options.predict.csv:
         return "--json: contradicts --csv; expected only one of the two"
+    return None
+
+
+def _predictions_are_of_one_checkpoint(options: Any) -> str | None:
+    if options.table.predictions is not None and options.choice.checkpoint == "all":
+        return "--predictions: takes one checkpoint, got --checkpoint all; expected best, last or an epoch"
+    return None
+
+
+def _tables_are_csv(options: Any) -> str | None:
+    path = options.table.output
+    if path is not None and path.suffix == ".json":
+        return f"--output: got {path}, expected a CSV file; the details are written as JSON beside it"
     return None
 
 
@@ -404,6 +458,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("data",), _photos_need_a_folder),
     (("data",), _bytes_are_not_normalised),
     (("data",), _colours_are_three),
+    (("data",), _sampling_is_bilinear),
+    (("training", "model"), _published_weights_fit),
+    (("pretrained", "model"), _published_weights_fit),
+    (("training",), _weights_from_one_place),
     (("data",), _decoded_pixels_are_bytes),
     (("augmentation",), _cutmix_bounds_are_ordered),
     (("augmentation", "data"), _mixing_needs_partners),
@@ -427,5 +485,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("run", "checkpoints"), _temporary_folder_has_no_name),
     (("input", "training"), _restore_has_its_weights),
     (("predict",), _predictions_have_one_form),
+    (("table", "choice"), _predictions_are_of_one_checkpoint),
+    (("table",), _tables_are_csv),
     (("doctor",), _doctor_replicas_need_distributed),
 )

@@ -13,6 +13,7 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
+WEIGHTS = "pretrained weights"  # what they were trained with
 DEFAULT = "default"
 RETIRED = ("log-style",)  # options that a config.yaml of an earlier version may hold; ignored
 ALIASES = {"imagenet-data-path": "data-dir", "wandb-weight-histogram": "weight-histogram"}
@@ -55,6 +56,7 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
         else:
             expected = f"an option, such as --{next(iter(options))}" if options else "no arguments"
             raise ConfigError(f"got '{token}', expected {expected}")
+    settings = [_with_value(setting, options) for setting in settings]
     for setting in settings:
         _check_count(setting, options)
     return settings
@@ -181,12 +183,16 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[str, Option]) -> list[Setting]:
     """The options of a checkpoint's run, except local ones and those that this command does not have."""
     mapping = {name: entry["value"] for name, entry in table.items() if name in options and not options[name].is_local}
-    return from_mapping(mapping, options, source=CHECKPOINT)
+    settings = from_mapping(mapping, options, source=CHECKPOINT)
+    return [
+        setting._replace(source=WEIGHTS) if table[setting.bare].get("source") == WEIGHTS else setting
+        for setting in settings
+    ]
 
 
 def is_asked_for(source: str | None) -> bool:
     """Whether the user chose this value for this run, on the line or in a config."""
-    return source not in (None, DEFAULT, ENVIRONMENT, CHECKPOINT)
+    return source not in (None, DEFAULT, ENVIRONMENT, CHECKPOINT, WEIGHTS)
 
 
 def _from_value(name: str, value: object, options: Mapping[str, Option], *, source: str) -> Setting:
@@ -216,6 +222,12 @@ def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str)
     spellings = [*options, *(alias for alias, option in ALIASES.items() if option in options)]
     meant = did_you_mean(dashes + name, [dashes + spelling for spelling in spellings])
     raise ConfigError(f"{where}unknown option {dashes}{name}{meant}")
+
+
+def _with_value(setting: Setting, options: Mapping[str, Option]) -> Setting:
+    """With what an option means that may be typed without a value."""
+    origin = options[setting.bare].origin
+    return setting._replace(values=(origin.bare,)) if origin and origin.bare and not setting.values else setting
 
 
 def _check_count(setting: Setting, options: Mapping[str, Option]) -> None:

@@ -135,7 +135,8 @@ def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
     _check_class_names(splits.class_names, where=str(data.data_dir or data.data))
     if data.validation_crop != "auto":
         splits = replace(splits, centred=data.validation_crop == "centre")
-    preprocessing = replace(splits.preprocessing_at(size), antialias=data.antialias)
+    splits = replace(splits, crop_ratio=data.validation_crop_ratio)
+    preprocessing = replace(splits.preprocessing_at(size), antialias=data.antialias, interpolation=data.interpolation)
     if data.pixel_mean:
         preprocessing = replace(preprocessing, mean=_channels(data.pixel_mean))
     if data.pixel_deviation:

@@ -160,7 +160,7 @@ class DeviceRows:
         boxes, flips = self._crops.boxes(indices, sizes, epoch=epoch), self._crops.flips(indices, epoch=epoch)
         whole = len(rows) == len(images)
         out = images if whole else torch.empty((len(rows), *images.shape[1:]), dtype=torch.uint8, device=self._device)
-        resize_boxes(decoded, boxes, flips, out, antialias=self._crops.preprocessing.antialias)
+        resize_boxes(decoded, boxes, flips, out, preprocessing=self._crops.preprocessing)
         if not whole:
             images[torch.from_numpy(rows).to(self._device)] = out
 

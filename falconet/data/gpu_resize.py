@@ -1,4 +1,4 @@
-"""Resizes boxes of many images into one batch on the device: Pillow's bilinear filter in one Triton launch."""
+"""Resizes boxes of many images into one batch on the device: Pillow's filters in one Triton launch."""
 # Triton's language is not Python: its functions have no types for mypy, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.data.keyed import FloatArray
+from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import BoolArray
 from falconet.numerics.kernels import FUSED
 
@@ -24,14 +25,26 @@ def _first_tap(center, support):
 
 
 @triton.jit
-def _weight(tap, center, inverse, begin, end):
-    """The triangle filter at a pixel's centre; 0 outside begin to end."""
+def _weight(tap, center, inverse, begin, end, CUBIC: tl.constexpr):
+    """The filter at a pixel's centre, bilinear or bicubic; 0 outside begin to end."""
     away = tl.abs((tap.to(tl.float32) - center + 0.5) * inverse)
-    return tl.where((tap >= begin) & (tap < end), tl.maximum(1.0 - away, 0.0), 0.0)
+    if CUBIC:  # Catmull-Rom, as in Pillow
+        near = (1.5 * away - 2.5) * away * away + 1.0
+        far = ((-0.5 * away + 2.5) * away - 4.0) * away + 2.0
+        weight = tl.where(away < 1.0, near, tl.where(away < 2.0, far, 0.0))
+    else:
+        weight = tl.maximum(1.0 - away, 0.0)
+    return tl.where((tap >= begin) & (tap < end), weight, 0.0)
 
 
 @triton.jit
-def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIALIAS: tl.constexpr):
+def _level(value):
+    """Rounded to a byte; bicubic may overshoot."""
+    return tl.minimum(tl.maximum(value + 0.5, 0.0), 255.0).to(tl.uint8)
+
+
+@triton.jit
+def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIALIAS: tl.constexpr, CUBIC: tl.constexpr):
     """images: N x (address, width, height, flipped); boxes: N x (x0, y0, x1, y1); out: N x SIZE x SIZE x 3."""
     number = tl.program_id(0)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
@@ -48,7 +61,8 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
     step_x, step_y = (x1 - x0) / SIZE, (y1 - y0) / SIZE
     # Arithmetic instead of branches: with antialiasing as Pillow, without it as readers.resized_aliased.
     mirrored = (flipped != 0).to(tl.float32)
-    support_x, support_y = tl.maximum(step_x * ANTIALIAS, 1.0), tl.maximum(step_y * ANTIALIAS, 1.0)
+    unit_x, unit_y = tl.maximum(step_x * ANTIALIAS, 1.0), tl.maximum(step_y * ANTIALIAS, 1.0)
+    support_x, support_y = unit_x * (1 + CUBIC), unit_y * (1 + CUBIC)
     beyond_x, beyond_y = (0.5 + mirrored * (step_x - 1.0)) * (1 - ANTIALIAS), 0.5 * (1 - ANTIALIAS)
     begin_x, begin_y = x0.to(tl.int32) * (1 - ANTIALIAS), y0.to(tl.int32) * (1 - ANTIALIAS)
     end_x = tl.minimum(width, tl.ceil(x1).to(tl.int32) + width * ANTIALIAS)
@@ -63,30 +77,30 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
     plane = width.to(tl.int64) * height
     for down in range(taps_y):
         y = first_y + down
-        weight_y = _weight(y, center_y, 1.0 / support_y, begin_y, end_y)
+        weight_y = _weight(y, center_y, 1.0 / unit_y, begin_y, end_y, CUBIC)
         for across in range(taps_x):
             x = first_x + across
-            weight = weight_y * _weight(x, center_x, 1.0 / support_x, begin_x, end_x)
+            weight = weight_y * _weight(x, center_x, 1.0 / unit_x, begin_x, end_x, CUBIC)
             place = source + y.to(tl.int64) * width + x
-            counts = exists & (weight > 0.0)
+            counts = exists & (weight != 0.0)
             red += weight * tl.load(place, mask=counts, other=0).to(tl.float32)
             green += weight * tl.load(place + plane, mask=counts, other=0).to(tl.float32)
             blue += weight * tl.load(place + 2 * plane, mask=counts, other=0).to(tl.float32)
             total += weight
     total = tl.where(total > 0.0, total, 1.0)  # no pixel counts beyond the last one
     target = out + (number.to(tl.int64) * SIZE * SIZE + pixel) * 3
-    tl.store(target, (red / total + 0.5).to(tl.uint8), mask=exists)
-    tl.store(target + 1, (green / total + 0.5).to(tl.uint8), mask=exists)
-    tl.store(target + 2, (blue / total + 0.5).to(tl.uint8), mask=exists)
+    tl.store(target, _level(red / total), mask=exists)
+    tl.store(target + 1, _level(green / total), mask=exists)
+    tl.store(target + 2, _level(blue / total), mask=exists)
 
 
 def resize_boxes(
-    images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor, *, antialias: bool = True
+    images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor, *, preprocessing: Preprocessing
 ) -> None:
     """Resize the box (x0, y0, x1, y1) of each image (3 x H x W, uint8, contiguous) into its row of `out` (S x S x 3).
 
     With antialiasing like Pillow's resize of a box: the filter reaches beyond the box into the image. It rounds once,
-    at the end; Pillow rounds after each direction, so that single levels differ.
+    at the end; Pillow rounds after each direction, so that single levels differ, and more where bicubic overshoots.
     """
     assert all(image.is_contiguous() for image in images)
     assert out.is_contiguous()
@@ -97,4 +111,5 @@ def resize_boxes(
     places = torch.from_numpy(boxes).float().to(out.device)
     size = out.shape[1]
     grid = (len(rows), triton.cdiv(size * size, PIXELS))
-    _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=int(antialias), **FUSED)
+    antialias, cubic = int(preprocessing.antialias), int(preprocessing.interpolation == "bicubic")
+    _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=antialias, CUBIC=cubic, **FUSED)

@@ -99,7 +99,7 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     try:
         with Image.open(file, formats=_formats()) as image:
             _check_size(image)
-            return _rgb(image)
+            return to_rgb(image)
     except BOMBS:
         raise UnreadableImageError(f"more than {Image.MAX_IMAGE_PIXELS} pixels") from None
     except UnidentifiedImageError:
@@ -124,7 +124,8 @@ def _check_size(image: Image.Image) -> None:
         raise Image.DecompressionBombError
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in mode RGB, as `open_rgb` converts it."""
     if image.mode == "RGB":
         image.load()
         return image

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from falconet.errors import CheckpointError, ConfigError, did_you_mean
 
 Channels = tuple[float, float, float]  # red, green, blue, of pixels in 0..1
+Interpolation = Literal["bilinear", "bicubic"]  # how photos are resized, as Pillow does
 
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
@@ -27,13 +29,15 @@ class Preprocessing:
     resize: int  # short side before the centre crop, pixels
     mean: Channels
     std: Channels
-    interpolation: str = "bilinear"
+    interpolation: Interpolation = "bilinear"
     antialias: bool = True  # shrink by all pixels, not by the four nearest
     standardised: bool = False  # each image by its own mean and deviation, instead of those above
 
     def __post_init__(self) -> None:
         if self.resize < self.image_size:
             raise ConfigError(f"preprocessing: resize {self.resize} is less than the image size {self.image_size}")
+        if self.interpolation != "bilinear" and not self.antialias:
+            raise ConfigError(f"preprocessing: {self.interpolation} without antialiasing; expected bilinear")
 
     @property
     def unnormalised(self) -> "Preprocessing":
@@ -77,9 +81,9 @@ class Preprocessing:
 _LATER = ("antialias", "standardised")  # entries missing from older checkpoints
 
 
-def short_side(image_size: int) -> int:
-    """Short side of a photo before the centre crop: 256 for 224, scaled as in the originals."""
-    return int(image_size * 256 / 224)
+def short_side(image_size: int, *, ratio: float = 7 / 8) -> int:
+    """Short side of a photo before a centre crop that keeps `ratio` of it: 256 for 224, rounded as in timm."""
+    return int(image_size / ratio)
 
 
 class Normalise(nn.Module):
@@ -163,8 +167,10 @@ def _switch(stored: dict[str, object], name: str, *, absent: bool) -> bool:
     return value
 
 
-def _interpolation(stored: dict[str, object]) -> str:
+def _interpolation(stored: dict[str, object]) -> Interpolation:
     value = stored["interpolation"]
-    if value != "bilinear":
-        raise CheckpointError(f"preprocessing: interpolation: got {_cut(value)}, expected 'bilinear'")
-    return "bilinear"
+    known: tuple[Interpolation, ...] = get_args(Interpolation)
+    for each in known:
+        if value == each:
+            return each
+    raise CheckpointError(f"preprocessing: interpolation: got {_cut(value)}, expected {' or '.join(map(repr, known))}")

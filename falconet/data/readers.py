@@ -16,7 +16,8 @@ from falconet.data.cache import EncodedCache
 from falconet.data.crops import Box, Crops
 from falconet.data.image_files import BadImages, UnreadableImageError, open_rgb
 from falconet.data.keyed import FloatArray, IntArray
-from falconet.data.native.binding import MOST_PIXELS, Library, SizeArray, Status, StatusArray, Workspace
+from falconet.data.native.binding import MOST_PIXELS, Filter, Library, SizeArray, Status, StatusArray, Workspace
+from falconet.data.preprocessing import Interpolation, Preprocessing
 from falconet.data.storage import (
     ArraySource,
     BoolArray,
@@ -31,6 +32,11 @@ from falconet.errors import ConfigError
 
 ValueArray = npt.NDArray[Any]  # pixels or floating-point values
 Span = tuple[float, float]  # begin and end of a box in one direction, pixels
+PILLOWS: dict[Interpolation, Image.Resampling] = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+FILTERS: dict[Interpolation, Filter] = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
 
 
 class Reader(Protocol):
@@ -102,9 +108,9 @@ class ArrayReader:
             resize = crops.preprocessing.resize
             boxes = [drawn.evaluation_box(self._width, self._height, resize=resize, crop=self.size)] * len(indices)
             images = self._shifted(images, indices, epoch)
-        flips, antialias = crops.flips(indices, epoch=epoch), crops.preprocessing.antialias
+        flips = crops.flips(indices, epoch=epoch)
         for row, (image, box, flip) in enumerate(zip(images, boxes, flips, strict=True)):
-            out[row] = resized(Image.fromarray(image), box, size=self.size, flip=bool(flip), antialias=antialias)
+            out[row] = resized(Image.fromarray(image), box, crops.preprocessing, flip=bool(flip))
 
     def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
         if self._crops.augment not in ("shift", "shift-flip"):
@@ -124,7 +130,6 @@ class PillowReader:
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         flips = self._crops.flips(indices, epoch=epoch)
-        antialias = self._crops.preprocessing.antialias
         read = np.ones(len(indices), dtype=np.bool_)
         for row, index in enumerate(indices.tolist()):
             try:
@@ -136,7 +141,7 @@ class PillowReader:
                 continue
             size = np.array([[image.width, image.height]])
             box: Box = tuple(self._crops.boxes(indices[row : row + 1], size, epoch=epoch)[0].tolist())
-            out[row] = resized(image, box, size=self.size, flip=bool(flips[row]), antialias=antialias)
+            out[row] = resized(image, box, self._crops.preprocessing, flip=bool(flips[row]))
         return read
 
 
@@ -157,6 +162,8 @@ class NativeReader:
         self.size, self._crops = crops.size, crops
         self._open = file_opener(source) if isinstance(source, FileSource) else shard_opener(source)
         self._library, self._pillow = library, pillow
+        made = crops.preprocessing
+        self._filter = FILTERS[made.interpolation] if made.antialias else Filter.SAMPLED
         self._own = threading.local()
 
     def keep(self, cache: "EncodedCache") -> None:
@@ -170,9 +177,7 @@ class NativeReader:
         # What was not opened gets an arbitrary size; Pillow decodes its row below.
         boxes = self._crops.boxes(indices, np.where((statuses == Status.OK)[:, None], sizes, 1), epoch=epoch)
         flips = self._crops.flips(indices, epoch=epoch)
-        left = np.flatnonzero(
-            workspace.decode(boxes, flips, out, sampled=not self._crops.preprocessing.antialias) != Status.OK
-        )
+        left = np.flatnonzero(workspace.decode(boxes, flips, out, filter=self._filter) != Status.OK)
         read = np.ones(len(indices), dtype=np.bool_)
         if len(left) > 0:
             pixels = np.empty((len(left), *out.shape[1:]), np.uint8)
@@ -211,12 +216,13 @@ def shard_opener(source: ShardSource) -> Opener:
 
 
 def resized(
-    image: Image.Image, box: Box, *, size: int, flip: bool, antialias: bool = True
-) -> PixelArray:  # size x size x 3
-    """The box of an RGB image at size x size, bilinear, with Pillow's antialiasing or without."""
-    if not antialias:
+    image: Image.Image, box: Box, preprocessing: Preprocessing, *, flip: bool
+) -> PixelArray:  # image size x image size x 3
+    """The box of an RGB image at the model's size, by one of Pillow's antialiased filters, or without antialiasing."""
+    size = preprocessing.image_size
+    if not preprocessing.antialias:
         return resized_aliased(np.asarray(image), box, size=size, flip=flip)
-    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box))
+    pixels = np.asarray(image.resize((size, size), PILLOWS[preprocessing.interpolation], box=box))
     return pixels[:, ::-1] if flip else pixels
 
 

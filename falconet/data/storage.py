@@ -281,6 +281,7 @@ class Splits:
     std: Channels
     layout: str = ""  # how photos are stored: "class folders", "TFRecords", ...
     centred: bool | None = None  # whether evaluation crops the centre of an image; None: of photos only
+    crop_ratio: float = 7 / 8  # of the short side, that such a crop keeps
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -289,5 +290,5 @@ class Splits:
     def preprocessing_at(self, image_size: int) -> Preprocessing:
         """Arrays are resized whole; photos are resized slightly larger and cropped at the centre."""
         centred = self.native_size is None if self.centred is None else self.centred
-        resize = short_side(image_size) if centred else image_size
+        resize = short_side(image_size, ratio=self.crop_ratio) if centred else image_size
         return Preprocessing(image_size=image_size, resize=resize, mean=self.mean, std=self.std)

@@ -1,31 +1,30 @@
 """Classifiers: models that are ready to predict, with class names and preprocessing; from a run, or from weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from falconet.checkpoint import format
-from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint import format, initial_weights
+from falconet.checkpoint.foreign import fitting_model, load_weights, read_weights
 from falconet.checkpoint.manifest import Manifest
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
+from falconet.data.dataset import Dataset
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
+from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.models import zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
-from falconet.report.console import Say
-
-IMAGENET_CLASSES = 1000
-NAMES_SHOWN = 2  # of the several names that ImageNet has for a class
+from falconet.report.console import Say, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,21 @@ class Classifier:
     regime: Regime
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
+    checkpoint: Path | None = None  # where it is from
+
+    def images(self, source: FileSource) -> Dataset:
+        """Photos as validation images, prepared as in the run's validation."""
+        return Dataset(
+            train=source,
+            validation=source,
+            native_size=None,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            kind="folder",
+            preprocessing=self.preprocessing,
+            training=self.preprocessing,
+            on_host=self.data.normalization_location == "host",
+        )
 
 
 class Asked(Protocol):
@@ -61,32 +75,36 @@ class Asked(Protocol):
 
 
 AskedT = TypeVar("AskedT", bound=Asked)
+Weights = Path | Literal["published"]
 
 
 def open_model(
-    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Path | None = None
+    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Weights | None = None
 ) -> tuple[Classifier, AskedT]:
     """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
 
-    `weights`: a file with those of a model that the line names, instead of a checkpoint.
+    `weights`: published ones, or those of a file, instead of the line's checkpoint.
     """
     asked = load_options(command, line).options
-    path = weights or asked.input.checkpoint_input_path
-    if path is None or path.is_file():
-        return _fresh(asked, path, line, note), asked
-    folder, manifest = format.choose(path, asked.choice.checkpoint, note)
-    average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
-    note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
-    asked = load_options(command, line, manifest.config).options
-    return _trained(asked, folder, manifest), asked
+    path, is_named = asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    if weights is None and path is None:
+        if not is_named:
+            raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
+        return _untrained(asked, note), asked
+    if weights is None and path is not None and not path.is_file():
+        folder, manifest = format.choose(path, asked.choice.checkpoint, note)
+        average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
+        note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
+        asked = load_options(command, line, manifest.config).options
+        return _trained(asked, folder, manifest), asked
+    file = weights or path
+    assert file is not None
+    name = asked.model.model if is_named else _fitting(file, note)
+    return _pretrained(asked, name, file, note), asked
 
 
-def _fresh(asked: Asked, path: Path | None, line: Sequence[Setting], note: Say) -> Classifier:
-    """A model by name, with random weights or with those of a file."""
-    if not any(setting.option == "model" for setting in line):
-        if path:
-            raise ConfigError(f"{path}: holds only weights; expected --model as well")
-        raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
+def _untrained(asked: Asked, note: Say) -> Classifier:
+    """A model with random weights."""
     name = asked.model.model
     with named_option("model"):
         size = value_or(asked.fresh.image_size, zoo.image_size(name))
@@ -94,14 +112,33 @@ def _fresh(asked: Asked, path: Path | None, line: Sequence[Setting], note: Say) 
         zoo.check_image_size(name, size)
     classes = value_or(asked.fresh.classes, 10 if name.endswith("-cifar") else 1000)
     preprocessing = Preprocessing(image_size=size, resize=short_side(size), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    note(f"note: {name} has random weights (always the same ones), for measuring only")
     model = build_model(asked.model, classes=classes, seed=0)
-    names = tuple(map(str, range(classes)))
-    if path is None:
-        note(f"note: {name} has random weights (always the same ones), for measuring only")
-    else:
-        load_weights(model, read_weights(path), where=str(path), name=name)
-        names = imagenet_names() if classes == IMAGENET_CLASSES else names
-    return _classifier(asked, model, preprocessing, names)
+    return _classifier(asked, model, preprocessing, tuple(map(str, range(classes))))
+
+
+def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classifier:
+    """A model with weights that were trained elsewhere, and the preprocessing that they were trained with."""
+    opened = initial_weights.open_model(replace(asked.model, model=name), weights)
+    classes, made = len(opened.class_names), opened.preprocessing
+    note(f"loaded {opened.source}, {counted(classes, 'class')}")
+    if asked.fresh.classes not in ("auto", classes):
+        raise ConfigError(f"--classes: got {asked.fresh.classes}, expected {classes}, as in {opened.source}")
+    size = value_or(asked.fresh.image_size, made.image_size)
+    with named_option("image_size"):
+        zoo.check_image_size(name, size)
+    made = replace(made, image_size=size, resize=max(size, size * made.resize // made.image_size))
+    return _classifier(asked, opened.model, made, opened.class_names, name=name)
+
+
+def _fitting(weights: Weights, note: Say) -> str:
+    if weights == "published":
+        raise ConfigError("expected --model as well, whose published weights are taken")
+    found = fitting_model(read_weights(weights))
+    if found is None:
+        raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
+    note(f"{weights}: its weights fit {found[0]}; --model names another one")
+    return found[0]
 
 
 def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
@@ -113,7 +150,8 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     data = load_options(ValidateOptions, [], manifest.config).options.data
-    return _classifier(asked, model, preprocessing, manifest.class_names, data)
+    made = _classifier(asked, model, preprocessing, manifest.class_names, data=data)
+    return replace(made, checkpoint=folder)
 
 
 def _classifier(
@@ -121,13 +159,16 @@ def _classifier(
     model: nn.Module,
     preprocessing: Preprocessing,
     class_names: tuple[str, ...],
+    *,
+    name: str = "",
     data: options.Data | None = None,
 ) -> Classifier:
+    """Put a model on the device that was asked for, ready to predict; `name`: if it is not the one asked for."""
     device, regime = world.open_machine(asked.machine).device, REGIMES[asked.machine.precision]
     with named_option("precision"):
         regime.require(device)
     return Classifier(
-        name=asked.model.model.replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
+        name=(name or asked.model.model).replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
         model=regime.prepare(model, device).eval(),
         preprocessing=preprocessing,
         class_names=class_names,
@@ -135,14 +176,3 @@ def _classifier(
         device=device,
         data=data or options.Data(),
     )
-
-
-def imagenet_names() -> tuple[str, ...]:
-    """What the 1,000 classes of ImageNet are called, such as `tabby, tabby cat`; timm has the list."""
-    from timm.data.imagenet_info import ImageNetInfo
-
-    info = ImageNetInfo("imagenet-1k")
-    full = [info.index_to_description(number).split(", ") for number in range(IMAGENET_CLASSES)]
-    names = [", ".join(several[:NAMES_SHOWN]) for several in full]
-    # A crane is a bird and a machine.
-    return tuple(f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names))

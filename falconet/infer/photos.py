@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from falconet.config.fields import value_or
-from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
@@ -122,7 +121,8 @@ def scored(
 
 def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features: bool) -> Iterator[list[Scored]]:
     unread = _Unread()
-    images = _dataset(classifier, photos)
+    names = [_absolute(photo.path)[1:] for photo in photos]
+    images = classifier.images(FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",)))
     device, regime = classifier.device, classifier.regime
     # What is decoded on a device, or kept between epochs, depends on the machine that trained.
     decode = classifier.data.decode_device if device.type == "cuda" else "cpu"
@@ -147,24 +147,6 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
                     problem = "the model's scores for it are not finite"
                 rows.append(Scored(photo, logits[row], kept[row], problem))
             yield rows
-
-
-def _dataset(classifier: Classifier, photos: list[Photo]) -> Dataset:
-    """The photos as validation images of the classifier's preprocessing; labels count for nothing here."""
-    names = [_absolute(photo.path)[1:] for photo in photos]
-    source = FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",))
-    asked = classifier.preprocessing
-    return Dataset(
-        train=source,
-        validation=source,
-        native_size=None,
-        mean=asked.mean,
-        std=asked.std,
-        kind="folder",
-        preprocessing=asked,
-        training=asked,
-        on_host=classifier.data.normalization_location == "host",
-    )
 
 
 def _absolute(path: str) -> str:

@@ -39,6 +39,12 @@ class Recent:
         return loss, sum(updates * accuracy for updates, _, accuracy in self._points) / total
 
 
+def _say_average(found: Validated, to: RunLog) -> None:
+    """The originals had no moving average of the weights; the line is ours."""
+    if found.average is not None:
+        to.line(f"Accuracy on test set of the moving average: {found.average:.2f}%")
+
+
 class PyTorch:
     """`[INFO]` lines, training.csv, validation.csv, app.json and log.txt."""
 
@@ -107,6 +113,10 @@ class PyTorch:
         if update == found.update:
             row["validation_accuracy"] = found.accuracy
             self.to.row_again("training.csv", row, update=update)
+        _say_average(found, self.to)
+
+    def stopped(self) -> None:
+        """The original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         if found.origin:
@@ -210,6 +220,10 @@ class TensorFlow:
         }
         if not self.to.has_row("validation.csv", "name", found.name):  # each checkpoint once, as in the original
             self.to.row("validation.csv", row, update=found.update)
+        _say_average(found, self.to)
+
+    def stopped(self) -> None:
+        """The original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         self.validated(found)
@@ -264,6 +278,10 @@ class PopArt:
             f" accuracy: {found.accuracy:6.3f}% loss: {found.loss:6.3f}"
         )
         self.to.scalars(found.update, {"val_acc": found.accuracy})
+        _say_average(found, self.to)
+
+    def stopped(self) -> None:
+        """The original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         self.validated(found)

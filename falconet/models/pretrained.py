@@ -1,15 +1,19 @@
-"""Weights that timm publishes for our models: which they are, and how they are fetched."""
+"""Weights that timm and torchvision publish: which they are, what they were trained on, how timm's are fetched."""
 
+import math
 import socket
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from falconet.errors import CheckpointError
 from falconet.models.zoo import TIMM_PREFIX
 
 FILE = "model.safetensors"
+IMAGENET_CLASSES = 1000
 REACHED_WITHIN = 3.0  # seconds; Hugging Face's library tries for most of a minute
 # torchvision's first weights of the ResNets, as in the PyTorch program; for the rest, timm's for the same layers.
 TAGS = {
@@ -36,6 +40,7 @@ class Published:
     repository: str  # on the Hugging Face hub
     classifier: str  # the layer that depends on the number of classes
     classes: int
+    config: Mapping[str, Any] = field(default_factory=dict)  # timm's: input size, interpolation, crop and so on
 
 
 def published(name: str) -> Published:
@@ -48,7 +53,52 @@ def published(name: str) -> Published:
         raise CheckpointError(f"there are no published weights for {name}")
     full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
     repository = f"{config.hf_hub_id}{full}" if config.hf_hub_id.endswith("/") else config.hf_hub_id
-    return Published(full, repository, config.classifier, config.num_classes)
+    return Published(full, repository, config.classifier, config.num_classes, asdict(config))
+
+
+def is_published(name: str) -> bool:
+    """Whether there are weights of a model to download."""
+    try:
+        published(name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def imagenet_classes(classes: int) -> tuple[str, ...]:
+    """The names of ImageNet's class folders, by number; empty: not so many classes."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
+    return tuple(names) if classes == len(names) else ()
+
+
+def imagenet_descriptions() -> tuple[str, ...]:
+    """What ImageNet's classes are, by number, such as `tabby, tabby cat`."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    return tuple(ImageNetInfo().label_descriptions())
+
+
+def torchvision_config(file: str) -> dict[str, Any] | None:
+    """What torchvision states about weights that it publishes under this file name, in timm's terms."""
+    from torchvision import models
+
+    for name in models.list_models(module=models):
+        for weights in models.get_model_weights(name):
+            if weights.url.rpartition("/")[2] == file:
+                made = weights.transforms()
+                (crop,), (resize,) = made.crop_size, made.resize_size
+                ratio = crop / resize
+                return {
+                    "input_size": (3, crop, crop),
+                    "crop_pct": ratio if int(crop / ratio) == resize else math.nextafter(ratio, 0),
+                    "interpolation": made.interpolation.value,
+                    "mean": tuple(made.mean),
+                    "std": tuple(made.std),
+                    "num_classes": len(weights.meta["categories"]),
+                }
+    return None
 
 
 def fetch(weights: Published) -> Path:

@@ -55,15 +55,25 @@ def create(options: Model, *, classes: int) -> nn.Module:
 
 
 class ZeroPadShortcut(nn.Module):
-    """He's option A: every second pixel, zero channels appended, no parameters."""
+    """He's option A: every second pixel, zero channels added, no parameters."""
 
     def __init__(self, *, added_channels: int, stride: int) -> None:
         super().__init__()
         self.added_channels = added_channels
+        self.channels_before = 0  # of the added ones
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W -> N x (C + added) x ceil(H / stride) x ceil(W / stride)
-        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added_channels))
+        before = self.channels_before
+        sides = (0, 0, 0, 0, before, self.added_channels - before)
+        return functional.pad(x[:, :, :: self.stride, :: self.stride], sides)
+
+
+def pad_shortcuts(model: nn.Module, side: Literal["back", "both"]) -> None:
+    """Put the zero channels of shortcuts after the others, or half of them before."""
+    for module in model.modules():
+        if isinstance(module, ZeroPadShortcut):
+            module.channels_before = module.added_channels // 2 if side == "both" else 0
 
 
 def set_shortcuts(model: nn.Module, kind: Literal["auto", "A", "B", "C", "stages"]) -> None:

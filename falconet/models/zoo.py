@@ -90,6 +90,7 @@ def _create(options: Model, *, classes: int) -> nn.Module:
         create = resnet.create if name in resnet.NAMES else cifar_resnet.create
         model = create(options, classes=classes)
         resnet.set_shortcuts(model, options.shortcut_type)
+        resnet.pad_shortcuts(model, options.shortcut_padding)
         resnet.set_stem(model, options.stem)
         return model
     if name in efficientnet.SIZES:

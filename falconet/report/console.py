@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from falconet import exits
 from falconet.errors import printable
 from falconet.parallel import environment
+from falconet.report import epochs
+from falconet.report.throughput import Pace
 
 if TYPE_CHECKING:
     from falconet.parallel.world import World  # imports torch, which a line printed by `bench` does not need
@@ -21,7 +23,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]  # takes a line
 PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal even when their output goes to a file
 GLANCE = 0.1  # seconds between updates of the bar
-SILENCE = 10.0  # seconds between lines without a terminal
+SILENCE = 10.0  # seconds between lines of a counter without a terminal
 
 
 def counted(number: int, word: str) -> str:
@@ -63,54 +65,89 @@ def _inert(text: str) -> str:
 
 
 class Screen:
-    """Lines, with a progress bar of the whole run below them on a terminal.
+    """Lines, and below them the progress of training: a bar on a terminal, one changing line in a notebook.
 
-    If stdout is closed during training, the lines continue on stderr.
+    Anywhere else, such as in a pipe, it is a line from time to time. If stdout is closed during training, the lines
+    continue on stderr.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Lines(highlight=False, soft_wrap=True)
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Lines(highlight=False, soft_wrap=True, force_jupyter=False)
+        self._clock = clock
         self._aside: Lines | None = None
+        is_live = self.console.is_terminal and not self.console.is_dumb_terminal and PSEUDO not in os.environ
+        self._cell = CellLine(self.console) if is_notebook(self.console.file) else None
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal or PSEUDO in os.environ,
+            disable=not is_live,
         )
         self._task = self._bar.add_task("", total=None, note="", visible=False)
+        self._pace: Pace | None = None
+        self._epoch = ""
+        self._heartbeat: float | None = None  # seconds
+        self._glanced = self._printed = clock()
 
     def line(self, text: str) -> None:
+        if self._cell:
+            self._cell.erase()
         self.console.print(text, markup=False, emoji=False)  # so that paths appear unchanged
+        self._printed = self._clock()
         if self._aside and isinstance(self.console, Lines) and self.console.is_closed:
             self.console, self._aside = self._aside, None
             self.line("stdout was closed; continuing on stderr")
             self.line(text)
 
-    def begin(self, *, total: int, done: int) -> None:
-        """Show the bar of a run of `total` updates, or without a terminal a line, because an epoch may take hours."""
-        self._aside = Lines(stderr=True, highlight=False, soft_wrap=True)
-        if self._bar.disable and done < total:
+    def begin(self, *, total: int, done: int, images: int, heartbeat: float | None) -> None:
+        """Show a run of `total` updates with `images` each.
+
+        Where nothing can be redrawn, a line is printed after `heartbeat` seconds without one, because an epoch may take
+        hours; None: one line, now.
+        """
+        self._aside = Lines(stderr=True, highlight=False, soft_wrap=True, force_jupyter=False)
+        self._pace = Pace(total=total, done=done, images=images, clock=self._clock)
+        self._heartbeat = heartbeat
+        if self._bar.disable and heartbeat is None and done < total:
             self.line(f"training starts: update {done + 1:,} of {total:,}")
-        self._bar.update(self._task, total=total, completed=done, visible=True)
         self._bar.start()
 
-    def counts(self, updates: Iterable[T], *, epoch: str) -> Iterator[T]:
-        """Pass the updates through; the bar advances as each is done."""
-        self._bar.update(self._task, description=epoch)
+    def counts(self, updates: Iterable[T], *, epoch: str, total: int, done: int) -> Iterator[T]:
+        """Pass the updates of an epoch through, `done` of its `total` being made; each counts when it is done."""
+        assert self._pace is not None
+        pace, self._epoch = self._pace, epoch
+        pace.begin_epoch(total=total, done=done)
+        self._bar.update(self._task, description=epoch, total=total, completed=done, visible=True)
         for update in updates:
             yield update
-            self._bar.advance(self._task)
+            pace.add()
+            self.glance(last=pace.epoch_done == total)
 
-    def note(self, text: str) -> None:
-        """Show a short text beside the bar."""
-        self._bar.update(self._task, note=text)
+    def show(self, loss: float) -> None:
+        """The loss of an update; what is shown moves with it."""
+        if self._pace:
+            self._pace.show(loss)
+
+    def glance(self, doing: str = "", *, last: bool = False) -> None:
+        """Show the present state, or what is done instead of training, unless that was just shown."""
+        now = self._clock()
+        if self._pace is None or (now - self._glanced < GLANCE and not last):
+            return
+        self._glanced = now
+        self._pace.mark()
+        note = doing or _in_words(self._pace)
+        self._bar.update(self._task, completed=self._pace.epoch_done, note=note)
+        if self._cell:
+            self._cell.show(f"{self._epoch}  {self._pace.percent:3.0f}%  {note}")
+        elif self._bar.disable and self._heartbeat is not None and now - self._printed >= self._heartbeat:
+            self.line(f"{self._epoch}  {self._pace.percent:3.0f}%  {note}")
 
     def end(self) -> None:
+        if self._cell:
+            self._cell.erase()
         self._bar.stop()
 
     def __enter__(self) -> Self:
@@ -118,6 +155,41 @@ class Screen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end()
+
+
+def _in_words(pace: Pace) -> str:
+    """`loss 0.2153  2,786 images/s  eta 12.0s, run 4m10s`, as far as it is known."""
+    words = [] if pace.loss is None else [f"loss {epochs.loss(pace.loss)}"]
+    if pace.images_per_second is not None:
+        words.append(f"{epochs.rate(pace.images_per_second)} images/s")
+    if pace.epoch_seconds_left is not None and pace.run_seconds_left is not None:
+        words.append(f"eta {epochs.span(pace.epoch_seconds_left)}, run {epochs.span(pace.run_seconds_left)}")
+    return "  ".join(words)
+
+
+def is_notebook(file: object) -> bool:
+    """Whether what is written there appears in the cell of a notebook."""
+    return type(file).__module__.startswith("ipykernel")
+
+
+class CellLine:
+    """One line at the end of a notebook's cell that is written over."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._length = console, 0
+
+    def show(self, text: str) -> None:
+        self._write(f"\r{printable(text).ljust(self._length)}")
+        self._length = len(text)
+
+    def erase(self) -> None:
+        if self._length:
+            self._write(f"\r{' ' * self._length}\r")
+            self._length = 0
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
 
 
 class Counting:

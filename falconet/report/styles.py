@@ -4,8 +4,9 @@ import csv
 import io
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 from falconet import writing
 from falconet.errors import NO_ROOM
 from falconet.report import folders, inference
+from falconet.report.epochs import ACCURACY, EpochTable, Metric, Row
 from falconet.report.folders import RunShape
 from falconet.report.inference import Predictions, TimedBatch
 from falconet.report.throughput import Rate
 
 if TYPE_CHECKING:
     from falconet.report.sinks import Sink  # imports torch, which takes two seconds
+
+HEARTBEAT = 30.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,10 @@ class Facts:
     replicas: int
     stages: int  # of one replica
     image_size: int
+    epochs: int  # done at the end
+    metric: Metric = ACCURACY
+    validates: bool = True
+    averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
 
 
@@ -51,6 +59,8 @@ class Point:
     scale: float | None  # the loss scale
     rate: Rate
     seconds: float  # of training in this process
+    ends_epoch: bool = False
+    validates: bool = False  # a validation follows
 
     @property
     def update_seconds(self) -> float:
@@ -80,6 +90,8 @@ class Validated:
     images: int
     seconds: float
     batch: int  # images per batch
+    average: float | None = None  # of the moving average of the weights, percent
+    is_best: bool = False  # better than all validations before, itself or the moving average
     origin: Origin | None = None  # of weights read from a checkpoint; None: of weights trained here
 
     @property
@@ -174,6 +186,7 @@ class Style(Protocol):
     def log(self, point: Point) -> None: ...
     def end_epoch(self, point: Point) -> None: ...
     def validated(self, found: Validated) -> None: ...
+    def stopped(self) -> None: ...  # before a validation that was due
     def averaged(self, found: Validated, *, which: str) -> None: ...  # an average of checkpoints was validated
     def saved(self, folder: Path) -> None: ...
     def end(self, *, trained: float, whole: float) -> None:
@@ -187,34 +200,72 @@ class Style(Protocol):
 
 
 class Falconet:
-    """Four lines per epoch; progress bar, plan and summary show the rest."""
+    """One row per epoch, printed when everything about it is known; plan and summary show the rest."""
 
     tabulates = True
 
-    def __init__(self, log: RunLog) -> None:
-        self.to = log
+    def __init__(self, log: RunLog, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.to, self._clock = log, clock
+        self._metric = ACCURACY
+        self._table = EpochTable(epochs=0, metric=self._metric, validates=True, averages=False)
+        self._pending: Point | None = None  # waits for its validation
+        self._since = clock()  # the last row
 
     def begin(self, facts: Facts) -> None:
-        """The plan shows it."""
+        self._metric = facts.metric
+        self._table = EpochTable(
+            epochs=facts.epochs, metric=facts.metric, validates=facts.validates, averages=facts.averages
+        )
+        self.to.line("")
+        self.to.line(self._table.header())
+        self._since = self._clock()
 
     def begin_epoch(self, epoch: int, of: int) -> None:
         """The progress bar shows it."""
 
     def log(self, point: Point) -> None:
-        """The progress bar shows it."""
+        if not point.ends_epoch:  # else its row follows
+            self._row(point)
 
     def end_epoch(self, point: Point) -> None:
-        self.to.line(f"Epoch {point.epoch:.0f}/{point.epochs}")
-        self.to.line(f"loss: {point.loss:.4f},")
-        self.to.line(f"accuracy: {point.accuracy:.2f} %")
-        self.to.line(f"throughput: {point.rate.images_per_second:.1f} samples/sec")
+        if point.validates:
+            self._pending = point
+        else:
+            self._row(point)
 
     def validated(self, found: Validated) -> None:
-        self.to.line(f"Accuracy on test set: {found.accuracy:.2f}%")
+        point, self._pending = self._pending, None
+        self._row(point, found)
+
+    def stopped(self) -> None:
+        if self._pending:
+            point, self._pending = self._pending, None
+            self._row(point)
 
     def averaged(self, found: Validated, *, which: str) -> None:
         named = f" ({which})" if which else ""
-        self.to.line(f"Accuracy on test set of the averaged checkpoints{named}: {found.accuracy:.2f}%")
+        self.to.line(f"{self._metric.name} of the averaged checkpoints{named}: {found.accuracy:.2f}%")
+
+    def _row(self, point: Point | None, found: Validated | None = None) -> None:
+        """Without `point` where an interrupted run had ended the epoch, and the restored one validates it."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        row = Row(epoch=found.epoch if found else 0.0, seconds=seconds)
+        if point:
+            row = replace(
+                row,
+                epoch=point.epoch,
+                is_within=not point.ends_epoch,
+                train_loss=point.loss,
+                train_score=point.accuracy,
+                lr=point.lr,
+                images_per_second=point.rate.images_per_second,
+            )
+        if found:
+            row = replace(
+                row, loss=found.loss, score=found.accuracy, average_score=found.average, is_best=found.is_best
+            )
+        self.to.line(self._table.row(row))
 
     def saved(self, folder: Path) -> None:
         """The summary shows it."""
@@ -238,7 +289,8 @@ class Conventions:
     predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
     batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
+    heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
 
 
-FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading)
+FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading, heartbeat=HEARTBEAT)

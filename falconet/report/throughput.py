@@ -1,6 +1,8 @@
-"""Images per second, and the share of time spent waiting for data."""
+"""Images per second, the share of time spent waiting for data, and the time that is left."""
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,3 +119,66 @@ class Laps:
         before, self._last = self._last, (seconds, waiting)
         own, self._already = images - self._already, 0
         return Rate(own, seconds - before[0], waiting - before[1])
+
+
+MARKS = 32  # over which the present speed is measured
+KEPT = 0.9  # of the shown loss, when the next one is added
+
+
+class Pace:
+    """How training moves right now, as the host sees it: the progress, the loss, the speed, and the time left."""
+
+    def __init__(self, *, total: int, done: int, images: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Of a run of `total` updates with `images` each, `done` of which were made before."""
+        self._clock, self._total, self._images = clock, total, images
+        self._done = self._first = done
+        self._begun = clock()
+        self.epoch_total, self.epoch_done = 0, 0  # updates of the epoch
+        self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)  # seconds, updates done
+        self.loss: float | None = None
+
+    def begin_epoch(self, *, total: int, done: int) -> None:
+        self.epoch_total, self.epoch_done = total, done
+        self._marks.clear()  # what lies between two epochs is not training
+        self.mark()
+
+    def add(self) -> None:
+        """An update was made."""
+        self._done += 1
+        self.epoch_done += 1
+
+    def mark(self) -> None:
+        self._marks.append((self._clock(), self._done))
+
+    def show(self, loss: float) -> None:
+        """Move the shown loss towards that of an update."""
+        before = self.loss
+        self.loss = loss if before is None or not math.isfinite(before) else KEPT * before + (1 - KEPT) * loss
+
+    @property
+    def percent(self) -> float:
+        """Of the epoch."""
+        return 100.0 * self.epoch_done / max(self.epoch_total, 1)
+
+    @property
+    def images_per_second(self) -> float | None:
+        speed = self._speed()
+        return None if speed is None else self._images * speed
+
+    @property
+    def epoch_seconds_left(self) -> float | None:
+        speed = self._speed()
+        return (self.epoch_total - self.epoch_done) / speed if speed else None
+
+    @property
+    def run_seconds_left(self) -> float | None:
+        """With as many validations and saves per update as there were so far."""
+        made = self._done - self._first
+        return (self._clock() - self._begun) / made * (self._total - self._done) if made else None
+
+    def _speed(self) -> float | None:
+        """Updates per second."""
+        if len(self._marks) < 2:
+            return None
+        (begun, first), (now, last) = self._marks[0], self._marks[-1]
+        return (last - first) / max(now - begun, 1e-9) or None

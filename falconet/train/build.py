@@ -155,6 +155,7 @@ class BuiltPhase:
             regime=self.regime,
             note=self.site.note,
             initial=self.options.training.init_path if is_new else None,
+            pretrained=self.launch.initial if is_new else None,
             first_trained=self.phase.first_trained,
         )
         stages = self.launch.division.stages

@@ -39,10 +39,12 @@ from falconet.exits import FAILED
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
+from falconet.report.epochs import ACCURACY, Metric
 from falconet.report.styles import Validated
 from falconet.train.log import Output
 from falconet.train.plan import Plan
 
+TOP = 5  # classes among which the right one counts too
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
@@ -50,6 +52,13 @@ FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, w
 def never() -> bool:
     """Never stop."""
     return False
+
+
+Observe = Callable[[Tensor, Tensor], None]  # takes logits (N x classes) and labels (N, -1 for rows that do not count)
+
+
+def overlook(logits: Tensor, labels: Tensor) -> None:
+    """Observe nothing."""
 
 
 class FailedTogetherError(Exception):
@@ -71,6 +80,7 @@ class Evaluation:
     top1: int
     top5: int
     loss: float  # mean over the images
+    metric: Metric = ACCURACY  # what `accuracy` is
     left_out: tuple[str, ...] = ()  # images that this process could not read
 
     @property
@@ -111,8 +121,11 @@ def evaluate(
     regime: Regime,
     world: World,
     stopping: Callable[[], bool] = never,
+    observe: Observe = overlook,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
+
+    `observe` is called with this process's batches, in the order of their images.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
@@ -126,7 +139,9 @@ def evaluate(
             if left:
                 break
             images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-            totals += count(regime.run(model, normalise(images)), labels)
+            logits = regime.run(model, normalise(images))
+            totals += count(logits, labels)
+            observe(logits, labels)
     except FAILURES as error:
         if world.size == 1:
             raise
@@ -184,7 +199,7 @@ def _from_json(text: str) -> Exception:
 
 def count(logits: Tensor, labels: Tensor) -> Tensor:
     """Images, correct top-1, correct top-5, and the sum of losses; N x classes, N -> 4."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    best = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
     hits = best == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="sum")
     return torch.stack(((labels >= 0).sum().double(), hits[:, 0].sum().double(), hits.sum().double(), losses))
@@ -213,7 +228,9 @@ def validation_batch(options: commands.TrainOptions) -> int:
     return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
 
 
-def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say) -> Measure:
+def evaluator(
+    images: Dataset, data: options.Data, *, regime: Regime, world: World, note: Say, observe: Observe = overlook
+) -> Measure:
     """Measures a model on the validation images of `images`."""
     batch = value_or(data.validation_batch_size, data.micro_batch_size)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
@@ -223,7 +240,9 @@ def evaluator(images: Dataset, data: options.Data, *, regime: Regime, world: Wor
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches = loader.batches()
-        found = evaluate(model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping)
+        found = evaluate(
+            model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping, observe=observe
+        )
         return replace(found, left_out=bad.names)
 
     return measure
@@ -241,6 +260,7 @@ class Validation:
     checkpoint_name: Callable[[], str]  # the name of a checkpoint saved now
     stopping: Callable[[], bool] = never  # whether this process was asked to stop
     left_out: tuple[str, ...] = ()  # images that this process could not read so far
+    metric: Metric = ACCURACY  # what was measured
 
     def run(self) -> bool:
         """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
@@ -248,25 +268,31 @@ class Validation:
         try:
             with stopwatch.standing():
                 begun = stopwatch.clock()
-                found = self.measure(self.state.model, self.stopping)
+                found = self.measure(self.state.model, self._glancing)
                 seconds = stopwatch.clock() - begun
-                averaged = self.measure(self.state.ema.model, self.stopping) if self.state.ema else None
+                averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
         except Interrupted:
             return False
-        self.left_out = found.left_out
+        self.left_out, self.metric = found.left_out, found.metric
         self.output.measurements.write(
             update,
             _named("validation", found)
             | {"validation/seconds": seconds}
             | (_named("validation_ema", averaged) if averaged else {}),
         )
-        self.output.style.validated(self._validated(found, seconds, self.checkpoint_name()))
+        average = averaged.accuracy if averaged else None
+        is_best = self.output.measurements.score(update, max(found.accuracy, average or 0.0))
+        validated = self._validated(found, seconds, self.checkpoint_name())
+        self.output.style.validated(replace(validated, average=average, is_best=is_best))
         self._warn(found, "validation")
         if averaged:
             self._warn(averaged, "the moving average's validation")
-            self.output.screen.line(f"Accuracy on test set of the moving average: {averaged.accuracy:.2f}%")
-        self.output.measurements.score(update, max(found.accuracy, averaged.accuracy if averaged else 0.0))
         return True
+
+    def _glancing(self) -> bool:
+        """Called at every batch."""
+        self.output.screen.glance("validating")
+        return self.stopping()
 
     def average(self, name: str, *, suffix: str) -> None:
         """Measure the model, which has averaged weights; `suffix` distinguishes further averages."""
@@ -327,6 +353,7 @@ class Accuracy:
     name: str  # of its checkpoint
     epoch: str  # epochs trained, and images of the next one; empty: unknown
     found: Evaluation
+    classes: int
 
 
 def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
@@ -337,7 +364,7 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
             "checkpoint": each.name,
             "epoch": each.epoch,
             "top1": f"{each.found.accuracy:.2f}",
-            "top5": f"{each.found.top5_accuracy:.2f}",
+            "top5": f"{each.found.top5_accuracy:.2f}" if each.classes > TOP else "",  # else it is always 100
             "loss": f"{each.found.loss:.4f}",
             "images": str(each.found.images),
             "best": "best" if each is best else "",
@@ -347,12 +374,12 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
 
 
 def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
-    """Print a table in plain text, then the line that the originals' tools read."""
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in ACCURACY_COLUMNS}
-    for cells in ({name: name for name in ACCURACY_COLUMNS}, *rows):
-        say("  ".join(cells[name].ljust(widths[name]) for name in ACCURACY_COLUMNS).rstrip())
-    for row in rows:
-        say(f"Accuracy on test set: {row['top1']}%")
+    """Print a table in plain text, without empty columns; one row alone is not called the best."""
+    shown = [name for name in ACCURACY_COLUMNS if any(row[name] for row in rows)]
+    shown = [name for name in shown if name != "best" or len(rows) > 1]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    for cells in ({name: name for name in shown}, *rows):
+        say("  ".join(cells[name].ljust(widths[name]) for name in shown).rstrip())
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:

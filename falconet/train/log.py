@@ -76,7 +76,7 @@ class Log:
         for each in self.also:
             each(update)
         self.output.style.log(self._point(totals, rate))
-        self.output.screen.note(f"loss {totals.mean_loss:.4f}  {rate.images_per_second:,.0f} images/s")
+        self.output.screen.show(totals.mean_loss)
 
     def _scale_metrics(self, totals: Totals) -> dict[str, float]:
         """The loss scale, and the updates that were skipped in spite of it."""
@@ -99,7 +99,12 @@ class Log:
     def end(self) -> None:
         """After the last update."""
         stopwatch = self.output.stopwatch
-        self.output.style.end(trained=stopwatch.lap()[0], whole=stopwatch.clock() - self._begun)
+        self.output.style.end(trained=stopwatch.lap()[0], whole=self.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Since this phase began in this process, with validations and saves."""
+        return self.output.stopwatch.clock() - self._begun
 
     def whole_run(self) -> Rate:
         """The rate of everything that this process trained on."""
@@ -119,6 +124,8 @@ class Log:
             scale=self.output.measurements.latest.get("train/loss_scale"),
             rate=rate,
             seconds=self.output.stopwatch.lap()[0],
+            ends_epoch=self.plan.ends_epoch(update),
+            validates=self.plan.validates_at(update),
         )
 
 
@@ -163,6 +170,9 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             replicas=built.plan.replicas,
             stages=rules.stages_of(options.parallel),
             image_size=built.images.training.image_size,
+            epochs=built.plan.last_epoch,
+            validates=built.plan.validation_mode != "none",
+            averages=options.optimizer.ema_half_life is not None,
             restored=built.restored.folder if built.restored else None,
         )
     )

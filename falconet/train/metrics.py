@@ -93,11 +93,13 @@ class Measurements:
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
         self._sink.write(update, metrics)
 
-    def score(self, update: int, accuracy: float) -> None:
-        """Note the accuracy by which checkpoints are compared, in percent, after the rest of a validation."""
+    def score(self, update: int, accuracy: float) -> bool:
+        """Note the accuracy by which checkpoints are compared, in percent; whether it is the best so far."""
         self._current["score"] = accuracy
-        if self.best is None or accuracy > self.best.accuracy:
-            self.best = Best(accuracy, update)
+        if self.best is not None and accuracy <= self.best.accuracy:
+            return False
+        self.best = Best(accuracy, update)
+        return True
 
     def for_checkpoint(self, update: int) -> dict[str, object]:
         """What a checkpoint of `update` stores: metrics of that very update, and the best so far."""
@@ -129,16 +131,15 @@ class Memory:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """For the summary, with what sharding and offloading save."""
-        state = self.optimizer_state
-        where = f"{_megabytes(state.device)} on the device, " if state.device else ""
-        lines = [
-            f"weights              {_megabytes(self.weights.both)}, gradients {_megabytes(self.gradients.both)}",
-            f"optimizer state      {where}{_megabytes(state.host)} on the host",
-        ]
+    def told(self) -> dict[str, str]:
+        """For the summary: what sharding and offloading save, where there is any."""
+        state, lines = self.optimizer_state, {}
+        if state.both < self.whole_state or (state.host and self.weights.device):
+            lines["weights"] = f"{_megabytes(self.weights.both)}, gradients {_megabytes(self.gradients.both)}"
+            where = f"{_megabytes(state.device)} on the device, " if state.device else ""
+            lines["optimizer state"] = f"{where}{_megabytes(state.host)} on the host"
         if state.both < self.whole_state:
-            lines[1] += f" of this process, {_megabytes(self.whole_state)} in total"
+            lines["optimizer state"] += f" of this process, {_megabytes(self.whole_state)} in total"
         return lines
 
 

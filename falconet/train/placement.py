@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
 from falconet.data.dataset import Dataset
@@ -49,6 +50,7 @@ class Setup:
     regime: Regime
     note: Say
     initial: Path | None = None  # the weights to start with; None: random ones
+    pretrained: InitialWeights | None = None  # or those of another training
     first_trained: str | None = None  # layers that run before it are frozen
 
     def new_model(self) -> nn.Module:
@@ -56,6 +58,9 @@ class Setup:
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
+        if self.pretrained is not None and not self.options.run.plan:  # a plan needs no weights
+            with named_option("pretrained"):
+                self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         with named_option("trainable"):
             train_only(model, self.options.training.trainable)
         return model

@@ -112,6 +112,7 @@ def _weights(built: BuiltPhase) -> list[str]:
     """Which weights it starts with, if not random ones, and which are trained, if not all."""
     placement, setup = built.placement, built.placement.setup
     lines = [f"starts with the weights of {setup.initial}"] if setup.initial else []
+    lines += [setup.pretrained.describe(built.images.class_names)] if setup.pretrained else []
     patterns, trains = built.options.training.trainable, f"trains {placement.trained_parameters:,}"
     if setup.first_trained is not None:
         lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen")

@@ -12,11 +12,12 @@ import torch
 
 import falconet
 from falconet.checkpoint import format
+from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed, unsettled
-from falconet.config.settings import CHECKPOINT, Setting, is_asked_for
+from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
@@ -41,14 +42,16 @@ class Launch:
     division: Division
     place: Place | None
     again: bool  # another attempt: a worker died, or the run was started again with --resume
+    initial: InitialWeights | None = None  # pretrained weights of a new run
     conventions: Conventions = FALCONET
-    notes: tuple[str, ...] = ()  # on the restored run's options that this one does not take over
+    notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
+    loaded, initial = defaults.with_weights(loaded) if restored is None else (loaded, None)
     loaded = _settled(defaults.settled(loaded), restored, place)
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
@@ -59,7 +62,8 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options, restored)
     ignored = left_out(loaded, restored.manifest.config) if restored else {}
-    notes = tuple(
+    notes = defaults.weight_notes(loaded.options, initial) if restored is None else ()
+    notes += tuple(
         f"--{name} is not taken from a checkpoint; add it to the command line to {does}"
         for name, does in ignored.items()
     )
@@ -69,6 +73,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
         division=division,
         place=place,
         again=again,
+        initial=initial,
         notes=notes,
         conventions=conventions,
     )
@@ -291,6 +296,12 @@ def newest(options: commands.TrainOptions, restored: Restored, conventions: Conv
     return Checkpoint(folder, format.read_manifest(folder))
 
 
+def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
+    """Whether the weights that a run started with decided an option."""
+    is_theirs = manifest.config.get(name, {}).get("source") == WEIGHTS
+    return is_theirs and not is_asked_for(loaded.sources.get(name))
+
+
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
 
@@ -304,7 +315,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     asked, stored = _values(loaded.table()), _values(manifest.config)
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
-        is_open = is_open or name in unsettled(loaded.line)
+        is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

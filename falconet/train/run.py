@@ -35,7 +35,7 @@ from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan, phases_of
 from falconet.train.processes import Launch
 from falconet.train.save import Identity, Saving
-from falconet.train.step import ProfiledStep, Step, TimedStep, moments_of
+from falconet.train.step import ProfiledStep, ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
 
 
@@ -236,7 +236,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
     loader, stopwatch = built.placement.loader(), Stopwatch(moments=moments_of(world.device))
-    step = _profiled(built, TimedStep(built.step(state), stopwatch), folder, state)
+    step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
     stop = StopRequest(screen.line)
@@ -260,7 +260,12 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             stopping=lambda: vote(stop.requested),
         )
         saving.check_room()
-        screen.begin(total=built.plan.updates, done=state.progress.update)
+        screen.begin(
+            total=built.plan.updates,
+            done=state.progress.update,
+            images=built.plan.global_batch,
+            heartbeat=built.launch.conventions.heartbeat,
+        )
         if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
             saving.save()
         with contextlib.closing(loader):
@@ -270,9 +275,14 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             averaged = _conclude(built, watch, folder)
     held = metrics.measure_memory(state, built.replicas, built.site.grid)
     if world.is_first:
-        run_folder.write_summary(
-            folder, watch.log, checkpoints=saving.folder, peak_memory=world.peak_memory(), memory=held
+        ending = run_folder.Ending(
+            checkpoints=saving.folder,
+            metric=watch.validation.metric,
+            peak_memory=world.peak_memory(),
+            memory=held,
+            is_last=built.phase.is_last,
         )
+        run_folder.write_summary(folder, watch.log, ending)
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
@@ -294,6 +304,13 @@ def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainStat
     if not built.options.logging.profile or not world.is_first:
         return step
     return ProfiledStep(step, folder, device=world.device, updates=left, pause=step.stopwatch.standing)
+
+
+def _shown(built: BuiltPhase, step: Step) -> Step:
+    """The step, with its loss on the screen in the first process; of several stages, only the last knows it."""
+    world = built.site.world
+    has_loss = world.is_first and built.site.grid.stages.size == 1
+    return ShownStep(step, built.site.screen.show, device=world.device) if has_loss else step
 
 
 def _output(
@@ -328,6 +345,12 @@ def _saving(
     )
 
 
+def _initial_weights(launch: Launch) -> str | None:
+    """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
+    stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
+    return launch.initial.source if launch.initial else stored if isinstance(stored, str) else None
+
+
 def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
     """What the checkpoints of a run state about themselves."""
     site, images = built.site, built.images
@@ -341,6 +364,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
             "preprocessing": images.preprocessing.to_json(),
             "config": built.launch.loaded.table(),
             "plan": built.plan.lines(),
+            "initial_weights": _initial_weights(built.launch),
             "runtime": {
                 "threads": site.threads,
                 "processes": site.world.size,
@@ -392,6 +416,8 @@ def _update(
         return screen.counts(
             saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
             epoch=f"epoch {epoch + 1}/{plan.last_epoch}",
+            total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
+            done=skip,
         )
 
     try:
@@ -399,6 +425,7 @@ def _update(
     except NotFiniteError as error:
         raise saving.diverged(error) from None
     except Interrupted:
+        saving.output.style.stopped()
         screen.line(f"saved {saving.finish()}")
         screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
         world.barrier("saving")  # a launcher may end the first process as soon as another one is gone

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from falconet import writing
+from falconet.checkpoint import format
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
@@ -32,6 +33,7 @@ from falconet.errors import (
 )
 from falconet.models import zoo
 from falconet.report.console import Say
+from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
 from falconet.report.sinks import (
     JsonLines,
@@ -43,6 +45,7 @@ from falconet.report.sinks import (
     WeightSink,
 )
 from falconet.report.styles import FALCONET, Conventions
+from falconet.report.throughput import Rate
 from falconet.train.log import Log
 from falconet.train.metrics import Memory
 
@@ -283,9 +286,23 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
-def write_summary(folder: Path, log: Log, *, checkpoints: Path, peak_memory: int, memory: Memory) -> None:
-    """summary.json, and the same on the screen."""
-    rate, measured, say = log.whole_run(), log.output.measurements, log.output.screen.line
+SCORES = ("validation/accuracy", "validation_ema/accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What is known of a phase after its last update."""
+
+    checkpoints: Path
+    metric: Metric  # what its validations measured
+    peak_memory: int  # bytes
+    memory: Memory
+    is_last: bool  # no phase follows
+
+
+def write_summary(folder: Path, log: Log, ending: Ending) -> None:
+    """summary.json, and what matters of it on the screen."""
+    rate, measured = log.whole_run(), log.output.measurements
     best = measured.best
     summary = {
         "updates": log.state.progress.update,
@@ -294,23 +311,40 @@ def write_summary(folder: Path, log: Log, *, checkpoints: Path, peak_memory: int
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
-        "peak_memory_bytes": peak_memory,
-        "memory_bytes": memory.to_json(),
+        "peak_memory_bytes": ending.peak_memory,
+        "memory_bytes": ending.memory.to_json(),
         "metrics": measured.latest,
         "best": {"validation_accuracy": best.accuracy, "update": best.update} if best else None,
-        "checkpoints": str(checkpoints),
+        "checkpoints": str(ending.checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
-    say("")
-    if "validation/accuracy" in measured.latest:
-        of = f" (best {best.accuracy:.2f} %)" if best else ""
-        say(f"validation accuracy  {measured.latest['validation/accuracy']:.2f} %{of}")
-    waited = f"{rate.waiting_percent:.0f} % of the time waiting for data"
-    say(f"images per second    {rate.images_per_second:,.0f} ({waited})")
-    say(f"peak memory          {peak_memory / 2**30:.2f} GiB")
-    for line in memory.lines():
-        say(line)
-    say(f"run folder           {folder}")
+    for name, text in {"": "", **_told(folder, log, ending, rate)}.items():
+        log.output.screen.line(f"{name:21}{text}".rstrip())
+
+
+def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
+    """The summary for a person: the result, where it is, and what to do with it."""
+    measured, lines = log.output.measurements, {}
+    if measured.best:
+        score, update = measured.best
+        is_here = update > log.plan.updates_before
+        when = f"after epoch {in_short(log.plan.epoch_at(update))} ({BEST})" if is_here else "in an earlier phase"
+        last = [measured.latest[name] for name in SCORES if name in measured.latest]
+        later = f", {max(last):.2f}% at the end" if last and update != log.plan.updates else ""
+        lines[f"best {ending.metric.name}"] = f"{score:.2f}% {when}{later}"
+    lines["time"] = span(log.seconds)
+    waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
+    lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
+    lines["peak memory"] = f"{ending.peak_memory / 2**30:.2f} GiB"
+    lines |= ending.memory.told()
+    if ending.is_last:
+        with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
+            lines["best checkpoint"] = str(format.choose(ending.checkpoints, "best", lambda _: None).folder)
+    lines["run folder"] = str(folder)
+    if ending.is_last and log.plan.validation_mode != "none":
+        is_inside = ending.checkpoints in (folder, folder / "checkpoints")
+        lines["next"] = shlex.join(["falconet", "validate", str(folder if is_inside else ending.checkpoints)])
+    return lines
 
 
 def temporary_line(folder: Path) -> str:

@@ -23,7 +23,7 @@ from falconet.parallel.world import World, open_machine
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import evaluate
-from falconet.train.evaluate import Accuracy, Evaluation, Validation, never
+from falconet.train.evaluate import Accuracy, Evaluation, Observe, Validation, never, overlook
 from falconet.train.save import Saving
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
@@ -44,6 +44,7 @@ class Opened:
     class_names: tuple[str, ...]
     update: int = 0  # updates that made its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
+    is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
 
 
 def global_batch(options: TrainOptions) -> int:
@@ -84,7 +85,8 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         load_weights(model, format.model_weights(folder, manifest, stem), where=str(folder), name=options.model.model)
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics)
+        is_better = stem == manifest.better_stem
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
 
 
 def epoch_of(manifest: Manifest) -> str:
@@ -136,7 +138,7 @@ def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     return REGIMES[options.machine.precision].prepare(model, open_machine(options.machine).device)
 
 
-def measure(opened: Opened, note: Say) -> Evaluation:
+def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluation:
     """The accuracy of an opened model on its validation images."""
     options, images = opened.options, opened.images
     world = open_machine(options.machine)
@@ -144,7 +146,12 @@ def measure(opened: Opened, note: Say) -> Evaluation:
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)
     evaluator = evaluate.evaluator(
-        images, options.data, regime=REGIMES[options.machine.precision], world=world, note=note
+        images,
+        options.data,
+        regime=REGIMES[options.machine.precision],
+        world=world,
+        note=note,
+        observe=observe,
     )
     found = evaluator(opened.model, never)
     warning = found.warning(f"{opened.name}: the validation")
@@ -172,7 +179,8 @@ def validate_folder(
                 weights = format.model_weights(folder, manifest, stem)
                 load_weights(state.model, state.stages.own(weights), where=str(folder))
                 found = validation.other(folder.name + suffix, manifest.progress, report)
-                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch_of(manifest), found=found))
+                epoch = epoch_of(manifest)
+                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch, found=found, classes=manifest.classes))
     return measured
 
 

@@ -1,5 +1,7 @@
 """One update of the weights: the loss, how gradients move weights, and the step of a whole model."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -247,6 +249,39 @@ class TimedStep:
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         made = self._step(micro_batches, update=update, lr=lr)
         self.stopwatch.updated()
+        return made
+
+
+GLANCE = 0.1  # seconds between losses that are shown
+
+
+class ShownStep:
+    """A step whose loss is shown from time to time, as soon as the device has it: nothing waits for that."""
+
+    def __init__(
+        self,
+        step: Step,
+        show: Callable[[float], None],
+        *,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._step, self._show, self._clock = step, show, clock
+        self._since = -math.inf
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._held = torch.zeros((), pin_memory=device.type == "cuda")
+        self._is_due = False  # a loss is on its way
+
+    def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
+        made = self._step(micro_batches, update=update, lr=lr)
+        if self._is_due and (self._copied is None or self._copied.query()):  # type: ignore[no-untyped-call]
+            self._is_due = False
+            self._show(float(self._held))
+        if not self._is_due and self._clock() - self._since >= GLANCE:
+            self._since, self._is_due = self._clock(), True
+            self._held.copy_(made.loss.detach(), non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
         return made
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -23,6 +24,8 @@ class StopRequest:
         self._hook: Callable[[Any], Any] = sys.unraisablehook
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread gets signals, and may say who handles them
         self._before = {number: signal.signal(number, self._handle) for number in (*SIGNALS, signal.SIGALRM)}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else `nohup`
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
@@ -30,6 +33,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._before:
+            return
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = self._hook
         for number, handler in self._before.items():

@@ -130,3 +130,13 @@ def test_spread_within_a_run_is_over_blocks(tmp_path):
     found = Measured(samples=[fast, fast, slow, slow]).within()
     assert (found.count, found.mean, found.of) == (2, pytest.approx(7.5), "blocks of one run")
     assert Measured(samples=[fast, slow, fast]).within() is None
+
+
+def test_loss_and_accuracy_come_from_the_log_points_if_no_line_has_them(tmp_path):
+    loss = Metric(pattern=re.compile(r"loss: (\S+)"), reduction="final")
+    spec = benchmark(tmp_path, metrics={"loss": loss, "accuracy": Metric(pattern=re.compile(r"accuracy: (\S+)"))})
+    points = [{"update": 1, "train/loss": 3.0, "train/accuracy": 10.0}, {"update": 1, "validation/accuracy": 1.0}]
+    points.append({"update": 2, "train/loss": 2.0, "train/accuracy": 30.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, points)) + '\n{"torn')
+    assert measure(spec, {}, ended("1/2  9.0  9.00%"), tmp_path).metrics == {"loss": 2.0, "accuracy": 20.0}
+    assert measure(spec, {}, ended("loss: 7"), tmp_path).metrics["loss"] == 7.0

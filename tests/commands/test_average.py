@@ -108,19 +108,18 @@ def test_average_after_training_equals_that_of_the_command(falconet, run, traine
 def test_average_after_training_is_validated_logged_and_reported(falconet, trained):
     answer = falconet(f"{TRAIN} --weight-avg-strategy exponential --weight-avg-N 2 --run-dir r")
     assert answer.code == 0, answer.err
-    said = re.search(r"^Accuracy on test set of the averaged checkpoints: (.*)%$", answer.out, re.M)
+    said = re.search(r"^accuracy of the averaged checkpoints: (.*)%$", answer.out, re.M)
     numbers = json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
     assert said[1] == f"{numbers['validation_averaged/accuracy']:.2f}"
     assert json.loads(Path("r/summary.json").read_text())["metrics"].items() >= numbers.items() - {("update", 40)}
     assert f"averaged 2 checkpoints (exponential) into {AVERAGED}" in answer.out
-    found = falconet(f"validate --checkpoint-input-path {AVERAGED}").out
-    assert f"Accuracy on test set: {said[1]}%" in found
+    assert f"  {said[1]}  " in falconet(f"validate --checkpoint-input-path {AVERAGED}").out
 
 
 def test_average_is_validated_on_request(falconet, run):
     out = falconet("average --checkpoint-input-path r --validate").out
-    said = re.search(r"^Accuracy on test set: \d+\.\d\d%$", out, re.M)[0]
-    assert said in falconet(f"validate --checkpoint-input-path {AVERAGED}").out
+    said = re.search(r"^accuracy of the average: (\d+\.\d\d)%$", out, re.M)[1]
+    assert f"  {said}  " in falconet(f"validate --checkpoint-input-path {AVERAGED}").out
 
 
 def test_average_can_be_restored_and_trained(falconet, run):
@@ -128,7 +127,7 @@ def test_average_can_be_restored_and_trained(falconet, run):
     answer = falconet(f"restore --checkpoint-input-path {AVERAGED} --epoch 5 --weight-avg-strategy none")
     assert answer.code == 0, answer.err
     assert f"restored {AVERAGED}, update 40 of 50" in answer.out
-    assert "Epoch 5/5" in answer.out
+    assert " 5/5 " in answer.out
     assert not format.verify(run / "checkpoints/resnet8-cifar_generated_5").averaged
 
 
@@ -282,7 +281,7 @@ def test_further_averages_are_made_and_measured(falconet):
     for folder, values in expected.items():
         torch.testing.assert_close(layer(folder), values, rtol=0, atol=1e-7)
     for which in ("", " (exp_0.75)", " (mean_3)"):
-        assert re.search(rf"^Accuracy on test set of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
+        assert re.search(rf"^accuracy of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
     refused = falconet(f"{line} --weight-avg-also mean:0")
     assert refused.code == 2
     assert "--weight-avg-also: got 'mean:0', expected mean:N, mean:all or exponential:DECAY" in refused.err

@@ -17,7 +17,7 @@ from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
 from falconet.infer import photos
-from falconet.infer.classifier import imagenet_names, open_model
+from falconet.infer.classifier import open_model
 from falconet.infer.photos import Photo
 from falconet.train import saved_model
 
@@ -219,21 +219,25 @@ def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):
     assert answer.out == "photo.jpg  tabby, tabby cat  100.00 %\n"
     first = falconet("predict weights.pth photo.jpg --model mobilenet-v3-small --device cpu")
     assert first.out == answer.out
-
-
-def test_names_of_imagenet_are_all_different():
-    names = imagenet_names()
-    assert len(set(names)) == 1000
-    assert (names[0], names[134]) == ("tench, Tinca tinca", "crane (134)")
+    fitting = falconet("predict weights.pth photo.jpg --device cpu")
+    assert fitting.out == answer.out
+    assert "weights.pth: its weights fit mobilenet-v3-small" in fitting.err
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     {
         "predict": "expected a run and photos, as in `falconet predict runs/my-run photo.jpg`",
-        "predict photo.jpg": "photo.jpg: is a photo; expected a run",
+        "predict photo.jpg": "photo.jpg is a photo; expected a run",
+        "predict --model resnet18 --pretrained a.jpg": "--pretrained: a.jpg is a photo; expected a run",
+        "predict --model resnet18 --pretrained a.pth b.jpg": "--pretrained: a.pth: no such file or folder",
+        "predict --pretrained published b.jpg": "--pretrained: expected --model as well",
+        "predict --checkpoint-input-path r --pretrained a.pth b.jpg": "--pretrained: contradicts r, which also gives",
         "predict r": "expected photos after the run: files, folders, or - for stdin",
         "predict nowhere photo.jpg": "nowhere: no such file or folder",
+        "predict r/checkpoints/resnet8-cifar_folder_1/model.safetensors photos --model resnet8-cifar --classes 3": (
+            "--classes: got 3, expected 2, as in r/checkpoints/"
+        ),
         "predict r photos --json --csv": "--json: contradicts --csv; expected only one of the two",
         "predict r photos --output nowhere/out.csv": "--output: cannot write nowhere/out.csv: No such file",
         "predict r photos --embeddings nowhere/e.npz": "--embeddings: cannot write nowhere/e.npz: No such file",
@@ -247,3 +251,10 @@ def test_mistakes_are_one_line(falconet, home, line, message):
     assert answer.code == 2
     assert f"falconet predict: {message}" in answer.err
     assert "Traceback" not in answer.err
+
+
+def test_options_without_effect_are_noted(falconet, home):
+    answer = falconet("predict r photos/val/dark/0.png --image-size 32 --zero-init last")
+    assert answer.code == 0
+    assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
+    assert "--zero-init has no effect on a model that is not trained" in answer.err

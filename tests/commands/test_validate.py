@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,8 @@ from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
-from falconet.train import saved_model
-from falconet.train.evaluate import Evaluation
+from falconet.train import evaluate, saved_model
+from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -68,7 +69,8 @@ def rows(path):
 def test_folder_gives_a_row_per_model_as_training_logged_and_marks_the_best(falconet, checkpoints):
     answer = falconet("validate r --checkpoint all")
     assert answer.code == 0, answer.err
-    assert answer.out.rstrip().endswith("written to r/validation.csv")
+    assert answer.out.rstrip().endswith("written to r/validation.csv and r/validation.json")
+    assert "by class" not in answer.out  # of six models it would be long
     found, numbers = rows("r/validation.csv"), logged(Path("r"))
     names = [name + suffix for name in NAMES for suffix in ("", " (moving average)")]
     assert [row["checkpoint"] for row in found] == names
@@ -94,10 +96,9 @@ def test_the_best_checkpoint_is_measured_unless_another_is_asked_for(falconet, c
     assert {row["epoch"] for row in rows("r/validation.csv")} == {epoch}
 
 
-def test_table_and_lines_of_the_originals_agree(falconet, checkpoints):
+def test_the_printed_table_is_that_of_the_file(falconet, checkpoints):
     out = falconet("validate --checkpoint-input-path r/checkpoints --output table.csv --checkpoint all").out
     found = rows("table.csv")
-    assert re.findall(r"^Accuracy on test set: (.*)%$", out, re.M) == [row["top1"] for row in found]
     table = [re.split(r"  +", line) for line in out.splitlines()[: len(found) + 1]]
     assert table[0] == ["checkpoint", "epoch", "top1", "top5", "loss", "images", "best"]
     assert [cells + [""] * (7 - len(cells)) for cells in table[1:]] == [list(row.values()) for row in found]
@@ -148,11 +149,52 @@ def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_best_is_marked_by_exact_accuracy(falconet, checkpoints, monkeypatch):
-    right = iter([76_120, 76_122, 76_124, 76_121, 76_120, 76_119])
-    monkeypatch.setattr(saved_model, "measure", lambda opened, note: Evaluation(100_000, next(right), 90_000, 1.0))
-    falconet("validate r --checkpoint all")
-    assert [row["best"] for row in rows("r/validation.csv")] == ["", "", "best", "", "", ""]
+def test_best_is_marked_by_exact_accuracy():
+    right = (76_120, 76_122, 76_124, 76_121)
+    found = [Accuracy(name="x", epoch="1", found=Evaluation(100_000, top1, 90_000, 1.0), classes=9) for top1 in right]
+    assert [row["best"] for row in evaluate.tabulate_accuracies(found)] == ["", "", "best", ""]
+
+
+def test_details_are_those_of_the_better_weights_and_all_of_them_are_in_the_file(falconet, checkpoints):
+    format.amend(checkpoints / NAMES[2], {"metrics": {"validation_accuracy": 5.0, "score": 90.0}})
+    answer = falconet("validate r --checkpoint last --predictions images.csv")
+    assert answer.code == 0, answer.err
+    plain, average = json.loads(Path("r/validation.json").read_text())["models"]
+    assert [plain["checkpoint"], average["checkpoint"]] == [NAMES[2], f"{NAMES[2]} (moving average)"]
+    table = rows("r/validation.csv")
+    for model, row in zip((plain, average), table, strict=True):
+        assert f"{model['accuracy']:.2f}" == row["top1"]
+        assert sum(each["correct"] for each in model["per_class"]) / 16 == model["accuracy"] / 100
+        cells = model["confusion"]["cells"]
+        assert sum(images for _, _, images in cells) == 16
+        assert sum(images for label, predicted, images in cells if label == predicted) / 16 == model["accuracy"] / 100
+        assert sum(each["images"] for each in model["calibration"]["bins"]) == 16
+    shown = rows("images.csv")
+    assert [row["path"] for row in shown] == [str(number) for number in range(16)]
+    assert sum(row["label"] == row["predicted"] for row in shown) == 16 * average["accuracy"] / 100
+    assert [list(row)[:4] for row in shown[:1]] == [["path", "label", "predicted", "probability"]]
+    wrong = Counter((row["label"], row["predicted"]) for row in shown if row["label"] != row["predicted"])
+    (label, predicted), count = min(wrong.items(), key=lambda each: (-each[1], each[0]))
+    of = sum(row["label"] == label for row in shown)
+    assert f"most confused:\n  {label} taken for {predicted}: {count} of {of}\n" in answer.out
+    assert f"calibration error {average['calibration']['error']:.2f}%: on average " in answer.out
+
+
+def test_predictions_name_the_photos_and_leave_out_those_that_cannot_be_read(falconet, image_folder):
+    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    assert falconet(f"{line} --run-dir r --config photos --model resnet8-cifar --device cpu").code == 0
+    (image_folder / "val/dark/1.png").write_bytes(b"")
+    answer = falconet("validate r --predictions images.csv --micro-batch-size 3")
+    assert answer.code == 0, answer.err
+    found = rows("images.csv")
+    photos = sorted(image_folder.glob("val/*/*.png"))
+    assert [row["path"] for row in found] == [str(path) for path in photos if path.parts[-2:] != ("dark", "1.png")]
+    assert all(row["label"] == Path(row["path"]).parent.name for row in found)
+    assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1, abs=2e-6) for row in found)
+    assert rows("r/validation.csv")[0]["top5"] == ""
+    assert "top5" not in answer.out
+    (model, *_) = json.loads(Path("r/validation.json").read_text())["models"]
+    assert [(each["class"], each["images"]) for each in model["per_class"]] == [("dark", 3), ("light", 4)]
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
@@ -166,7 +208,7 @@ def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falcon
     line = "--model resnet8-cifar --data generated --image-size 16 --iterations 10 --micro-batch-size 8 --threads 1"
     answer = falconet(f"validate --checkpoint-input-path {path} {line}")
     assert answer.code == 0, answer.err
-    assert f"Accuracy on test set: {accuracy:.2f}%" in answer.out
+    assert f"  {accuracy:.2f}  " in answer.out
     assert [(row["checkpoint"], row["best"]) for row in rows("validation.csv")] == [(path.name, "best")]
 
 
@@ -239,6 +281,9 @@ MISTAKES = {
     "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
+    "r --output table.json": "--output: got table.json, expected a CSV file; the details are written as JSON",
+    "r --predictions no/such.csv": "--predictions: cannot write no/such.csv: No such file or directory",
+    "r --predictions x.csv --checkpoint all": "--predictions: takes one checkpoint, got --checkpoint all",
     "--checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: ",
     "--checkpoint-input-path r --model resnet9-cifar": "'resnet9-cifar' is not a model; did you mean 'resnet",
     "--checkpoint-input-path r --data generated --classes 3": "was trained on 10 classes, the data has 3",

@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.data.preprocessing import Preprocessing
+
 RESIZE = "falconet.data.gpu_resize"
 
 
@@ -38,18 +40,35 @@ CASES = {  # width, height, box, flipped
 }
 
 
+def made(**facts):
+    return Preprocessing(image_size=12, resize=12, mean=(0, 0, 0), std=(1, 1, 1), **facts)
+
+
 @pytest.mark.run
-def test_boxes_agree_with_pillow_to_one_level(resize_boxes):
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_boxes_agree_with_pillow_to_one_level(resize_boxes, interpolation):
     random = np.random.default_rng(0)
-    pixels = [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height, *_ in CASES.values()]
+    pixels = [random.integers(48, 208, (height, width, 3), dtype=np.uint8) for width, height, *_ in CASES.values()]
     boxes = np.array([box for _, _, box, _ in CASES.values()], np.float64)
     flips = np.array([flip for *_, flip in CASES.values()])
     out = torch.zeros((len(CASES), 12, 12, 3), dtype=torch.uint8)
-    resize_boxes([torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels], boxes, flips, out)
+    planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
+    resize_boxes(planes, boxes, flips, out, preprocessing=made(interpolation=interpolation))
     for name, image, box, flip, found in zip(CASES, pixels, boxes, flips, out.numpy(), strict=True):
-        resized = Image.fromarray(image).resize((12, 12), Image.Resampling.BILINEAR, box=tuple(box))
+        resized = Image.fromarray(image).resize((12, 12), Image.Resampling[interpolation.upper()], box=tuple(box))
         expected = np.asarray(resized)[:, ::-1] if flip else np.asarray(resized)
         assert np.abs(found.astype(int) - expected).max() <= 1, name
+
+
+def test_bicubic_overshoot_is_limited_to_a_byte(resize_boxes):
+    image = np.zeros((24, 24, 3), np.uint8)
+    image[:, 12:] = 255
+    out = torch.zeros((1, 12, 12, 3), dtype=torch.uint8)
+    plane = torch.from_numpy(image).permute(2, 0, 1).contiguous()
+    box = np.array([[3.0, 3, 21, 21]])
+    resize_boxes([plane], box, np.array([False]), out, preprocessing=made(interpolation="bicubic"))
+    expected = np.asarray(Image.fromarray(image).resize((12, 12), Image.Resampling.BICUBIC, box=(3, 3, 21, 21)))
+    assert np.abs(out[0].numpy().astype(int) - expected).max() <= 1
 
 
 def test_without_antialiasing_boxes_agree_with_the_host(resize_boxes):
@@ -66,7 +85,7 @@ def test_without_antialiasing_boxes_agree_with_the_host(resize_boxes):
     flips = np.array([flip for *_, flip in cases.values()])
     out = torch.zeros((len(cases), 12, 12, 3), dtype=torch.uint8)
     planes = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in pixels]
-    resize_boxes(planes, boxes, flips, out, antialias=False)
+    resize_boxes(planes, boxes, flips, out, preprocessing=made(antialias=False))
     for name, image, box, flip, found in zip(cases, pixels, boxes, flips, out.numpy(), strict=True):
         expected = readers.resized_aliased(image, tuple(box), size=12, flip=bool(flip))
         assert np.abs(found.astype(int) - expected).max() <= 1, name

@@ -46,7 +46,7 @@ MISTAKES = {
     "preprocessing: std: got [1, 1, 1, 1], expected three numbers, 1e-06 to 1e+06": {"std": [1] * 4},
     "preprocessing: std: got [1, 1, True], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, True]},
     "preprocessing: std: got [1, 1, {}], expected three numbers, 1e-06 to 1e+06": {"std": [1, 1, {}]},
-    "preprocessing: interpolation: got 'cubic', expected 'bilinear'": {"interpolation": "cubic"},
+    "preprocessing: interpolation: got 'cubic', expected 'bilinear' or 'bicubic'": {"interpolation": "cubic"},
 }
 
 

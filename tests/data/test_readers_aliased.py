@@ -8,7 +8,7 @@ from PIL import Image
 
 from falconet.data import native, readers
 from falconet.data.crops import evaluation_box
-from falconet.data.native.binding import Status, Workspace
+from falconet.data.native.binding import Filter, Status, Workspace
 
 BOXES = {  # width, height, box: whole pixels, as training crops them
     "shrunk": (60, 40, (3, 2, 57, 39)),
@@ -84,7 +84,7 @@ def test_the_native_decoder_samples_the_same_pixels(tmp_path, sampling, flip):
         (tmp_path / "image.jpg").write_bytes(buffer.getvalue())
         workspace, out = Workspace(library), np.zeros((1, SIZE, SIZE, 3), np.uint8)
         workspace.open([bytes(tmp_path / "image.jpg")])
-        statuses = workspace.decode(np.array([box], float), np.array([flip]), out, sampled=True)
+        statuses = workspace.decode(np.array([box], float), np.array([flip]), out, filter=Filter.SAMPLED)
         assert statuses[0] == Status.OK
         image = np.asarray(Image.open(buffer).convert("RGB"))
         assert np.abs(out[0] - cropped(image, box, flip=flip)).max() <= 3, case  # of two roundings and their colours

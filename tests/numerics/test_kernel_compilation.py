@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from falconet.data.preprocessing import Preprocessing
 from falconet.models.proxynorm import SAMPLES
 from falconet.numerics.rounding import Rounding
 from half_rules import MAKERS, optimizer_of
@@ -93,12 +94,13 @@ def test_proxy_norm_compiles(dtype, silu, compiled):
     assert compiled == kernels
 
 
-@pytest.mark.parametrize("antialias", [False, True])
-def test_resizing_compiles(antialias, compiled):
+@pytest.mark.parametrize("facts", [{}, {"antialias": False}, {"interpolation": "bicubic"}])
+def test_resizing_compiles(facts, compiled):
     module, kernels = kernels_of("falconet.data.gpu_resize")
     out = torch.zeros((1, 12, 12, 3), dtype=torch.uint8)
     images = [torch.zeros((3, 20, 20), dtype=torch.uint8)]
-    module.resize_boxes(images, np.array([[0.0, 0, 20, 20]]), np.array([True]), out, antialias=antialias)
+    made = Preprocessing(image_size=12, resize=12, mean=(0, 0, 0), std=(1, 1, 1), **facts)
+    module.resize_boxes(images, np.array([[0.0, 0, 20, 20]]), np.array([True]), out, preprocessing=made)
     assert compiled == kernels
 
 

@@ -2,27 +2,44 @@
 
 import io
 import os
+import re
+import time
 
 import pytest
 from rich.console import Console
 
 from falconet.errors import UserError
 from falconet.report.console import Counting, Lines, Screen
+from falconet.report.throughput import Pace
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
 
 
-def plain():
+class Clock:
+    """Moves only when it is set."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain(clock=time.monotonic):
     """A screen on a file, and the file."""
     text = io.StringIO()
-    return Screen(Console(file=text, highlight=False, soft_wrap=True)), text
+    return Screen(Console(file=text, highlight=False, soft_wrap=True), clock=clock), text
 
 
-def terminal():
+def terminal(clock=time.monotonic):
     """A screen on a terminal 120 wide, and what was sent to it."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120, highlight=False, soft_wrap=True, _environ={})
-    return Screen(console), text
+    return Screen(console, clock=clock), text
+
+
+def begin(screen, *, total, done=0, heartbeat=30.0):
+    """A run with 8 images per update."""
+    screen.begin(total=total, done=done, images=8, heartbeat=heartbeat)
 
 
 @pytest.mark.parametrize("line", HOSTILE)
@@ -42,48 +59,107 @@ def test_a_line_is_printed_unchanged_on_a_terminal(line):
 def test_a_file_gets_lines_but_no_bar():
     screen, text = plain()
     with screen:
-        screen.begin(total=4, done=0)
-        for update in screen.counts(range(4), epoch="epoch 1/1"):
-            screen.note(f"loss {update}")
+        begin(screen, total=4)
+        for update in screen.counts(range(4), epoch="epoch 1/1", total=4, done=0):
+            screen.show(0.5)
             if update == 2:
                 screen.line("a line")
-    assert text.getvalue() == "training starts: update 1 of 4\na line\n"
+    assert text.getvalue() == "a line\n"
 
 
-def test_a_terminal_shows_the_epoch_the_updates_and_the_note():
-    screen, text = terminal()
+def test_a_dialect_gets_one_line_at_the_start_instead_of_a_heartbeat():
+    screen, text = plain()
     with screen:
-        screen.begin(total=40, done=12)
-        for number, _ in enumerate(screen.counts(range(2), epoch="epoch 4/10")):
-            screen.note(f"loss {number}.25")
+        begin(screen, total=4, heartbeat=None)
+    assert text.getvalue() == "training starts: update 1 of 4\n"
+
+
+def test_a_pipe_gets_a_line_after_half_a_minute_without_one():
+    clock = Clock()
+    screen, text = plain(clock)
+    with screen:
+        begin(screen, total=200)
+        for update in screen.counts(range(100), epoch="epoch 1/2", total=100, done=0):
+            clock.now += 1.0
+            screen.show(2.0)
+            if update == 40:
+                screen.line("a row")
+        for _ in range(50):
+            clock.now += 1.0
+            screen.glance("validating")
+    eta = "images/s  eta"
+    assert text.getvalue().splitlines() == [
+        f"epoch 1/2   30%  loss 2.0000  8.0 {eta} 1m10s, run 2m50s",
+        "a row",
+        f"epoch 1/2   71%  loss 2.0000  8.0 {eta} 29.0s, run 2m09s",
+        "epoch 1/2  100%  validating",
+        "epoch 1/2  100%  validating",
+    ]
+
+
+def test_a_terminal_shows_the_epoch_its_updates_the_loss_and_the_speed():
+    clock = Clock()
+    screen, text = terminal(clock)
+    with screen:
+        begin(screen, total=40, done=12)
+        for number, _ in enumerate(screen.counts(range(2), epoch="epoch 4/10", total=4, done=2)):
+            clock.now += 1.0
+            screen.show(1.25)
             screen.line(f"line {number}")
     shown = text.getvalue()
-    for words in ("epoch 4/10", "14/40", "loss 1.25", "line 0", "line 1"):
+    for words in ("epoch 4/10", "100%", "loss 1.2500  8.0 images/s  eta", "line 0", "line 1"):
         assert words in shown, words
+
+
+def test_the_shown_loss_moves_with_every_one_that_is_known():
+    pace = Pace(total=9, done=0, images=8)
+    shown = []
+    for loss in (4.0, 2.0, float("nan"), 1.0):
+        pace.show(loss)
+        shown.append(pace.loss)
+    assert shown == [4.0, pytest.approx(3.8), pytest.approx(float("nan"), nan_ok=True), 1.0]
+
+
+def test_the_time_left_counts_validations_in_the_run_but_not_in_the_epoch():
+    clock = Clock()
+    pace = Pace(total=30, done=10, images=8, clock=clock)
+    for _ in range(2):  # epochs of 5 updates, of which the run is restored after the second
+        pace.begin_epoch(total=5, done=0)
+        for _ in range(5 if clock.now == 0 else 3):
+            clock.now += 2.0
+            pace.add()
+            pace.mark()
+        clock.now += 6.0  # a validation
+    assert pace.images_per_second == 4.0
+    assert pace.epoch_seconds_left == 2 * 2.0
+    assert pace.run_seconds_left == (8 * 2.0 + 2 * 6.0) / 8 * 12
 
 
 def test_the_bar_is_erased_when_the_screen_ends():
     screen, text = terminal()
     with screen:
-        screen.begin(total=4, done=0)
+        begin(screen, total=4)
+        list(screen.counts(range(4), epoch="epoch 1/1", total=4, done=0))
     assert text.getvalue().rstrip().endswith("\x1b[2K")  # its line is erased
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
 def test_the_bar_advances_when_an_update_is_done_not_when_it_starts():
-    screen, text = terminal()
-    screen.begin(total=8, done=3)
-    for update in screen.counts(["a", "b"], epoch="epoch 1/2"):
+    clock = Clock()
+    screen, text = terminal(clock)
+    begin(screen, total=8, done=3)
+    for update in screen.counts(["a", "b"], epoch="epoch 1/2", total=5, done=3):
+        clock.now += 1.0
         if update == "b":
             break
     screen.end()
-    assert "4/8" in text.getvalue()
-    assert "5/8" not in text.getvalue()
+    assert " 80%" in text.getvalue()
+    assert "100%" not in text.getvalue()
 
 
 def test_the_cursor_is_restored_when_the_run_fails():
     screen, text = terminal()
-    screen.begin(total=4, done=0)
+    begin(screen, total=4)
     with pytest.raises(ValueError, match="broken"), screen:
         raise ValueError("broken")
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1
@@ -92,9 +168,63 @@ def test_the_cursor_is_restored_when_the_run_fails():
 def test_there_is_no_bar_on_the_pseudo_terminal_of_mpirun(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     screen, text = terminal()
-    screen.begin(total=3, done=0)
+    begin(screen, total=3, heartbeat=None)
     screen.end()
     assert text.getvalue() == "training starts: update 1 of 3\n"
+
+
+def test_a_dumb_terminal_gets_lines_as_a_pipe_does():
+    text, clock = io.StringIO(), Clock()
+    console = Console(file=text, force_terminal=True, width=80, soft_wrap=True, _environ={"TERM": "dumb"})
+    screen = Screen(console, clock=clock)
+    with screen:
+        begin(screen, total=4)
+        for _ in screen.counts(range(4), epoch="epoch 1/1", total=4, done=0):
+            clock.now += 20.0
+    assert [line.split("  ")[:2] for line in text.getvalue().splitlines()] == [
+        ["epoch 1/1", " 50%"],
+        ["epoch 1/1", "100%"],
+    ]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_a_notebook_shows_one_line_that_is_written_over():
+    class OutStream(io.StringIO):
+        """What ipykernel puts in the place of stdout."""
+
+    OutStream.__module__ = "ipykernel.iostream"
+    text, clock = OutStream(), Clock()
+    screen = Screen(Console(file=text, soft_wrap=True, force_jupyter=False), clock=clock)
+    with screen:
+        begin(screen, total=2)
+        for _ in screen.counts(range(2), epoch="epoch 1/1", total=2, done=0):
+            clock.now += 1.0
+            screen.show(0.5)
+        screen.line("a row")
+    first, second, erased, row = text.getvalue().split("\r")[1:]
+    assert first.startswith("epoch 1/1   50%  loss 0.5000  8.0 images/s")
+    assert second.startswith("epoch 1/1  100%  loss 0.5000")
+    assert (erased.strip(" "), row) == ("", "a row\n")
+    assert len(erased) >= len(second.rstrip())
+
+
+def test_the_bar_fits_into_80_columns_of_plain_ascii():
+    class Narrow(io.StringIO):
+        encoding = "ascii"
+
+    text, clock = Narrow(), Clock()
+    console = Console(file=text, force_terminal=True, width=80, highlight=False, no_color=True, _environ={})
+    screen = Screen(console, clock=clock)
+    with screen:
+        begin(screen, total=300 * 5004)
+        for _ in screen.counts(range(4), epoch="epoch 100/300", total=5004, done=1000):
+            clock.now += 1.0
+            screen.show(6.9)
+    bars = [line for line in text.getvalue().split("\r") if "epoch" in line]
+    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", bar).strip("\n") for bar in bars]
+    assert any("loss 6.9000  8.0 images/s  eta" in bar for bar in plain)
+    assert max(map(len, plain)) <= 80
+    assert all(bar.isascii() for bar in plain)
 
 
 class Unread(io.StringIO):
@@ -117,7 +247,7 @@ def test_training_continues_on_stderr_when_stdout_is_closed(capsys):
     screen = Screen(Lines(file=Unread(), highlight=False, soft_wrap=True))
     screen.line("the plan")
     with screen:
-        screen.begin(total=4, done=0)
+        begin(screen, total=4, heartbeat=None)
         screen.line("saved [x]")
     screen.line("the end")
     *closed, starts, saved, end = capsys.readouterr().err.splitlines()
@@ -129,15 +259,15 @@ def test_training_continues_when_stdout_and_stderr_are_closed(monkeypatch):
     monkeypatch.setattr("sys.stderr", Unread())
     screen = Screen(Lines(file=Unread()))
     with screen:
-        screen.begin(total=4, done=0)
-        for _ in screen.counts(range(4), epoch="epoch 1/1"):
+        begin(screen, total=4)
+        for _ in screen.counts(range(4), epoch="epoch 1/1", total=4, done=0):
             screen.line("unheard")
 
 
 def test_a_closed_terminal_does_not_end_a_run():
     there, terminal = os.openpty()
     with os.fdopen(terminal, "w") as file, Screen(Lines(file=file)) as screen:
-        screen.begin(total=2, done=0)
+        begin(screen, total=2)
         os.close(there)
         screen.line("a line")
         screen.line("again")

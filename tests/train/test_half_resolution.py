@@ -103,7 +103,7 @@ def test_epochs_updates_and_rates_are_counted_across_phases(done):
         f"{NAME}_3",
         f"{NAME}_4",
     ]
-    assert "Epoch 4/4" in done.out
+    assert " 4/4 " in done.out
     stored = format.read_manifest(Path(f"r/checkpoints/{NAME}_2"))
     assert stored.preprocessing["image_size"] == 16  # what validation and prediction use
     summary = json.loads(Path("r/summary.json").read_text())
@@ -197,7 +197,7 @@ def test_a_complete_run_has_nothing_left_and_can_be_fine_tuned_longer(done, falc
     assert "nothing left to train: all 4 epochs are done; a larger --fine-tune-epoch continues the run" in said
     answer = falconet("restore --checkpoint-input-path r --fine-tune-epoch 3")
     assert answer.code == 0, answer.err
-    assert "Epoch 5/5" in answer.out
+    assert " 5/5 " in answer.out
 
 
 RESTORED = {

@@ -79,4 +79,4 @@ def test_a_file_size_limit_is_found_before_the_first_update(tmp_path):
     assert ended.returncode == 2, ended.stderr
     assert "r/checkpoints: no room for a checkpoint of 0.7 MB (File too large); raise the limit, which" in ended.stderr
     assert ended.stderr.count("\n") == 1
-    assert "Epoch" not in ended.stdout
+    assert "1/2" not in ended.stdout

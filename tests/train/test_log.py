@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
 from falconet.report.console import Screen
-from falconet.report.styles import Falconet, RunLog
+from falconet.report.styles import Facts, Falconet, RunLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import save
 from falconet.train.evaluate import Evaluation, Validation
@@ -44,6 +45,17 @@ PLAN = Plan(
     validation_mode="during",
     validation_frequency=1,
     epochs_per_save=1.0,
+)
+FACTS = Facts(
+    options={},
+    folder=Path("r"),
+    model="",
+    parameters=9,
+    global_batch=8,
+    replicas=1,
+    stages=1,
+    image_size=8,
+    epochs=PLAN.epochs,
 )
 
 
@@ -80,11 +92,14 @@ class Desk:
         screen = Screen(Console(file=self.text, soft_wrap=True))
         output = Output(
             screen=screen,
-            style=Falconet(RunLog(screen.line, None)),
+            style=Falconet(RunLog(screen.line, None), clock=self.clock),
             measurements=Measurements(self.notes, update=update),
             stopwatch=Stopwatch(self.clock),
         )
         self.output = output
+        output.style.begin(replace(FACTS, averages=ema))
+        self.text.seek(0)
+        self.text.truncate()
         self.log = Log(plan=PLAN, state=state, output=output)
         self.saving = Saving(
             plan=PLAN,
@@ -105,6 +120,11 @@ class Desk:
             checkpoint_name=self.saving.name,
         )
         self.meter = Meter(self.progress)
+
+    @property
+    def rows(self):
+        """The cells of each epoch."""
+        return [line.split() for line in self.text.getvalue().splitlines() if "/" in line and "images" not in line]
 
     def train(self, *losses, seconds=1.0):
         for loss in losses:
@@ -156,16 +176,14 @@ def test_a_log_point_has_the_numbers_of_the_updates_since_the_last(desk):
     }
 
 
-def test_an_epoch_ends_with_the_lines_that_the_originals_tools_read(desk):
+def test_an_epoch_is_a_row_with_its_numbers_and_those_of_its_validation(desk):
     at = desk()
+    at.accuracies = [found(150)]
     at.train(1.0, 2.0, 3.0, 4.0, seconds=0.5)
     at.log.end_epoch(at.meter)
-    assert at.text.getvalue().splitlines() == [
-        "Epoch 1/5",
-        "loss: 2.5000,",
-        "accuracy: 25.00 %",
-        "throughput: 16.0 samples/sec",
-    ]
+    assert at.rows == []
+    at.validation.run()
+    assert at.rows == [["1/5", "2.5000", "25.00%", "1.5000", "75.00%", "0.68", "16", "2.0s", "*"]]
     assert at.log.whole_run().images_per_second == 16.0
 
 
@@ -183,7 +201,8 @@ def test_validating_and_saving_do_not_count_as_training_time(desk):
     at.saving.save()
     at.train(1.0, 1.0)
     at.log.end_epoch(at.meter)
-    assert "throughput: 8.0 samples/sec" in at.text.getvalue()
+    at.output.style.stopped()
+    assert at.rows[-1][6] == "8.0"
 
 
 def test_throughput_of_a_restored_run_excludes_images_trained_before(desk):
@@ -194,7 +213,8 @@ def test_throughput_of_a_restored_run_excludes_images_trained_before(desk):
     at.log.log(at.meter)
     at.log.end_epoch(at.meter)
     assert at.notes[-1][1]["train/images_per_second"] == 8.0
-    assert "throughput: 8.0 samples/sec" in at.text.getvalue()
+    at.output.style.stopped()
+    assert at.rows[-1][6] == "8.0"
     assert at.log.whole_run().images == 8
     at.train(1.0, 1.0, 1.0, 1.0)
     at.log.end_epoch(at.meter)
@@ -218,7 +238,12 @@ def test_a_validation_is_written_printed_and_compared_with_the_best(desk):
             "validation/seconds": 0.0,  # the clock did not move
         },
     )
-    assert at.text.getvalue().splitlines()[:2] == ["Accuracy on test set: 75.00%", "Accuracy on test set: 90.00%"]
+    assert [(row[4], row[-1] == "*") for row in at.rows] == [
+        ("75.00%", True),
+        ("90.00%", True),
+        ("90.00%", False),
+        ("85.00%", False),
+    ]
 
 
 def test_the_moving_average_is_validated_too_and_may_be_the_best(desk):
@@ -229,7 +254,8 @@ def test_the_moving_average_is_validated_too_and_may_be_the_best(desk):
     assert at.output.measurements.best == (60.0, 1)
     assert at.notes[0][1]["validation_ema/accuracy"] == 60.0
     assert at.notes[0][1]["validation/accuracy"] == 50.0
-    assert "Accuracy on test set of the moving average: 60.00%" in at.text.getvalue()
+    assert at.rows[0][4:6] == ["50.00%", "60.00%"]
+    assert at.rows[0][-1] == "*"
 
 
 WARNING = (
@@ -489,5 +515,5 @@ def test_the_average_of_checkpoints_has_separate_metrics(desk):
     at.accuracies = [found(160)]
     at.validation.average("averaged", suffix="")
     assert at.notes[0][1]["validation_averaged/accuracy"] == 80.0
-    assert at.text.getvalue() == "Accuracy on test set of the averaged checkpoints: 80.00%\n"
+    assert at.text.getvalue().splitlines()[-1] == "accuracy of the averaged checkpoints: 80.00%"
     assert at.output.measurements.best is None

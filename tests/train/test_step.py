@@ -13,7 +13,7 @@ from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
-from falconet.train.step import LocalStep, Loss, Moving, PlainMove
+from falconet.train.step import LocalStep, Loss, Moving, PlainMove, ShownStep, Update
 
 CLASSES = 4
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -229,3 +229,42 @@ def test_moving_averages_include_the_weights_after_the_update():
         seen.append(weights(model))
     for name, parameter in average.model.named_parameters():
         torch.testing.assert_close(parameter, (0.25 * seen[0][name] + 0.5 * seen[1][name]) / 0.75)
+
+
+class Counted:
+    """A step whose loss is the number of the update."""
+
+    def __call__(self, micro_batches, *, update, lr):
+        zero = torch.tensor(0)
+        return Update(torch.tensor(float(update)), zero, zero, zero)
+
+
+def test_the_loss_is_shown_from_time_to_time():
+    now, shown = [0.0], []
+    step = ShownStep(Counted(), shown.append, device=torch.device("cpu"), clock=lambda: now[0])
+    for update in range(40):
+        now[0] = update / 64
+        step([], update=update, lr=0.1)
+    assert shown == [0.0, 7.0, 14.0, 21.0, 28.0, 35.0]  # at most ten in a second
+
+
+@pytest.mark.gpu
+def test_showing_the_loss_waits_for_no_device():
+    device, shown = torch.device("cuda"), []
+    loss = torch.full((), 2.5, device=device)
+
+    def made(micro_batches, *, update, lr):
+        return Update(loss + update, loss, loss, loss)
+
+    step = ShownStep(made, shown.append, device=device, clock=iter(range(1000)).__next__)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for update in range(50):
+            step([], update=update, lr=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    step([], update=50, lr=0.1)
+    assert shown
+    assert all(value - 2.5 in range(51) for value in shown)

@@ -34,6 +34,14 @@ class Status(IntEnum):
     CHANGED = 8  # checksum mismatch
 
 
+class Filter(IntEnum):
+    """How boxes are resized; src/axis.hpp has the same numbers."""
+
+    BILINEAR = 0
+    SAMPLED = 1  # without antialiasing, as readers.resized_aliased
+    BICUBIC = 2
+
+
 class Library:
     """The loaded library; its functions are called through Workspace and restart_marked."""
 
@@ -131,12 +139,15 @@ class Workspace:
         return sizes, statuses
 
     def decode(
-        self, boxes: FloatArray, flips: BoolArray, out: PixelArray, *, planar: bool = False, sampled: bool = False
+        self,
+        boxes: FloatArray,
+        flips: BoolArray,
+        out: PixelArray,
+        *,
+        planar: bool = False,
+        filter: Filter = Filter.BILINEAR,
     ) -> StatusArray:  # boxes: N x (x0, y0, x1, y1), pixels of the file
-        """Resize the boxes of the opened files into `out`: N x S x S x 3, or N x 3 x S x S if planar.
-
-        `sampled`: without antialiasing, as readers.resized_aliased.
-        """
+        """Resize the boxes of the opened files into `out`: N x S x S x 3, or N x 3 x S x S if planar."""
         size, count = out.shape[2], len(out)
         shape = (count, 3, size, size) if planar else (count, size, size, 3)
         assert out.shape == shape
@@ -153,7 +164,7 @@ class Workspace:
             flips.ctypes.data,
             size,
             planar,
-            sampled,
+            filter,
             out.ctypes.data,
             statuses.ctypes.data,
         )

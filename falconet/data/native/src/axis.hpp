@@ -1,4 +1,4 @@
-// Resampling weights along one axis: Pillow's antialiased bilinear filter, or TensorFlow 1's between two neighbours,
+// Resampling weights along one axis: one of Pillow's antialiased filters, or TensorFlow 1's between two neighbours,
 // applied to a component at its own resolution.
 #pragma once
 #include <cstdint>
@@ -8,6 +8,13 @@
 
 namespace falconet {
 
+// The numbers are the C interface's: binding.py names the same ones.
+enum class Filter : int32_t {
+    bilinear = 0,
+    sampled = 1,  // not antialiased: an output is between the two pixels at its begin, of which both lie in the box
+    bicubic = 2,  // Catmull-Rom, as Pillow's: some weights are negative
+};
+
 struct AxisRequest {
     double begin, end;  // of the box, in pixels of the full-resolution grid
     int pixels;         // of that grid in the whole image
@@ -16,8 +23,8 @@ struct AxisRequest {
     bool smooth;        // ratio 2: other decoders interpolate between samples when they enlarge the component
     int size;           // outputs
     bool flip;
-    bool sampled;  // not antialiased: an output is between the two pixels at its begin, of which both lie in the box
-    int one;       // what the weights of one output add up to
+    Filter filter;
+    int one;  // what the weights of one output add up to
 };
 
 class Axis {
@@ -35,6 +42,7 @@ private:
     std::vector<int16_t> weights_;
     std::vector<double> pixel_weights_, sample_weights_;
     int stride_ = 0, size_ = 0, lowest_ = 0, highest_ = 0;
+    Filter filter_ = Filter::bilinear;
 };
 
 }  // namespace falconet

@@ -123,9 +123,9 @@ FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_
 }
 
 // Decodes the files opened last, each once. boxes: count x (x0, y0, x1, y1); out: count x size x size x 3, or count x 3
-// x size x size if planar; sampled: without antialiasing. Rows whose status is not 0 are left as they come.
+// x size x size if planar; filter: a falconet::Filter. Rows whose status is not 0 are left as they come.
 FALCONET_API void falconet_decode(void* handle, int32_t count, const double* boxes, const uint8_t* flips, int32_t size,
-                                  int32_t planar, int32_t sampled, uint8_t* out, int8_t* statuses) {
+                                  int32_t planar, int32_t filter, uint8_t* out, int8_t* statuses) {
     Workspace& workspace = *static_cast<Workspace*>(handle);
     for (int32_t i = 0; i < count; ++i) {
         if (i >= workspace.opened) {
@@ -137,7 +137,7 @@ FALCONET_API void falconet_decode(void* handle, int32_t count, const double* box
         if (status == Status::ok) {
             const double* box = boxes + 4 * static_cast<size_t>(i);
             const falconet::Request request{box[0],        box[1], box[2],      box[3],
-                                            flips[i] != 0, size,   planar != 0, sampled != 0};
+                                            flips[i] != 0, size,   planar != 0, static_cast<falconet::Filter>(filter)};
             uint8_t* row = out + static_cast<size_t>(i) * static_cast<size_t>(size) * static_cast<size_t>(size) * 3;
             status = guarded([&] { return workspace.decoder.decode(image.file.data(), image.size, request, row); });
         }

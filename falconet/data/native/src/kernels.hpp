@@ -42,7 +42,9 @@ struct AxisView {
     const int32_t* count;
     const int16_t* weights;
     int stride;
-    int size;  // outputs
+    int size;           // outputs
+    int16_t low, high;  // limits after the first resize: Pillow stores bytes there
+    int doublings;      // after the second resize: 1 where the first left a bit for overshoot
 };
 
 struct Picture {

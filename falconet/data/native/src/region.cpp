@@ -15,7 +15,7 @@ int divided(int64_t value, int64_t by) { return static_cast<int>((value + by - 1
 
 // Pixels a block of the component with the most samples becomes: 8, 4, 2 or 1.
 int side_for(const Request& request) {
-    if (request.sampled) return 8;  // a reduced block would be an average
+    if (request.filter == Filter::sampled) return 8;  // a reduced block would be an average
     const double reduction = std::min(request.x1 - request.x0, request.y1 - request.y0) / request.size;
     int side = 8;
     while (side > 1 && reduction * (side / 2) / 8 >= least_reduction_left) side /= 2;
@@ -34,6 +34,8 @@ Status Region::plan(const Header& header, const Request& request, const Limits& 
     if (static_cast<int64_t>(header.width) * header.height > limits.pixels) return Status::too_large;
     const int side = side_for(request);
     const double shrink = side / 8.0;
+    // In bicubic a weight may be more than one, at a border: one bit less, which the second resize gives back.
+    const int across_one = request.filter == Filter::bicubic ? 1 << 14 : 1 << 15;
     mcu_x0 = mcu_y0 = INT32_MAX;
     mcu_x1 = mcu_y1 = 0;
     for (int c = 0; c < header.components; ++c) {
@@ -64,8 +66,8 @@ Status Region::plan(const Header& header, const Request& request, const Limits& 
                           smooth_x,
                           request.size,
                           request.flip,
-                          request.sampled,
-                          1 << 15};
+                          request.filter,
+                          across_one};
             AxisRequest y{request.y0 * shrink,
                           request.y1 * shrink,
                           divided(static_cast<int64_t>(header.height) * side, 8),
@@ -74,7 +76,7 @@ Status Region::plan(const Header& header, const Request& request, const Limits& 
                           smooth_y,
                           request.size,
                           false,
-                          request.sampled,
+                          request.filter,
                           1 << 14};
             if (!across[c].build(x) || !down[c].build(y)) return Status::unsupported;
         }

@@ -11,7 +11,7 @@ struct Request {
     bool flip;              // left to right
     int size;               // of the output, both ways
     bool planar;
-    bool sampled;  // bilinear between neighbours, without antialiasing
+    Filter filter;
 };
 
 // A component as far as the crop needs it.

@@ -1,0 +1,233 @@
+"""The Python API: train, load and evaluate, with the options and the code of the command line.
+
+Keyword arguments are the options' names with underscores; a mistake raises `UserError` with the same one line.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from falconet.checkpoint import format
+from falconet.checkpoint.format import Which
+from falconet.commands import inputs, predict
+from falconet.commands import train as train_command
+from falconet.config.commands import Command, PredictOptions, TrainOptions
+from falconet.config.load import Loaded, read_line
+from falconet.config.options import MODELS
+from falconet.config.settings import LINE, Setting
+from falconet.data.dataset import Dataset
+from falconet.data.sources.folder import Listing, image_names
+from falconet.data.storage import FileSource
+from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError, did_you_mean
+from falconet.exits import DONE, INTERRUPTED
+from falconet.infer.classifier import Classifier
+from falconet.infer.model import Model
+from falconet.parallel.world import World
+from falconet.report.console import Screen
+from falconet.train import run_folder, saved_model
+from falconet.train.evaluate import Evaluation, evaluator, never
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
+
+PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
+VALIDATION = ("val", "valid", "validation", "test")
+
+
+def train(photos: str | Path | None = None, **options: object) -> "Run":
+    """Train a model, as `falconet train` does, and return its run.
+
+    `photos`: a folder of photos; None: the data that the options name, or the built-in digits. Interrupting it saves a
+    checkpoint and raises KeyboardInterrupt; `falconet.Run(folder)` then has what was logged so far.
+    """
+    with settings_kept():
+        line = _line(TrainOptions, () if photos is None else (photos,), options)
+        asked = inputs.load(TrainOptions, line).options.run
+        for name, value in (("plan", asked.plan), ("temporary", asked.temporary)):
+            if value:
+                raise ConfigError(f"--{name}: would leave no run to return; expected a command line, `falconet train`")
+        loaded = _placed(line)
+        folder = loaded.options.run.run_dir
+        assert isinstance(folder, Path)
+        try:
+            code = train_command.run(loaded)
+        except Interrupted:
+            code = INTERRUPTED
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # works only if it is empty: stopped before it started
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code != DONE:
+            raise WorldError(f"the run in {folder} ended with exit code {code}; its processes have printed why")
+    return Run(folder)
+
+
+def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: object) -> Model:
+    """Load a model to predict with.
+
+    `source`: a run, a folder of checkpoints or one of them, a weights file, or the name of a model whose published
+    weights are taken. `checkpoint`: best, last, or a number of epochs. `options`: those of `falconet predict`.
+    """
+    with settings_kept():
+        if isinstance(source, Run):
+            source = source.folder
+        if Path(source).exists() or str(source) not in MODELS:
+            named: dict[str, object] = {"checkpoint_input_path": source, "checkpoint": checkpoint}
+        else:
+            named = {"model": source, "pretrained": "published"}
+        line = _line(PredictOptions, (), {**named, "photos": "-", **options})
+        classifier, _ = predict.open_classifier(inputs.load(PredictOptions, line), Screen().line)
+    return Model(classifier)
+
+
+def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None) -> Evaluation:
+    """Measure a model's accuracy, as `falconet validate` does: every photo is counted once.
+
+    `photos`: a folder with a folder per class, or one with such a folder in `val` or `test`; None: the validation
+    images of the run.
+    """
+    with settings_kept():
+        opened = model if isinstance(model, Model) else load(model)
+        about, say = opened.classifier, Screen().line
+        images = _own_images(about) if photos is None else _images(about, Path(photos))
+        measure = evaluator(images, about.data, regime=about.regime, world=World(device=about.device), note=say)
+        return measure(about.model, never)
+
+
+class Best(NamedTuple):
+    """The best validated checkpoint of a run."""
+
+    accuracy: float | None  # percent; None: nothing was validated
+    epoch: int
+    checkpoint: Path
+
+
+class Metrics(list[dict[str, float]]):
+    """What a run logged: a row per log point, with its update, its epoch, and each metric by name."""
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """The same as a table, with the update as its index."""
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("to_pandas: needs pandas, which is not installed: pip install pandas") from None
+        return pandas.DataFrame(self).set_index("update")
+
+
+class Run:
+    """A run folder: what was logged, and the best checkpoint."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder`: of any run, also one of the command line."""
+        self.folder = Path(folder)
+        if not (self.folder / run_folder.METRICS).is_file():
+            raise DataError(f"{self.folder}: is no run folder; expected one with {run_folder.METRICS} in it")
+
+    @property
+    def metrics(self) -> Metrics:
+        """Everything that was logged so far, one row per update; a later line of an update adds to its row."""
+        rows: dict[int, dict[str, float]] = {}
+        for line in (self.folder / run_folder.METRICS).read_text(encoding="utf-8").splitlines():
+            logged: dict[str, Any] = json.loads(line)
+            rows.setdefault(logged["update"], {}).update(logged)
+        return Metrics(rows[update] for update in sorted(rows))
+
+    @property
+    def best(self) -> Best:
+        """The checkpoint that `load` takes."""
+        folder, manifest = format.choose(self.folder, "best", lambda _: None)
+        return Best(manifest.score, manifest.progress.epoch, folder)
+
+    def __repr__(self) -> str:
+        try:
+            accuracy, epoch, _ = self.best
+        except CheckpointError:
+            return f"<{self.folder}: nothing saved>"
+        how = "not validated" if accuracy is None else f"best {accuracy:.2f} %"
+        return f"<{self.folder}: {how} after epoch {epoch}>"
+
+
+def _line(command: type[Command], words: tuple[object, ...], options: Mapping[str, object]) -> list[Setting]:
+    argv = [str(word) for word in words]
+    for field, value in options.items():
+        name = field.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            argv += [f"--{name}", *map(str, value)]
+        else:
+            argv.append(f"--{name}={value}")
+    return read_line(command, argv, photos=PHOTOS)
+
+
+def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
+    """The options of a training with its run folder, which is created now if its name is invented."""
+    loaded = inputs.load(TrainOptions, line)
+    if loaded.options.run.run_dir != "auto":
+        return loaded
+    folder = run_folder.claim(loaded.options, restored=None)
+    return inputs.load(TrainOptions, [*line, Setting("run-dir", (str(folder),), LINE)])
+
+
+def _own_images(about: Classifier) -> Dataset:
+    """The images of the run that the model is from."""
+    if about.checkpoint is None:
+        raise ConfigError(f"{about.name} is from no run, and has no validation images; expected a folder of photos")
+    opened = next(saved_model.open_checkpoint(about.checkpoint, []))
+    return opened.images
+
+
+def _images(about: Classifier, folder: Path) -> Dataset:
+    """All photos of a folder per class."""
+    root = next((folder / name for name in VALIDATION if (folder / name).is_dir()), folder)
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder; expected one with a folder per class")
+    names = list(image_names(str(root), "", Listing(), linked=True))
+    labels = []
+    for name in names:
+        label, inside, _ = name.partition("/")
+        if not inside:
+            raise DataError(f"{root / name}: is in no class folder; expected one of those of the model's classes")
+        if label not in about.class_names:
+            meant = did_you_mean(label, about.class_names)
+            raise DataError(f"{root / label}: is not a class of the model{meant}")
+        labels.append(about.class_names.index(label))
+    if not names:
+        raise DataError(f"{root}: no photos in this folder")
+    source = FileSource.of(
+        root, names=[name.partition("/")[2] for name in names], labels=labels, class_names=about.class_names
+    )
+    return about.images(source)
+
+
+@contextlib.contextmanager
+def settings_kept() -> Iterator[None]:
+    """Leave torch's settings, its random state and the environment as they were."""
+    backends, variables, threads = torch.backends, dict(os.environ), torch.get_num_threads()
+    flags = {
+        backends.cudnn: ("deterministic", "benchmark"),
+        backends.cuda.matmul: (
+            *("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
+            "allow_fp16_accumulation",
+        ),
+    }
+    before = [(place, name, getattr(place, name)) for place, names in flags.items() for name in names]
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count() if is_used else 0)):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            for place, name, value in before:
+                setattr(place, name, value)
+            for name in {*os.environ} - {*variables}:
+                del os.environ[name]
+            os.environ.update(variables)

@@ -1,0 +1,143 @@
+"""Which program wrote a weights file, and the options that follow: its arguments if it stored them, else its names.
+
+Programs of the same shapes compute different functions: zero channels on another side, another epsilon. Such weights
+load without a fault and predict badly.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from falconet.checkpoint.foreign import WeightsFile
+from falconet.config.options import MODELS
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+
+Options = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
+Shapes = Mapping[str, tuple[int, ...]]
+TENSORFLOW_EPSILON = "0.001"  # of batch norm; torch's is 0.00001
+NORMS = ("batch", "group", "none")
+DATA = ("cifar10", "cifar100", "imagenet")  # kinds of data that a file may name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of a weights file beside its weights."""
+
+    why: str
+    options: Options
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The options as those of a checkpoint, which the command line overrides."""
+        return {name: {"value": value} for name, value in self.options.items()}
+
+    def line(self) -> str:
+        """What was concluded, and why."""
+        return f"{self.why}: {' '.join(_spelled(name, value) for name, value in self.options.items())}"
+
+
+def find_origin(file: WeightsFile, *, model: str | None) -> Origin | None:
+    """The options that follow from a file; `model`: the one that the command line names, None: none.
+
+    Nothing follows for a model of another kind.
+    """
+    stored = _from_arguments(file.arguments)
+    named = stored.get("model")
+    if named and model in (None, named):
+        return Origin(f"{file.path.name} was trained with", stored)
+    shapes = {name: tuple(tensor.shape) for name, tensor in file.weights.items()}
+    for kind, is_one, options, families in LAYOUTS:
+        if is_one(shapes) and (model is None or families.match(model)):
+            return Origin(f"{file.path.name} has the layers of {kind}", dict(options))
+    return None
+
+
+def _from_arguments(arguments: Mapping[str, Any]) -> Options:
+    """The options of a model among the arguments of its training, by the names that the PyTorch program gave them.
+
+    Another program's value of a name that is none of ours is left out: the weights themselves show what they fit.
+    """
+    name = arguments.get("model")
+    if not isinstance(name, str) or name not in MODELS:
+        return {}
+    found: Options = {"model": name}
+    norm = arguments.get("norm_type")
+    if norm in NORMS:
+        found["norm-type"] = norm
+    if norm == "group":
+        found |= _numbers(arguments, "norm_eps", "norm_num_groups")  # its batch norms kept torch's epsilon
+        if arguments.get("enable_fast_groupnorm") is True:
+            found["norm-grouping"] = "strided"  # what that switch chose there
+    if name.startswith("efficientnet"):
+        found |= _numbers(arguments, "efficientnet_expand_ratio", "efficientnet_group_dim")
+    if name.startswith("mobilenet-v3") and "norm_type" in arguments:
+        found["mobilenet-wide-head"] = True  # as the PyTorch program built it
+    if arguments.get("input_image_padding") is True:
+        found["input-image-padding"] = True
+    if arguments.get("data") in DATA:
+        found["data"] = arguments["data"]
+    if arguments.get("data") == "cifar10" and "norm_type" in arguments:  # prepared like photos there
+        found["validation-crop"] = "centre"
+        found["pixel-mean"], found["pixel-deviation"] = list(map(str, IMAGENET_MEAN)), list(map(str, IMAGENET_STD))
+    if arguments.get("normalization_location") == "none":
+        found["normalization-location"] = "none"
+    return found
+
+
+def _numbers(arguments: Mapping[str, Any], *names: str) -> Options:
+    return {
+        name.replace("_", "-"): str(arguments[name])
+        for name in names
+        if type(arguments.get(name)) in (int, float) and arguments[name] > 0
+    }
+
+
+def _spelled(name: str, value: str | bool | list[str]) -> str:
+    if value is True:
+        return f"--{name}"
+    return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
+
+
+def _is_akamaster(shapes: Shapes) -> bool:
+    """A CIFAR ResNet of basic blocks whose shortcuts have no weights, with a classifier called `linear`."""
+    return (
+        shapes.get("conv1.weight") == (16, 3, 3, 3)
+        and shapes.get("layer2.0.conv1.weight") == (32, 16, 3, 3)
+        and shapes.get("linear.weight", ())[1:] == (64,)
+        and not any("shortcut" in name or "downsample" in name for name in shapes)
+    )
+
+
+def _is_torchvision_mobilenet_v3(shapes: Shapes) -> bool:
+    return (
+        shapes.get("features.0.0.weight") == (16, 3, 3, 3)
+        and "classifier.0.weight" in shapes
+        and "classifier.3.weight" in shapes
+    )
+
+
+def _is_torchvision_large_efficientnet(shapes: Shapes) -> bool:
+    """B5, B6 or B7, whose epsilon is TensorFlow's; B0 to B4 have torch's."""
+    return "features.1.0.block.0.0.weight" in shapes and shapes.get("classifier.1.weight", (0, 0))[1] >= 2048
+
+
+LAYOUTS: tuple[tuple[str, Callable[[Shapes], bool], Options, re.Pattern[str]], ...] = (
+    (
+        "akamaster's pytorch_resnet_cifar10",
+        _is_akamaster,
+        {"shortcut-padding": "both"},
+        re.compile(r"resnet\d+-cifar"),
+    ),
+    (
+        "torchvision's MobileNetV3",
+        _is_torchvision_mobilenet_v3,
+        {"norm-eps": TENSORFLOW_EPSILON},
+        re.compile("mobilenet-v3"),
+    ),
+    (
+        "torchvision's EfficientNet B5 to B7",
+        _is_torchvision_large_efficientnet,
+        {"norm-eps": TENSORFLOW_EPSILON},
+        re.compile("efficientnet-b"),
+    ),
+)

@@ -1,0 +1,245 @@
+"""Where a model is right and where it is wrong: by class, by pairs that it confuses, and by its confidence."""
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from falconet.data.keyed import IntArray
+from falconet.data.storage import ArraySource, Source
+from falconet.errors import ConfigError, printable
+from falconet.train.evaluate import TOP, Evaluation, Observe
+
+BINS = 15  # of the calibration error, as in Guo et al., 2017
+MOST_SHOWN = 10  # classes, and pairs of them
+LONGEST = 30  # letters of a class name in a table
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answered for the images that counted: 12 bytes each."""
+
+    labels: IntArray  # N
+    predicted: IntArray  # N
+    confidence: FloatArray  # N, the probability of the predicted class
+
+
+@dataclass
+class Collected:
+    """Observes batches and keeps their answers on the device, so that nothing waits for it."""
+
+    _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        classes, probabilities = best(logits, 1)
+        self._parts.append((labels.int(), classes[:, 0].int(), probabilities[:, 0]))
+
+    def read(self) -> Answers:
+        labels, predicted, confidence = (torch.cat(each).cpu().numpy() for each in zip(*self._parts, strict=True))
+        is_counted = labels >= 0
+        return Answers(labels[is_counted], predicted[is_counted], confidence[is_counted])
+
+
+def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best classes in the order in which the accuracy counts them, and their probabilities; N x count each."""
+    classes = logits.topk(min(TOP, logits.shape[1]), dim=1).indices[:, :count]
+    return classes, logits.float().softmax(1).gather(1, classes)
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Images of one class that were taken for another."""
+
+    label: str
+    predicted: str
+    count: int
+    of: int  # images of the class
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Images whose confidence lies in a range."""
+
+    low: float
+    high: float
+    images: int
+    accuracy: float | None  # percent; None: no images
+    confidence: float | None  # mean, percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """The answers of one model, counted."""
+
+    class_names: tuple[str, ...]
+    images: IntArray  # by class
+    correct: IntArray  # by class
+    cells: list[tuple[int, int, int]]  # of the confusion matrix: label, predicted, images; only those with images
+    bins: list[Bin]
+
+    @classmethod
+    def of(cls, answers: Answers, class_names: tuple[str, ...]) -> "Breakdown":
+        classes = len(class_names)
+        labels, predicted = answers.labels.astype(np.int64), answers.predicted.astype(np.int64)
+        # A dense matrix of 100,000 classes would not fit into memory; there are never more cells than images.
+        keys, counts = np.unique(labels * classes + predicted, return_counts=True)
+        return cls(
+            class_names=class_names,
+            images=np.bincount(labels, minlength=classes),
+            correct=np.bincount(labels[labels == predicted], minlength=classes),
+            cells=[
+                (key // classes, key % classes, number)
+                for key, number in zip(keys.tolist(), counts.tolist(), strict=True)
+            ],
+            bins=_bins(answers),
+        )
+
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error in percent: how far confidence and accuracy are apart on average."""
+        gaps = [
+            each.images * abs(each.accuracy - each.confidence)
+            for each in self.bins
+            if each.accuracy is not None and each.confidence is not None
+        ]
+        return sum(gaps) / max(1, int(self.images.sum()))
+
+    def accuracy(self, label: int) -> float | None:
+        """Of one class, in percent; None: it has no images."""
+        return 100.0 * int(self.correct[label]) / int(self.images[label]) if self.images[label] else None
+
+    def worst(self) -> list[int]:
+        """The classes with images, the least accurate first."""
+        there = [label for label in range(len(self.class_names)) if self.images[label]]
+        return sorted(there, key=lambda label: (self.correct[label] / self.images[label], label))
+
+    def confusions(self) -> list[Confusion]:
+        """The wrong cells of the matrix, the largest first."""
+        wrong = sorted((-count, label, other) for label, other, count in self.cells if label != other)
+        names = self.class_names
+        return [Confusion(names[label], names[other], -less, int(self.images[label])) for less, label, other in wrong]
+
+    def lines(self) -> Iterator[str]:
+        """For a person: the worst of everything."""
+        worst, confused = self.worst(), self.confusions()
+        which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
+        yield ""
+        yield f"accuracy by class{which}:"
+        width = max(len(_short(self.class_names[label])) for label in worst[:MOST_SHOWN])
+        for label in worst[:MOST_SHOWN]:
+            right = f"{int(self.correct[label]):,} of {int(self.images[label]):,}"
+            yield f"  {_short(self.class_names[label]):{width}}  {self.accuracy(label):6.2f}%  {right}"
+        if confused:
+            yield ""
+            yield "most confused:"
+            for each in confused[:MOST_SHOWN]:
+                yield f"  {_short(each.label)} taken for {_short(each.predicted)}: {each.count:,} of {each.of:,}"
+        yield ""
+        yield f"calibration error {self.calibration_error:.2f}%: {self._calibration()}"
+
+    def _calibration(self) -> str:
+        there = [each for each in self.bins if each.accuracy is not None and each.confidence is not None]
+        images = max(1, sum(each.images for each in there))
+        sure = sum(each.images * (each.confidence or 0.0) for each in there) / images
+        right = sum(each.images * (each.accuracy or 0.0) for each in there) / images
+        return f"on average {sure:.2f}% sure and {right:.2f}% right (ECE, {BINS} bins)"
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "per_class": [
+                {
+                    "class": name,
+                    "images": int(self.images[label]),
+                    "correct": int(self.correct[label]),
+                    "accuracy": self.accuracy(label),
+                }
+                for label, name in enumerate(self.class_names)
+            ],
+            "confusion": {"columns": ["label", "predicted", "images"], "cells": self.cells},
+            "calibration": {"error": self.calibration_error, "bins": [vars(each) for each in self.bins]},
+        }
+
+
+def _bins(answers: Answers) -> list[Bin]:
+    """Equal ranges of confidence, each with its upper end; an answer without a finite confidence is in none."""
+    hits, confidence = answers.labels == answers.predicted, answers.confidence.astype(np.float64)
+    number = np.ceil(np.clip(np.nan_to_num(confidence, nan=-1.0), -1.0, 1.0) * BINS) - 1
+    found = []
+    for each in range(BINS):
+        inside = number == each
+        means = _percent(hits[inside]), _percent(confidence[inside])
+        found.append(Bin(each / BINS, (each + 1) / BINS, int(inside.sum()), *means))
+    return found
+
+
+def _percent(values: npt.NDArray[np.bool_ | np.float64]) -> float | None:
+    return 100.0 * float(values.mean()) if len(values) else None
+
+
+def _short(name: str) -> str:
+    shown = printable(name)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 2]}.."
+
+
+class Predictions:
+    """Observes batches and writes a row for each image; images come in the order of their source."""
+
+    def __init__(self, file: TextIO, source: Source, class_names: Sequence[str]) -> None:
+        self._writer, self._source, self._names = csv.writer(file), source, class_names
+        self._done = 0  # images
+        self._top = min(TOP, len(class_names))
+        more = [f"{column}_{place}" for place in range(2, self._top + 1) for column in ("predicted", "probability")]
+        self._writer.writerow(["path", "label", "predicted", "probability", *more])
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        classes, probabilities = best(logits, self._top)
+        rows = zip(labels.tolist(), classes.tolist(), probabilities.tolist(), strict=True)
+        for number, (label, predicted, sure) in enumerate(rows, start=self._done):
+            if label >= 0:
+                pairs = zip(predicted, sure, strict=True)
+                answers = [cell for one, share in pairs for cell in (self._names[one], f"{share:.6f}")]
+                self._writer.writerow([self._where(number), self._names[label], *answers])
+        self._done += len(labels)
+
+    def _where(self, number: int) -> str:
+        return str(number) if isinstance(self._source, ArraySource) else self._source.where(number)
+
+
+def open_predictions(path: Path) -> TextIO:
+    """The file for predictions; names of files keep their bytes."""
+    try:
+        return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def measured_json(name: str, epoch: str, found: Evaluation, parts: Breakdown) -> dict[str, object]:
+    """One model in validation.json."""
+    return {
+        "checkpoint": name,
+        "epoch": epoch,
+        "images": found.images,
+        found.metric.name: found.accuracy,
+        **({"top5_accuracy": found.top5_accuracy} if len(parts.class_names) > TOP else {}),
+        "loss": found.loss if math.isfinite(found.loss) else None,
+        **parts.to_json(),
+    }
+
+
+def several(*observers: Observe) -> Observe:
+    """All of them."""
+
+    def observe(logits: Tensor, labels: Tensor) -> None:
+        for each in observers:
+            each(logits, labels)
+
+    return observe

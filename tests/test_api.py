@@ -1,0 +1,248 @@
+"""The Python API: the runs, scores and mistakes of the command line, and nothing left behind in the process."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import falconet as fn
+from falconet.checkpoint import format
+from falconet.cli import main
+from falconet.data.image_files import BadImages
+from falconet.data.readers import reader_for
+from falconet.data.storage import FileSource
+from falconet.infer.model import Transform
+from runs import assert_bitwise, stop_at
+
+TINY = {
+    **{"data": "generated", "image_size": 16, "iterations": 4, "micro_batch_size": 8, "epoch": 2, "warmup_epoch": 0},
+    **{"threads": 1, "dataloader_workers": 1, "device": "cpu"},
+}
+LINE = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items())
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DATA_DIR", raising=False)
+
+
+@pytest.fixture
+def photos(image_folder):
+    """A run on two classes of photos, in r, and its folder."""
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --run-dir r"
+    assert main([*line.split(), "--device", "cpu", "--warmup-epoch", "0"]) == 0
+    return image_folder
+
+
+def test_import_takes_no_torch():
+    code = "import sys, falconet as fn; assert callable(fn.train) and 'load' in dir(fn); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_every_public_name_is_there_after_anything_was_imported():
+    assert all(getattr(fn, name) for name in fn.__all__)
+    assert callable(fn.train)
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        _ = fn.trane
+
+
+def test_a_run_is_that_of_the_command_line_and_can_be_repeated():
+    assert main(f"train {LINE} --run-dir line".split()) == 0
+    for name in ("first", "second"):
+        run = fn.train(**TINY, run_dir=name)
+        assert run.folder == Path(name)
+        assert_bitwise(Path("line"), Path(name))
+
+
+def test_a_run_without_a_folder_gets_one_and_has_its_metrics():
+    run = fn.train(**TINY, mixup_alpha=None, ema_half_life=1, tensorboard=False)
+    assert run.folder.parent == Path("runs")
+    assert [row["epoch"] for row in run.metrics] == [1, 2]
+    assert {"update", "train/loss", "validation/accuracy", "validation_ema/accuracy"} <= run.metrics[0].keys()
+    scores = [max(row["validation/accuracy"], row["validation_ema/accuracy"]) for row in run.metrics]
+    assert run.best.accuracy == max(scores)
+    assert run.best.epoch == 1 + scores.index(max(scores))
+    assert run.best.checkpoint == format.choose(run.folder, "best", lambda _: None).folder
+    assert repr(run) == repr(fn.Run(str(run.folder)))
+    assert f"best {max(scores):.2f} %" in repr(run)
+
+
+def test_metrics_become_a_table_if_pandas_is_there(monkeypatch):
+    run = fn.train(**TINY)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fn.UserError, match="pip install pandas"):
+        run.metrics.to_pandas()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modell": "resnet18"}, "unknown option --modell; did you mean '--model'?"),
+        ({"epoch": "many"}, "--epoch: got 'many', expected a whole number, at least 1"),
+        ({"epoch": True}, "--epoch: got no value"),
+        ({"tensorboard": "yes"}, "--tensorboard: got 'yes', expected no value: it is a switch"),
+        ({"photos": "nowhere"}, "nowhere: no such folder"),
+        ({"plan": True}, "--plan: would leave no run to return"),
+        ({"temporary": True}, "--temporary: would leave no run to return"),
+        ({"pixel_mean": [0.5]}, "--pixel-mean: got 1 numbers, expected 3"),
+    ],
+)
+def test_a_mistake_raises_the_line_of_the_command_line(options, message):
+    with pytest.raises(fn.UserError) as caught:
+        fn.train(**options)
+    assert message in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def left_behind():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.get_num_threads()
+    rest = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sys.unraisablehook, dict(os.environ)
+    return handlers, flags, torch.get_rng_state().tolist(), rest, [thread.name for thread in threading.enumerate()]
+
+
+def test_nothing_is_left_behind(photos):
+    fn.load("r")  # rich and torch start what they keep
+    torch.set_num_threads(2)
+    before = left_behind()
+    run = fn.train(**TINY)
+    model = fn.load(run)
+    model.predict([np.zeros((9, 9), np.uint8)])
+    fn.load("r").predict(["photos/val"])
+    fn.evaluate(run)
+    assert left_behind() == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_interruption_saves_and_leaves_python_usable(monkeypatch, capfd):
+    before = left_behind()
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5, act=lambda: bool(os.kill(os.getpid(), signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            fn.train(**TINY, run_dir="r")
+    assert "to continue: falconet restore " in capfd.readouterr().out
+    assert left_behind() == before
+    stopped = fn.Run("r")
+    assert stopped.metrics[0]["epoch"] == 1
+    whole = fn.train(**TINY, run_dir="whole")
+    assert fn.train(**TINY, run_dir="r", resume=True).metrics[-1]["train/loss"] == whole.metrics[-1]["train/loss"]
+    assert_bitwise(Path("r"), Path("whole"))
+
+
+def test_training_works_in_another_thread():
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(fn.train(**TINY)))
+    thread.start()
+    thread.join()
+    assert runs[0].best.epoch in (1, 2)
+
+
+def test_pictures_of_every_kind_get_the_class_of_the_file(photos):
+    model = fn.load("r")
+    path = photos / "val/light/1.png"
+    picture = Image.open(path)
+    array = np.asarray(picture)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    found = model.predict([str(path), path, picture, array, tensor, model.transform(picture)], top=2, batch_size=1)
+    for each in found:
+        assert (each.label, len(each.top)) == (found[0].label, 2)
+        assert each.probability == pytest.approx(found[0].probability, abs=1e-6)
+        assert each.probabilities.sum() == pytest.approx(1)
+    one = model.predict(path)
+    assert (one.label, one.name) == (found[0].label, str(path))
+    assert repr(one).startswith(f"<{path}: {one.label} {100 * one.probability:.1f} %, ")
+    assert model.class_names == ("dark", "light")
+    with torch.no_grad():
+        logits = model.module(model.transform(path)[None])
+    np.testing.assert_allclose(logits.softmax(1)[0].numpy(), one.probabilities, atol=1e-6)
+
+
+def test_transform_is_the_preprocessing_of_validation_bit_for_bit(photos):
+    from falconet.data.crops import Crops
+
+    model = fn.load("r")
+    names = [f"{number}.png" for number in range(4)]
+    source = FileSource.of(photos / "val", names=names, labels=[0] * 4, class_names=("dark",))
+    made = model.transform.preprocessing
+    reader = reader_for(source, crops=Crops(preprocessing=made), bad=BadImages(0, note=print))
+    expected = np.empty((4, 16, 16, 3), np.uint8)
+    reader.read(np.arange(4), epoch=0, out=expected)
+    for name, pixels in zip(names, expected, strict=True):
+        assert np.array_equal(model.transform.pixels(Image.open(photos / "val/dark" / name)).permute(1, 2, 0), pixels)
+    assert model.transform == Transform(made)
+
+
+def test_a_folder_in_a_list_stands_for_its_photos(photos):
+    model = fn.load("r")
+    (photos / "val/dark/bad.png").touch()
+    with pytest.warns(UserWarning, match=r"bad\.png: empty file; left out"):
+        found = model.predict([photos / "val", photos / "train/dark/0.png"])
+    assert len(found) == 9
+    assert model.embeddings([photos / "val/light"]).shape == (4, 64)
+
+
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [
+        ("nowhere.jpg", "nowhere.jpg: No such file or directory"),
+        ("photos", "photos: is a folder; expected a photo, or a list with the folder in it"),
+        (np.zeros((4, 4)), "got float64 of 4 x 4, expected a path"),
+        (np.zeros((4, 4, 7), np.uint8), "got uint8 of 4 x 4 x 7, expected a path"),
+        (torch.zeros(3, 4, 4), "got a float tensor of 3 x 4 x 4, expected 3 x 16 x 16"),
+        ([3], "got int, expected a path"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_one_line(photos, picture, message):
+    with pytest.raises(fn.UserError) as caught:
+        fn.load("r").predict(picture)
+    assert message in str(caught.value)
+
+
+def test_accuracy_is_that_of_the_run(photos):
+    run = fn.Run("r")
+    expected = run.metrics[-1]
+    for found in (
+        fn.evaluate(run),
+        fn.evaluate("r"),
+        fn.evaluate(fn.load("r"), photos),
+        fn.evaluate(fn.load("r"), str(photos / "val")),
+    ):
+        assert found.images == 8
+        assert found.accuracy == expected["validation/accuracy"]
+        assert found.loss == pytest.approx(expected["validation/loss"], rel=1e-6)
+    (photos / "val/dark").rename(photos / "val/drak")
+    with pytest.raises(fn.UserError, match=r"val/drak: is not a class of the model; did you mean 'dark'\?"):
+        fn.evaluate("r", photos)
+
+
+def test_models_come_from_checkpoints_weights_and_names(photos):
+    best = fn.Run("r").best.checkpoint
+    picture = photos / "val/dark/0.png"
+    expected = fn.load("r").predict(picture).probabilities
+    assert np.array_equal(fn.load(best).predict(picture).probabilities, expected)
+    assert np.array_equal(fn.load("r", checkpoint="last").predict(picture).probabilities, expected)
+    shutil.copy(best / "model.safetensors", "weights.safetensors")
+    assert fn.load("weights.safetensors", model="resnet8-cifar").class_names == ("0", "1")
+    for source, message in {
+        "resnet50": "is not in the Hugging Face cache",
+        "nowhere": "nowhere: no such file or folder",
+        "resnet5": "resnet5: no such file or folder",
+    }.items():
+        with pytest.raises(fn.UserError, match=message):
+            fn.load(source)
+    with pytest.raises(fn.UserError, match="from no run"):
+        fn.evaluate(fn.load("weights.safetensors", model="resnet8-cifar"))
+
+
+def test_what_is_no_run_is_refused():
+    with pytest.raises(fn.UserError, match=r"nowhere: is no run folder; expected one with metrics\.jsonl in it"):
+        fn.Run("nowhere")
