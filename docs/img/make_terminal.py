@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-SHOWN = (1, 2, 30)  # epochs; the others are replaced by one line that says so
-COLUMNS = 110
+SHOWN = (1, 2, 3, 4, 5, 29, 30)  # epochs; the others are replaced by one line that says so
+COLUMNS = 100
 
 
 def trained() -> list[str]:
@@ -24,18 +24,18 @@ def trained() -> list[str]:
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """The same lines without the epochs that are not in SHOWN; what comes after the last epoch stays."""
-    epoch, kept, hidden = 0, [], []
+    """The same lines without the rows of epochs that are not in SHOWN."""
+    kept: list[str] = []
+    hidden: list[int] = []
     for line in lines:
-        found = re.fullmatch(r"Epoch (\d+)/\d+", line)
-        epoch = int(found[1]) if found else epoch
-        if epoch == 0 or epoch in SHOWN:
-            if hidden:
-                kept.append(f"[ epochs {hidden[0]} to {hidden[-1]} not shown ]")
-                hidden = []
-            kept.append(line)
-        elif found:
-            hidden.append(epoch)
+        found = re.match(r" +(\d+)/\d+ ", line)
+        if found and int(found[1]) not in SHOWN:
+            hidden.append(int(found[1]))
+            continue
+        if hidden:
+            kept.append(f"[ epochs {hidden[0]} to {hidden[-1]} not shown ]")
+            hidden = []
+        kept.append(line)
     return kept
 
 
@@ -44,8 +44,10 @@ def draw(lines: list[str], target: Path) -> None:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.assemble(("$ ", "bold green"), ("falconet train --run-dir runs/first", "bold")))
     for line in lines:
-        style = "bold" if line.startswith("validation accuracy") else "dim" if line.startswith("[ ") else ""
-        console.print(Text(line, style=style))
+        style = "bold" if line.startswith(("best accuracy", "  epoch")) else "dim" if line.startswith("[ ") else ""
+        text = line.lstrip()
+        # A segment of blanks is left out and the next one placed behind it; leading blanks, not every viewer keeps.
+        console.print(Text.assemble((" " * (len(line) - len(text)), "dim"), (text, style)))
     svg = console.export_svg(title="falconet train", theme=MONOKAI)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace("Fira Code, monospace", "monospace")
     target.write_text(svg, encoding="utf-8")

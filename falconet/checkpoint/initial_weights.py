@@ -18,7 +18,7 @@ from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
 from falconet.checkpoint.manifest import MANIFEST, read_manifest
 from falconet.checkpoint.origin import find_origin
-from falconet.config.options import Model
+from falconet.config.options import Data, Model
 from falconet.data.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -57,15 +57,15 @@ class Inputs:
             interpolation=self.interpolation,
         )
 
-    def table(self) -> dict[str, dict[str, Any]]:
-        """The options that prepare photos like this, as a checkpoint stores them."""
-        values: dict[str, Any] = {
-            "image-size": str(self.image_size),
-            "pixel-mean": list(map(str, self.mean)),
-            "pixel-deviation": list(map(str, self.std)),
-            "interpolation": self.interpolation,
-            "validation-crop-ratio": str(self.crop_ratio),
-        }
+    def table(self, data: Data) -> dict[str, dict[str, Any]]:
+        """The options that prepare photos like this, as a checkpoint stores them; `data`: the others."""
+        values: dict[str, Any] = {"image-size": str(self.image_size)}
+        if data.normalization == "deviation" and data.normalization_location != "none":
+            values |= {"pixel-mean": list(map(str, self.mean)), "pixel-deviation": list(map(str, self.std))}
+        if data.antialias:
+            values["interpolation"] = self.interpolation
+        if data.validation_crop != "whole":
+            values["validation-crop-ratio"] = str(self.crop_ratio)
         return {name: {"value": value} for name, value in values.items()}
 
 
@@ -172,7 +172,7 @@ def _of_file(path: Path, name: str) -> InitialWeights:
         classes=classes,
         class_names=names or pretrained.imagenet_classes(classes),
         inputs=_inputs(config, where=str(path)),
-        options={name: entry for name, entry in origin.table().items() if name in _OF_MODEL} if origin else {},
+        options={name: entry for name, entry in origin.table().items() if name in _OF_MODEL},
         read=lambda: read_file(path).weights,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from falconet.checkpoint.foreign import WeightsFile
 from falconet.config.options import MODELS
+from falconet.config.settings import CHECKPOINT
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 Options = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
@@ -31,15 +32,16 @@ class Origin:
         """The options as those of a checkpoint, which the command line overrides."""
         return {name: {"value": value} for name, value in self.options.items()}
 
-    def line(self) -> str:
-        """What was concluded, and why."""
-        return f"{self.why}: {' '.join(_spelled(name, value) for name, value in self.options.items())}"
+    def line(self, sources: Mapping[str, str]) -> str | None:
+        """What was concluded, and why; `sources`: of the options in use, some of which the command line may set."""
+        taken = [_spelled(name, value) for name, value in self.options.items() if sources.get(name) == CHECKPOINT]
+        return f"{self.why}: {' '.join(taken)}" if taken else None
 
 
-def find_origin(file: WeightsFile, *, model: str | None) -> Origin | None:
+def find_origin(file: WeightsFile, *, model: str | None) -> Origin:
     """The options that follow from a file; `model`: the one that the command line names, None: none.
 
-    Nothing follows for a model of another kind.
+    None follow for a model of another kind, or where nothing is known.
     """
     stored = _from_arguments(file.arguments)
     named = stored.get("model")
@@ -49,7 +51,7 @@ def find_origin(file: WeightsFile, *, model: str | None) -> Origin | None:
     for kind, is_one, options, families in LAYOUTS:
         if is_one(shapes) and (model is None or families.match(model)):
             return Origin(f"{file.path.name} has the layers of {kind}", dict(options))
-    return None
+    return Origin("", {})
 
 
 def _from_arguments(arguments: Mapping[str, Any]) -> Options:

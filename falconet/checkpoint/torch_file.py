@@ -173,10 +173,11 @@ class _Structure(pickle._Unpickler):
 
     def load_newobj(self) -> None:
         """Make a namespace without arguments, the one class that is made this way."""
-        given, made = self.stack.pop(), self.stack.pop()
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        given, made = stack.pop(), stack.pop()
         if made != NAMESPACE or given != ():
             raise pickle.UnpicklingError("GLOBAL that cannot be made")
-        self.append(_InertNamespace(self._count))
+        stack.append(_InertNamespace(self._count))
 
     dispatch = _limited(pickle._Unpickler.dispatch | {pickle.NEWOBJ[0]: load_newobj})
 

@@ -135,7 +135,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         return Subject(options=options, model=model.eval(), images=images)
     shared = of_command(ValidateOptions, line)
     if path.is_file():
-        opened = saved_model.open_foreign(path, shared)
+        opened = saved_model.open_foreign(path, shared, console.screen_of(world).line)
     else:
         chosen = format.choose(path, options.choice.checkpoint, console.spoken(world))
         opened = next(saved_model.open_checkpoint(chosen.folder, shared))

@@ -36,6 +36,10 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     stated = parse(command, line)  # wrong names and values are reported before a checkpoint is looked for
     options: Any = stated.options
     path = options.input.checkpoint_input_path
+    if isinstance(options, commands.ValidateOptions) and options.pretrained.pretrained != "none":
+        if path is not None:
+            raise ConfigError("--pretrained: contradicts --checkpoint-input-path; expected one of them")
+        return stated
     if path is None:
         raise ConfigError(
             "--checkpoint-input-path: is required; expected a checkpoint, a folder of them or a run folder"

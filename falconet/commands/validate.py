@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from falconet import writing
+from torch import Tensor
+
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
@@ -19,67 +21,65 @@ from falconet.train import breakdown, evaluate, saved_model
 from falconet.train.breakdown import Breakdown, Collected
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
-FOREIGN = (".pt", ".pth", ".bin", ".safetensors")
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
     stated, screen = loaded.options, Screen()
     path = stated.input.checkpoint_input_path
-    assert path is not None
-    output = stated.table.output or _beside(path)
+    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line):
             style.validated(_validated(_timed(opened, stated, screen.line)))
         return 0
-    rows, details, shown = [], [], None
+    rows, details, better = [], [], []
     for opened in _opened(loaded, screen.line):
-        answers = Collected()
-        _, found, _ = _timed(opened, stated, screen.line, answers.add)
+        answers, images = Collected(), len(opened.images.validation)
+        with Counting(f"validating {opened.name}", total=images) as counting:
+            observe = breakdown.several(answers.add, _counted(counting, images))
+            _, found, _ = _timed(opened, stated, screen.line, observe)
         parts = Breakdown.of(answers.read(), opened.class_names)
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
-        shown = parts if opened.is_better else shown
+        better += [parts] if opened.is_better else []
     table = evaluate.tabulate_accuracies(rows)
     evaluate.show_accuracies(table, screen.line)
-    if stated.choice.checkpoint != "all" and shown:
-        for text in shown.lines():
-            screen.line(text)
-        screen.line("")
-    evaluate.write_accuracies(table, output, option="--output", named=stated.table.output is not None)
-    _write_details(details, output.with_suffix(".json"), named=stated.table.output is not None)
-    screen.line(f"written to {output} and {output.with_suffix('.json')}")
+    for text in (*better[0].lines(), "") if len(better) == 1 else ():
+        screen.line(text)
+    also, named = output.with_suffix(".json"), stated.table.output is not None
+    evaluate.write_accuracies(table, output, option="--output", named=named)
+    evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
+    screen.line(f"written to {output} and {also}")
     if stated.table.predictions:
         screen.line(f"predictions of every image written to {stated.table.predictions}")
     return 0
 
 
+def _counted(counting: Counting, total: int) -> Observe:
+    """Counts images, but not the rows that fill the last batch."""
+    left = total
+
+    def observe(_: Tensor, labels: Tensor) -> None:
+        nonlocal left
+        counting.add(min(left, len(labels)))
+        left = max(0, left - len(labels))
+
+    return observe
+
+
 def _timed(opened: saved_model.Opened, stated: ValidateOptions, say: Say, observe: Observe = overlook) -> Measured:
     """Measure a model; the predictions of the better one of a checkpoint are written if that was asked for."""
-    path, source = stated.table.predictions, opened.images.validation
+    path = stated.table.predictions
     with contextlib.ExitStack() as held:
-        counting = held.enter_context(Counting(f"validating {opened.name}", total=len(source)))
-        observers = [observe, lambda _, labels: counting.add(len(labels))]
         if path is not None and opened.is_better:
             with named_option("predictions"):
                 file = held.enter_context(breakdown.open_predictions(path))
-            observers.append(breakdown.Predictions(file, source, opened.class_names).add)
+            written = breakdown.Predictions(file, opened.images.validation, opened.class_names)
+            observe = breakdown.several(observe, written.add)
         start = time.perf_counter()
-        found = saved_model.measure(opened, say, breakdown.several(*observers))
+        found = saved_model.measure(opened, say, observe)
     return opened, found, time.perf_counter() - start
-
-
-def _write_details(models: Sequence[Mapping[str, object]], path: Path, *, named: bool) -> None:
-    """Everything about each model, for programs; `named`: the user named the file, which may be a link."""
-    text = json.dumps({"models": list(models)}) + "\n"
-    try:
-        if named:
-            path.write_text(text, encoding="utf-8")
-        else:
-            writing.replace(path.parent, path.name, text)
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
 def _validated(measured: Measured) -> Validated:
@@ -115,17 +115,26 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.O
 def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
     path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
-    assert path is not None
-    if path.is_file() and path.suffix in FOREIGN:
-        yield saved_model.open_foreign(path, line)
-    elif which == "all":
-        yield from _all_models(path, line, say)
+    if path is None:  # then --pretrained is given
+        yield saved_model.open_pretrained(line)
+        return
+    folders = [] if path.is_file() else format.checkpoints_in(path)
+    files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    if len(files) > 1 and stated.table.predictions:
+        raise ConfigError(f"--predictions: takes one model, but {path} holds {len(files)} files; expected one of them")
+    for file in files:
+        opened = saved_model.open_foreign(file, line, say)
+        saved_model.warn_of_misfit(opened, say)
+        yield opened
+    if files:
+        return
+    if which == "all":
+        yield from _all_models(path, folders, line, say)
     else:
         yield from saved_model.open_checkpoint(format.choose(path, which, say).folder, line)
 
 
-def _all_models(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
-    folders = format.checkpoints_in(path)
+def _all_models(path: Path, folders: Sequence[Path], line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
     if not folders:
         raise CheckpointError(f"{path}: no checkpoint in it; expected a checkpoint, a folder of them or a run folder")
     refused = []
@@ -140,6 +149,16 @@ def _all_models(path: Path, line: Sequence[Setting], say: Say) -> Iterator[saved
         yield from saved_model.open_checkpoint(folder, line)
     if len(refused) == len(folders):
         raise format.refuse(folders[0], refused[0])
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+
+    def epoch(path: Path) -> int:
+        digits = re.search(r"(\d{1,9})$", path.stem)
+        return int(digits[1]) if digits else 0
+
+    return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
 def _beside(path: Path) -> Path:

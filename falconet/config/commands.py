@@ -60,7 +60,7 @@ class TrainOptions(Command):
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
     needs_arguments: ClassVar[bool] = False
     common: ClassVar[tuple[str, ...]] = (
-        *("config", "model", "data", "data-dir", "image-size", "pretrained", "init-path"),
+        *("config", "model", "data", "data-dir", "image-size", "pretrained"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
         *("weight-decay", "augment", "device", "precision", "replicas", "run-dir", "resume", "plan"),
     )
@@ -109,6 +109,7 @@ class ValidateOptions(Command):
         "data",
         "data-dir",
         "model",
+        "pretrained",
         "validation-batch-size",
         "device",
         "precision",
@@ -116,6 +117,7 @@ class ValidateOptions(Command):
 
     input: Input = field(default_factory=Input)
     choice: Choices = field(default_factory=Choices)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     table: Table = field(default_factory=Table)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

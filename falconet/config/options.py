@@ -104,7 +104,7 @@ class Training:
     init_path: Path | None = local(None)
     """Start with the weights of a checkpoint, of a run's newest one, or of a safetensors or torch file."""
     pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
-    """Start with published weights, the default without a value, or a file's; auto: with published ones if there are any."""
+    """Start with published weights, which it means without a value, or a file's; auto: published if there are any."""
     batchnorm_per_update: bool = False
     """Update batch norm's statistics once per update, by the mean over its micro-batches, not per micro-batch."""
     trainable: tuple[str, ...] = ()

@@ -38,22 +38,23 @@ class Published:
 
     tag: str  # timm's name of the model and its weights
     repository: str  # on the Hugging Face hub
-    classifier: str  # the layer that depends on the number of classes
     classes: int
     config: Mapping[str, Any] = field(default_factory=dict)  # timm's: input size, interpolation, crop and so on
 
 
 def published(name: str) -> Published:
     """The published weights of a model."""
+    tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
+    if tag is None:
+        raise CheckpointError(f"there are no published weights for {name}")
     import timm
 
-    tag = TAGS.get(name) or (name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else None)
-    config = timm.get_pretrained_cfg(tag) if tag else None
+    config = timm.get_pretrained_cfg(tag)
     if config is None or not config.hf_hub_id or not config.architecture or not isinstance(config.classifier, str):
         raise CheckpointError(f"there are no published weights for {name}")
     full = f"{config.architecture}.{config.tag}" if config.tag else config.architecture
     repository = f"{config.hf_hub_id}{full}" if config.hf_hub_id.endswith("/") else config.hf_hub_id
-    return Published(full, repository, config.classifier, config.num_classes, asdict(config))
+    return Published(full, repository, config.num_classes, asdict(config))
 
 
 def is_published(name: str) -> bool:
@@ -96,7 +97,6 @@ def torchvision_config(file: str) -> dict[str, Any] | None:
                     "interpolation": made.interpolation.value,
                     "mean": tuple(made.mean),
                     "std": tuple(made.std),
-                    "num_classes": len(weights.meta["categories"]),
                 }
     return None
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from falconet.config.options import Model
 
+Side = Literal["back", "both"]  # of zero channels: after the others, or half before and half after them
 # Those that timm has a name for; the others are built from its blocks.
 _TIMM = {
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
@@ -69,11 +70,17 @@ class ZeroPadShortcut(nn.Module):
         return functional.pad(x[:, :, :: self.stride, :: self.stride], sides)
 
 
-def pad_shortcuts(model: nn.Module, side: Literal["back", "both"]) -> None:
+def pad_shortcuts(model: nn.Module, side: Side) -> None:
     """Put the zero channels of shortcuts after the others, or half of them before."""
     for module in model.modules():
         if isinstance(module, ZeroPadShortcut):
             module.channels_before = module.added_channels // 2 if side == "both" else 0
+
+
+def side_of_zeros(model: nn.Module) -> Side:
+    """Where the shortcuts of a model have their zero channels."""
+    padded = (module for module in model.modules() if isinstance(module, ZeroPadShortcut))
+    return "both" if any(module.channels_before for module in padded) else "back"
 
 
 def set_shortcuts(model: nn.Module, kind: Literal["auto", "A", "B", "C", "stages"]) -> None:

@@ -132,18 +132,20 @@ class Screen:
             self._pace.show(loss)
 
     def glance(self, doing: str = "", *, last: bool = False) -> None:
-        """Show the present state, or what is done instead of training, unless that was just shown."""
+        """Show the present state, or what is done after the last update of an epoch, unless that was just shown."""
         now = self._clock()
         if self._pace is None or (now - self._glanced < GLANCE and not last):
             return
         self._glanced = now
         self._pace.mark()
         note = doing or _in_words(self._pace)
-        self._bar.update(self._task, completed=self._pace.epoch_done, note=note)
+        done = self._pace.epoch_total if doing else self._pace.epoch_done
+        text = f"{self._epoch}  {100 if doing else self._pace.percent:3.0f}%  {note}".lstrip()
+        self._bar.update(self._task, completed=done, note=note)
         if self._cell:
-            self._cell.show(f"{self._epoch}  {self._pace.percent:3.0f}%  {note}")
+            self._cell.show(text)
         elif self._bar.disable and self._heartbeat is not None and now - self._printed >= self._heartbeat:
-            self.line(f"{self._epoch}  {self._pace.percent:3.0f}%  {note}")
+            self.line(text)
 
     def end(self) -> None:
         if self._cell:
@@ -196,7 +198,7 @@ class Counting:
     """A counter, up to `total` if that is known; on stderr, so that it does not mix with output."""
 
     def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
-        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, force_jupyter=False)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),

@@ -1,19 +1,18 @@
 """What the data and pretrained weights decide where the options leave it open; a checkpoint then states it."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from falconet.checkpoint import initial_weights
-from falconet.checkpoint.initial_weights import InitialWeights
+from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
-from falconet.config.load import Loaded
+from falconet.config.load import Loaded, Options
 from falconet.config.settings import CHECKPOINT, WEIGHTS
 from falconet.data.dataset import open_dataset
 from falconet.errors import CheckpointError, ConfigError
 from falconet.models import pretrained
+from falconet.models.pretrained import FILE
 
-Table = Mapping[str, Mapping[str, Any]]  # options as a checkpoint stores them
 PHOTOS_SEEN = 60_000  # photos that a training of automatic length shows to the model
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 40
 
@@ -28,18 +27,38 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
     if asked == "none" or (asked == "auto" and not _has_published(options)):
         return loaded, None
     if asked == "auto":
-        problem = rules.unfit_for_weights(options.model)
+        asked, problem = "published", rules.unfit_for_weights(options.model)
         if problem:
             raise ConfigError(problem)
+    found = find_weights(
+        options.model.model,
+        asked,
+        fetched=not options.run.plan,
+        otherwise="or --pretrained none to train from scratch",
+    )
+    return fitted(loaded, found), found
+
+
+def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
+    """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
     try:
-        found = initial_weights.find(
-            options.model.model, "published" if asked == "auto" else asked, fetched=not options.run.plan
-        )
+        return initial_weights.find(name, asked, fetched=fetched)
     except CheckpointError as error:
-        raise CheckpointError(f"--pretrained: {error}; expected {_expected(asked)}") from None
-    settled = loaded.over({**found.options, **_chosen(options, found.inputs.table())})
-    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in settled.sources.items()}
-    return replace(settled, sources=sources), found
+        if asked != "published":
+            expected = "a safetensors or torch file, a checkpoint or a run folder"
+        elif pretrained.is_published(name):
+            expected = f"a network, its {FILE} as --pretrained PATH, a cache that has it in HF_HOME, {otherwise}"
+        else:
+            expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
+        raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
+
+
+def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
+    """The options with those that follow from weights, below the ones that the line states."""
+    options: Any = loaded.options
+    made = loaded.over({**weights.options, **weights.inputs.table(options.data)})
+    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in made.sources.items()}
+    return replace(made, sources=sources)
 
 
 def weight_notes(options: commands.TrainOptions, initial: InitialWeights | None) -> tuple[str, ...]:
@@ -52,27 +71,6 @@ def weight_notes(options: commands.TrainOptions, initial: InitialWeights | None)
 def _has_published(options: commands.TrainOptions) -> bool:
     """Whether auto means published weights: --init-path and models without any leave nothing to find."""
     return options.training.init_path is None and pretrained.is_published(options.model.model)
-
-
-def _expected(asked: object) -> str:
-    if asked not in ("auto", "published"):
-        return "a safetensors or torch file, a checkpoint or a run folder"
-    return (
-        "a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none"
-        " to train from scratch"
-    )
-
-
-def _chosen(options: commands.TrainOptions, table: Table) -> Table:
-    """Without what other options leave no room for."""
-    data = options.data
-    has_room = {
-        "pixel-mean": rules.normalises_by_dataset(options),
-        "pixel-deviation": rules.normalises_by_dataset(options),
-        "interpolation": data.antialias,
-        "validation-crop-ratio": data.validation_crop != "whole",
-    }
-    return {name: entry for name, entry in table.items() if has_room.get(name, True)}
 
 
 def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:

@@ -36,6 +36,7 @@ from falconet.errors import (
     printable,
 )
 from falconet.exits import FAILED
+from falconet.models.batch_statistics import misfit
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -45,6 +46,7 @@ from falconet.train.log import Output
 from falconet.train.plan import Plan
 
 TOP = 5  # classes among which the right one counts too
+STATISTICS_IMAGES = 64  # enough to compare statistics with
 MOST_NAMED = 20  # images that could not be read
 FAILURES = (UserError, RuntimeError, MemoryError, OSError)  # of a validation, which leave the weights intact
 
@@ -248,6 +250,26 @@ def evaluator(
     return measure
 
 
+def statistics_warning(
+    model: nn.Module, images: Dataset, data: options.Data, *, regime: Regime, world: World
+) -> str | None:
+    """A warning if batch norm's running statistics do not fit one batch of the validation images."""
+    if data.data in ("generated", "synthetic"):
+        return None
+    batch = min(value_or(data.validation_batch_size, data.micro_batch_size), STATISTICS_IMAGES)
+    quiet = BadImages(None, note=lambda _: None)
+    reading = Input(data=data, regime=regime, world=world, note=lambda _: None)
+    loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=quiet)
+    first = next(iter(loader.batches()))
+    pixels = first.images.to(world.device)[first.labels.to(world.device) >= 0]  # without padding
+    normalised = images.normalise(world.device)(pixels)
+    found = misfit(model, lambda: regime.run(model, normalised)) if len(pixels) else None
+    if found is None:
+        return None
+    pixels_advice = "check --normalization, --pixel-mean and --pixel-deviation"
+    return f"warning: {found.text}; {f'try --shortcut-padding {found.side}' if found.side else pixels_advice}"
+
+
 @dataclass(kw_only=True)
 class Validation:
     """Measures the model of a run when the loop asks for it, and reports what it finds."""
@@ -383,16 +405,21 @@ def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
 
 
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
-    """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
+    """Write the table as CSV; see `write_result`."""
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, ACCURACY_COLUMNS)
     writer.writeheader()
     writer.writerows(rows)
+    write_result(file.getvalue(), path, option=option, named=named)
+
+
+def write_result(text: str, path: Path, *, option: str, named: bool) -> None:
+    """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
     try:
         if named:
-            path.write_text(file.getvalue(), encoding="utf-8", newline="")
+            path.write_text(text, encoding="utf-8", newline="")
         else:
-            writing.replace(path.parent, path.name, file.getvalue())
+            writing.replace(path.parent, path.name, text)
     except LinkError as error:
         raise LinkError(error.path, option) from None
     except OSError as error:

@@ -141,10 +141,23 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
         screen.line(f"restored {folder}, update {state.progress.update:,} of {built.plan.updates:,}")
+    elif built.options.training.init_path or isinstance(built.options.training.pretrained, Path):
+        _warn_of_misfit(built, state)
     replicas = built.site.grid.replicas
     if replicas.size > 1:  # the digest takes a second per gigabyte of weights
         replicas.agree("the weights", digest(state.model))
     return state
+
+
+def _warn_of_misfit(built: BuiltPhase, state: TrainState) -> None:
+    """Print if the statistics of a weights file do not fit the images; a stage alone cannot compare them."""
+    site = built.site
+    if site.world.is_first and site.grid.stages.size == 1:
+        warning = evaluate.statistics_warning(
+            state.model, built.images, built.options.data, regime=built.regime, world=site.world
+        )
+        if warning:
+            site.screen.line(warning)
 
 
 def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, folder: Path) -> None:

@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from falconet.checkpoint import format
-from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint import format, initial_weights
+from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
 from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.origin import Origin, find_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
-from falconet.config.fields import value_or
+from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.errors import CheckpointError, ConfigError, DataError
-from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_machine
 from falconet.report.console import Say
 from falconet.report.styles import Validated
-from falconet.train import evaluate
+from falconet.train import defaults, evaluate
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, Validation, never, overlook
 from falconet.train.save import Saving
 
@@ -95,47 +95,105 @@ def epoch_of(manifest: Manifest) -> str:
     return f"{progress.epoch}" + (f" + {progress.images:,} images" if progress.images else "")
 
 
-def open_foreign(path: Path, line: Sequence[Setting]) -> Opened:
-    """Foreign weights in the model that the line names."""
-    given = {setting.option for setting in line}
-    if not {"model", "data"} <= given:
-        raise ConfigError(f"{path}: holds only weights; expected --model and --data as well")
-    options = load_options(ValidateOptions, line).options
+def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
+    """Foreign weights in the model, and on the data, that the line or the file itself names."""
+    file, named = read_file(path), {setting.option: setting.values for setting in line}
+    origin = find_origin(file, model=named["model"][-1] if "model" in named else None)
+    missing = [f"--{name}" for name in ("model", "data") if name not in named and name not in origin.options]
+    if missing:
+        other = fitting_model(file.weights) if "--model" in missing else None
+        fits = f"; these weights fit --model {other[0]}" if other else ""
+        raise ConfigError(f"{path}: holds only weights; expected {' and '.join(missing)} as well{fits}")
+    loaded = load_options(ValidateOptions, line, origin.table())
+    if concluded := origin.line(loaded.sources):
+        note(concluded)
+    refuse_download(loaded)
+    options = loaded.options
     images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
     model = _built(options, classes=images.classes)
-    load_weights(model, read_weights(path), where=str(path), name=options.model.model)
+    load_foreign(model, file.weights, where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)
+
+
+def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tuple[str, ...]]:
+    """The options of the model that follow from the weights of --init-path, and what to print about them.
+
+    They are stored with the run, which needs the file only once. A missing file is reported where it is read.
+    """
+    path = loaded.options.training.init_path
+    if path is None or not path.exists():
+        return loaded, ()
+    if path.is_file():
+        asked = is_asked_for(loaded.sources.get("model"))
+        origin = find_origin(read_file(path), model=loaded.options.model.model if asked else None)
+    else:
+        origin = _own_origin(format.newest_whole(path, note=lambda _: None))
+    known = options_of(TrainOptions)
+    of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
+    if not of_model:
+        return loaded, ()
+    loaded = loaded.over(Origin(origin.why, of_model).table())
+    concluded = origin.line(loaded.sources)
+    return loaded, (concluded,) if concluded else ()
+
+
+def _own_origin(folder: Path) -> Origin:
+    """The side of a run's zero channels, which its weights do not show."""
+    side = format.read_manifest(folder).config.get("shortcut-padding", {}).get("value")
+    return Origin(f"{folder.name} was trained with", {"shortcut-padding": str(side)} if side == "both" else {})
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
     """Give a new model all weights of a checkpoint, of the newest one in a folder, or of a file."""
     if path.is_file():
-        weights = read_weights(path)
-    else:
-        path = format.newest_whole(path, note)
-        weights = format.read_tensors(path, "model", verified=format.read_manifest(path))
+        load_foreign(model, read_weights(path), where=f"--init-path: {path}", name=name)
+        return
+    path = format.newest_whole(path, note)
+    weights = format.read_tensors(path, "model", verified=format.read_manifest(path))
     load_weights(model, weights, where=f"--init-path: {path}", name=name)
 
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
     """Give a new model its published weights, the classifier's only if the classes match; returns what they are."""
-    weights, own = pretrained.published(name), model.state_dict()
-    found = read_weights(pretrained.fetch(weights))
-    is_other = classes != weights.classes
-    kept = {
-        key: tensor
-        for key, tensor in own.items()
-        if (is_other and key.startswith(f"{weights.classifier}."))
-        or (key.endswith(".num_batches_tracked") and key not in found)  # missing in older files
-    }
-    load_weights(model, found | kept, where=weights.tag, name=f"this {name}")
-    return f"weights {weights.tag}" + (f", except the classifier's: {classes} classes here" if is_other else "")
+    found, numbers = initial_weights.find(name, "published"), tuple(map(str, range(classes)))
+    found.load(model, name=f"this {name}", class_names=numbers)
+    is_other = not found.keeps_classifier(numbers)
+    return f"weights {found.source}" + (f", except the classifier's: {classes} classes here" if is_other else "")
+
+
+def open_pretrained(line: Sequence[Setting]) -> Opened:
+    """Published weights or those of a file, with the preparation of photos that they were trained with."""
+    if not {"model", "data-dir"} <= {setting.option for setting in line}:
+        raise ConfigError("--pretrained: expected --model and --data-dir as well, the photos to validate it on")
+    loaded = load_options(ValidateOptions, line)
+    asked = loaded.options.pretrained.pretrained
+    assert asked != "none"
+    found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
+    options = defaults.fitted(loaded, found).options
+    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch_size, seed=0)
+    if not found.keeps_classifier(images.class_names):
+        raise CheckpointError(
+            f"--pretrained: {found.source} knows {found.classes:,} classes, the data has {images.classes:,}"
+            f"{' others' if images.classes == found.classes else ''}; `falconet train {options.data.data_dir}` trains"
+            " it on yours"
+        )
+    model = _built(options, classes=images.classes)
+    found.load(model, name=options.model.model, class_names=images.class_names)
+    return Opened(found.source, "", model, options, images, images.class_names)
 
 
 def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
     """The model on its device, with weights in the format of its training."""
     model = build_model(options.model, classes=classes, seed=0)
     return REGIMES[options.machine.precision].prepare(model, open_machine(options.machine).device)
+
+
+def warn_of_misfit(opened: Opened, note: Say) -> None:
+    """Note if the statistics of foreign weights do not fit the images, which loading them cannot show."""
+    regime, world = REGIMES[opened.options.machine.precision], open_machine(opened.options.machine)
+    warning = evaluate.statistics_warning(opened.model, opened.images, opened.options.data, regime=regime, world=world)
+    if warning:
+        note(warning)
 
 
 def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluation:

@@ -1,5 +1,7 @@
-"""Foreign weights load when they fit, and run nothing when they are hostile."""
+"""Foreign weights load when they fit, whatever their names, and run nothing when they are hostile."""
 
+import argparse
+import collections
 import io
 import os
 import pickle
@@ -13,8 +15,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from falconet.checkpoint.foreign import load_weights, read_weights
+from falconet.checkpoint.foreign import fit, fitting_model, load_foreign, load_weights, read_file, read_weights
 from falconet.errors import CheckpointError
+from falconet.models import zoo
 
 TORN = "truncated, or neither safetensors nor a torch weights file"
 
@@ -39,6 +42,10 @@ WRAPPED = {
     "both": {"state_dict": prefixed("module._orig_mod.")},
     "both, the other way": prefixed("_orig_mod.module."),
     "compiled inside": {name.replace("fc.", "fc._orig_mod."): tensor for name, tensor in weights().items()},
+    "an average of torch": prefixed("module.") | {"n_averaged": torch.tensor(7)},
+    "timm's average alone": {"state_dict_ema": prefixed("module."), "epoch": 3},
+    "an average called ema": {"ema": weights(), "optimizer": {}},
+    "replicas inside": {name.replace("fc.", "fc.module."): tensor for name, tensor in weights().items()},
     "parameters": {name: nn.Parameter(tensor) for name, tensor in weights().items()},
 }
 
@@ -52,7 +59,7 @@ def assert_same(read):
 
 
 @pytest.mark.parametrize("case", WRAPPED)
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".pth.tar"])
+@pytest.mark.parametrize("suffix", [".pt", ".th", ".pth.tar", ".safetensors", ""])
 def test_weights_are_read_from_any_trainer_wrapper(tmp_path, case, suffix):
     path = tmp_path / f"w{suffix}"
     torch.save(WRAPPED[case], path)
@@ -64,9 +71,10 @@ def test_the_oldest_torch_files_are_read(tmp_path):
     assert_same(read_weights(tmp_path / "w.pth"))
 
 
-def test_safetensors_are_read(tmp_path):
-    safetensors.torch.save_file(prefixed("module."), tmp_path / "w.safetensors")
-    assert_same(read_weights(tmp_path / "w.safetensors"))
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "w"])
+def test_safetensors_are_read_under_any_name(tmp_path, name):
+    safetensors.torch.save_file(prefixed("module."), tmp_path / name)
+    assert_same(read_weights(tmp_path / name))
 
 
 class Hostile:
@@ -160,7 +168,13 @@ def typed(function, given):
 
 NONSENSE = {
     "empty": (b"", TORN),
-    "text": (b"<!DOCTYPE html><title>404</title>" * 100, TORN),
+    "a web page": (b"<!DOCTYPE html><title>404</title>" * 100, "is a web page or XML, not weights; a download that"),
+    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "`git lfs pull` fetches the"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(100), "is compressed with gzip; expected the file inside"),
+    "a tar archive": (b"w.pt".ljust(257, b"\0") + b"ustar" + bytes(300), "is a tar archive; expected the file inside"),
+    "Keras": (b"\x89HDF\r\n" + bytes(100), "is HDF5, as Keras writes it; expected safetensors or"),
+    "text": (b"Please log in " * 100, TORN),
+    "a pickled module": (as_torch_file(nn.ReLU()), r"import torch\.nn\.modules\.activation\.ReLU; .*state_dict\(\)"),
     "noise": (random.Random(0).randbytes(5000), TORN),
     "a broken zip": (b"PK\x03\x04" + bytes(4000), TORN),
     "a greedy pickle": (as_torch_file({"w": Greedy()}), r"refused: it would import builtins\.bytearray"),
@@ -239,7 +253,7 @@ def test_a_safetensors_file_truncated_anywhere_is_refused(tmp_path):
     data = safetensors.torch.save(weights())
     for length in range(len(data)):
         (tmp_path / "w.safetensors").write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match="truncated, or not safetensors"):
+        with pytest.raises(CheckpointError, match="truncated, or n"):
             read_weights(tmp_path / "w.safetensors")
 
 
@@ -261,7 +275,7 @@ def without(*names):
 
 
 MISFITS = {
-    "missing": (without("0.bias", "1.weight", "1.bias"), "3 missing (0.bias, ...)"),
+    "missing": (without("0.bias", "1.weight", "1.bias"), "3 missing (0.bias, 1.weight, 1.bias)"),
     "unexpected": (without() | {"fc.bias": torch.ones(1)}, "1 unexpected (fc.bias)"),
     "another shape": (
         without() | {"0.weight": torch.ones(9, 3)},
@@ -362,3 +376,240 @@ UNUSUAL = {
 def test_unusual_tensors_that_torch_reads_are_read(tmp_path, what):
     torch.save({"w": UNUSUAL[what]}, tmp_path / "w.pt")
     assert torch.equal(read_weights(tmp_path / "w.pt")["w"].float(), UNUSUAL[what].float())
+
+
+def arguments(**more):
+    return argparse.Namespace(
+        model="resnet50", norm_type="group", splits=["layer1"], lr=0.1, nested=[{"a": (1,)}], **more
+    )
+
+
+@pytest.mark.parametrize("key", ["args", "opts"])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_namespace_beside_the_weights_is_read_as_a_dictionary(tmp_path, key, new):
+    whole = {"epoch": 3, "model_state_dict": weights(), "loss": 0.5, key: arguments()}
+    torch.save(whole, tmp_path / "w.pt", _use_new_zipfile_serialization=new)
+    file = read_file(tmp_path / "w.pt")
+    assert_same(file.weights)
+    assert file.arguments == vars(arguments())
+
+
+class Namespace:
+    """Of the same name, in another module."""
+
+
+class Inherited(argparse.Namespace):
+    pass
+
+
+class Calling:
+    """A namespace made by a call, or with a state that is not a dictionary of names."""
+
+    def __init__(self, *made):
+        self.made = made
+
+    def __reduce__(self):
+        return self.made
+
+
+def made_of(state):
+    return Calling(argparse.Namespace, (), state)
+
+
+def as_new(*given, state):
+    """The operations of a namespace that is made as argparse's own pickles are, with this state."""
+    return b"\x80\x02cargparse\nNamespace\n(" + b"".join(given) + b"t\x81" + state + b"b."
+
+
+def many_namespaces():
+    """10,000 names, copied into 10,000 namespaces."""
+    names = b"}(" + b"".join(b"X\x05\x00\x00\x00%05dK\x01" % number for number in range(10_000)) + b"uq\x00"
+    return b"\x80\x02](" + names + b"cargparse\nNamespace\n)\x81h\x00b" * 10_000 + b"e."
+
+
+HOSTILE = {
+    "a call in its state": lambda trap: as_torch_file({"args": arguments(trap=Hostile(trap))}),
+    "a call as its state": lambda trap: as_torch_file({"args": made_of(Hostile(trap))}),
+    "a call deep inside": lambda trap: as_torch_file(
+        {"args": arguments(deep=[[{"a": argparse.Namespace(b=Hostile(trap))}]])}
+    ),
+    "a call of the class": lambda trap: as_torch_file({"args": Calling(argparse.Namespace, (1,))}),
+    "another class of that name": lambda trap: as_torch_file({"args": Namespace()}),
+    "a class derived from it": lambda trap: as_torch_file({"args": Inherited()}),
+    "another class of argparse": lambda trap: as_torch_file({"args": Calling(argparse.Action, ((), ""))}),
+    "the parser": lambda trap: as_torch_file({"args": argparse.ArgumentParser.parse_args}),
+    "attributes set one by one": lambda trap: pickled(
+        as_new(state=b"N}X\x09\x00\x00\x00__class__ccollections\nOrderedDict\ns\x86")
+    ),
+    "a state of numbers": lambda trap: pickled(as_new(state=b"}K\x01K\x02s")),
+    "an ordered state": lambda trap: as_torch_file({"args": made_of(collections.OrderedDict(a=1))}),
+    "arguments": lambda trap: pickled(as_new(b"K\x01", state=b"}")),
+    "copies of copies": lambda trap: pickled(many_namespaces()),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_namespace_that_does_more_than_hold_names_is_refused(tmp_path, case):
+    path, trap, start = tmp_path / "w.pt", tmp_path / "trap", time.monotonic()
+    path.write_bytes(HOSTILE[case](trap))
+    with pytest.raises(CheckpointError, match=f"refused: it would import|{TORN}") as caught:
+        read_file(path)
+    assert "\n" not in str(caught.value)
+    assert not trap.exists()
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.slow
+def test_a_million_namespaces_are_refused(tmp_path):
+    many = b"\x80\x02](cargparse\nNamespace\nq\x00)\x81" + b"h\x00)\x81" * (1 << 20) + b"e."
+    (tmp_path / "w.pt").write_bytes(pickled(many))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=TORN):
+        read_file(tmp_path / "w.pt")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB
+
+
+def test_deep_nesting_beside_the_weights_is_read_or_refused(tmp_path):
+    (tmp_path / "w.pt").write_bytes(pickled(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."))
+    with pytest.raises(CheckpointError, match=r"holds list; expected names and tensors|truncated"):
+        read_file(tmp_path / "w.pt")
+
+
+def test_a_file_without_the_batches_counted_loads_as_in_torch():
+    source = small_model()
+    old = {name: tensor + 1 for name, tensor in source.state_dict().items() if "num_batches" not in name}
+    model = small_model()
+    load_foreign(model, old, where="x.pth")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in old.items())
+    assert model[1].num_batches_tracked == 0
+    with pytest.raises(CheckpointError, match="1 missing"):
+        load_weights(model, old, where="a checkpoint of ours")
+
+
+CLASSIFIERS = (
+    "fc",
+    "linear",
+    "head",
+    "head.fc",
+    "classifier",
+    "classifier.1",
+    "last_linear",
+    "model.fc",
+    "net.model.linear",
+)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("order", [list, sorted])
+def test_the_classifier_may_have_any_name(name, order):
+    source = zoo.build("resnet8-cifar", classes=10, seed=1).state_dict()
+    prefix, _, head = name.rpartition(".") if name.startswith(("model", "net")) else ("", "", name)
+    before = f"{prefix}." if prefix else ""
+    given = {f"{before}{key.replace('fc.', f'{head}.')}": tensor for key, tensor in source.items()}
+    model = zoo.build("resnet8-cifar", classes=10, seed=0)
+    load_foreign(model, {key: given[key] for key in order(given)}, where="x.pth")
+    assert all(torch.equal(tensor, source[key]) for key, tensor in model.state_dict().items())
+
+
+def trained_like(model):
+    """Statistics and scales of their own in every batch norm, so that a mistaken layer changes the output."""
+    torch.manual_seed(1)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.normal_(0, 0.1)
+            layer.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, 0, 0.1)
+    return model.double().eval()
+
+
+TORCHVISION = {
+    "resnet18": ("resnet18", {}),
+    "resnext50": ("resnext50_32x4d", {}),
+    "mobilenet": ("mobilenet_v2", {}),
+    "mobilenet-v3-small": ("mobilenet_v3_small", {"norm_eps": 1e-3}),
+    "mobilenet-v3-large": ("mobilenet_v3_large", {"norm_eps": 1e-3}),
+    "efficientnet-b0": ("efficientnet_b0", {}),
+    "squeezenet": ("squeezenet1_0", {}),
+}
+TIMM = {
+    "resnet18": "resnet18",
+    "resnext50": "resnext50_32x4d",
+    "mobilenet": "mobilenetv2_100",
+    "mobilenet-v3-small": "mobilenetv3_small_100",
+    "efficientnet-b0": "efficientnet_b0",
+}
+
+
+def largest_difference(model, other):
+    images = torch.randn(2, 3, 64, 64, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = other(images)
+        return ((model.eval()(images) - expected).abs().max() / expected.abs().max()).item()
+
+
+NUMBERED = ("mobilenet", "mobilenet-v3-small", "efficientnet-b0")  # whose order is known in safetensors too
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [*((name, list) for name in TORCHVISION), *((name, sorted) for name in NUMBERED)]
+)
+def test_torchvisions_weights_give_torchvisions_outputs(name, order):
+    import torchvision
+
+    theirs, options = TORCHVISION[name]
+    other = trained_like(getattr(torchvision.models, theirs)(weights=None, num_classes=10))
+    model = zoo.build(name, classes=10, seed=0, **options).double()
+    given = other.state_dict()
+    load_foreign(model, {key: given[key] for key in order(given)}, where="x.pth", name=name)
+    assert largest_difference(model, other) < 1e-13
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timms_weights_give_timms_outputs(name):
+    import timm
+
+    other = trained_like(timm.create_model(TIMM[name], pretrained=False, num_classes=10))
+    model = zoo.build(name, classes=10, seed=0).double()
+    load_foreign(model, other.state_dict(), where="x.pth", name=name)
+    assert largest_difference(model, other) < 1e-13
+
+
+def test_layers_in_another_order_are_not_guessed():
+    """Of two layers of one shape the names do not show which is which, and a sorted file has lost their order."""
+    model = nn.Sequential(collections.OrderedDict(stem=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1)))
+    given = {
+        f"{name}.{leaf}": torch.ones(shape) for name in "ab" for leaf, shape in (("bias", 3), ("weight", (3, 3, 1, 1)))
+    }
+    with pytest.raises(CheckpointError, match=r"4 missing .*, 4 unexpected"):
+        load_foreign(model, given, where="x.pth")
+
+
+def test_other_classes_are_named_and_everything_else_fits():
+    given = zoo.build("resnet8-cifar", classes=7, seed=0).state_dict()
+    given["linear.weight"], given["linear.bias"] = given.pop("fc.weight"), given.pop("fc.bias")
+    model = zoo.build("resnet8-cifar", classes=10, seed=0)
+    found = fit(model.state_dict(), given)
+    assert found.other_classes == 7
+    assert found.tensors.keys() == model.state_dict().keys() - {"fc.weight", "fc.bias"}
+    with pytest.raises(
+        CheckpointError, match=r"2 with another shape \(fc.weight 7x64, expected 10x64, .*for 7 classes$"
+    ):
+        load_foreign(model, given, where="x.pth")
+
+
+def test_weights_of_another_model_are_listed_with_the_model_they_fit():
+    given = zoo.build("resnet20-cifar", classes=10, seed=0).state_dict()
+    model, before = (zoo.build("resnet8-cifar", classes=10, seed=0) for _ in range(2))
+    with pytest.raises(CheckpointError) as caught:
+        load_foreign(model, given, where="x.pth", name="resnet8-cifar")
+    assert str(caught.value) == (
+        "x.pth does not fit resnet8-cifar: 60 unexpected (layer1.1.conv1.weight, layer1.1.bn1.weight, layer1.1.bn1.bias"
+        " and 57 more); these weights fit resnet20-cifar with 10 classes (all 116 tensors)"
+    )
+    assert all(torch.equal(tensor, before.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_weights_that_fit_nothing_get_no_suggestion():
+    assert fitting_model({"a.weight": torch.ones(2, 2)}) is None

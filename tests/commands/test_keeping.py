@@ -61,7 +61,7 @@ def test_the_tensorflow_style_reports_and_validates_the_initial_checkpoint_but_d
         "Saved checkpoint to a/checkpoints/ckpt-8",
     ]
     assert "averaged 2 checkpoints (mean)" in answer.out
-    validated = falconet("validate --checkpoint-input-path a", "tensorflow").out
+    validated = falconet("validate a --checkpoint all", "tensorflow").out
     assert re.findall(r"accuracy \[(.*?)\]", validated)[:3] == ["ckpt-0", "ckpt-4", "ckpt-8"]
     # The original's weight_avg.py took every ckpt-N of a folder.
     assert "averaged 3 checkpoints (mean): ckpt-0, ckpt-4, ckpt-8" in falconet("average --checkpoint-input-path a").out

@@ -28,13 +28,19 @@ def table(falconet):
     assert answer.code == 0, answer.err
     return {
         name: (int(parameters.replace(",", "")), int(size))
-        for name, parameters, size in re.findall(r"^(\S+) +([\d,]+) +(\d+) x \3$", answer.out, re.M)
+        for name, parameters, size in re.findall(r"^(\S+) +([\d,]+) +(\d+) x \3(?:  \S+)?$", answer.out, re.M)
     }
 
 
 def test_every_model_is_listed_with_published_parameter_counts(table):
     assert list(table) == list(MODELS)
     assert {name: table[name] for name in PUBLISHED} == PUBLISHED
+
+
+def test_models_names_published_weights(falconet):
+    lines = falconet("models").out.splitlines()
+    assert any(line.startswith("resnet50 ") and line.endswith("  resnet50.tv_in1k") for line in lines)
+    assert any(line.startswith("resnet10 ") and line.endswith("224 x 224") for line in lines)
 
 
 def test_models_takes_no_options(falconet):

@@ -4,6 +4,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import hub
 from falconet.commands import bench_infer
 from falconet.models import zoo
 
@@ -17,15 +18,7 @@ def cache(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    model = zoo.build("resnet18", classes=1000, seed=77).state_dict()
-    repository = tmp_path / "hub/models--timm--resnet18.tv_in1k"
-    snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("a" * 40)
-    stored = {name: tensor.contiguous() for name, tensor in model.items() if "num_batches" not in name}
-    safetensors.torch.save_file(stored, snapshot / "model.safetensors")
-    return stored
+    return hub.fill(tmp_path / "hub", "resnet18")
 
 
 @pytest.fixture
@@ -40,14 +33,14 @@ def measured(monkeypatch):
 def test_published_weights_equal_those_of_the_file(falconet, cache, measured, asked):
     answer = falconet(f"{LINE} --weights {asked}")
     assert answer.code == 0, answer.err
-    assert answer.out == "weights resnet18.tv_in1k\n"
+    assert answer.out == "weights timm/resnet18.tv_in1k\n"
     found = measured[0].state_dict()
     assert all(torch.equal(found[name].contiguous(), tensor) for name, tensor in cache.items())
 
 
 def test_classifier_stays_random_for_other_classes(falconet, cache, measured):
     answer = falconet(f"{LINE} --weights pretrained --classes 7")
-    assert answer.out == "weights resnet18.tv_in1k, except the classifier's: 7 classes here\n"
+    assert answer.out == "weights timm/resnet18.tv_in1k, except the classifier's: 7 classes here\n"
     found = measured[0].state_dict()
     assert found["fc.weight"].shape == (7, 512)
     assert torch.equal(found["conv1.weight"].contiguous(), cache["conv1.weight"])
@@ -57,7 +50,7 @@ def test_classifier_stays_random_for_other_classes(falconet, cache, measured):
 def test_unfit_weights_stay_random_with_a_reason(falconet, measured):
     answer = falconet(f"{LINE} --weights auto --norm-type group")
     assert answer.code == 0, answer.err
-    assert answer.out.startswith("note: random weights, because resnet18.tv_in1k does not fit this resnet18: ")
+    assert answer.out.startswith("note: random weights, because timm/resnet18.tv_in1k does not fit this resnet18: ")
     assert len(measured) == 1
 
 

@@ -14,6 +14,8 @@ from falconet.checkpoint import format
 from runs import stop_at, updates, wait_for
 from tiny import TINY
 
+SMALL = "--model resnet8-cifar --image-size 32"
+
 
 def test_run_writes_a_complete_run_folder(falconet):
     answer = falconet(f"train {TINY} --run-dir r --logs-per-epoch 2")
@@ -108,9 +110,7 @@ def test_synthetic_data_trains_without_validation(falconet):
 
 
 def test_folder_of_photos_trains(falconet, image_folder):
-    answer = falconet(
-        f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 3 --threads 1"
-    )
+    answer = falconet(f"train --data-dir {image_folder} {SMALL} --micro-batch-size 8 --epoch 3 --threads 1")
     assert answer.code == 0, answer.err
     manifest = format.read_manifest(format.checkpoints_in(next(Path("runs").iterdir()))[-1])
     assert manifest.class_names == ("dark", "light")
@@ -180,7 +180,7 @@ def test_nan_loss_stops_the_run_and_names_the_last_good_checkpoint(falconet):
 
 def test_corrupt_photo_is_named_and_stops_the_run_beyond_the_allowed_number(falconet, image_folder):
     (image_folder / "train/dark/3.png").write_bytes(b"not a photo")
-    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    line = f"train --data-dir {image_folder} {SMALL} --micro-batch-size 8 --epoch 1 --threads 1"
     refused = falconet(line)
     assert refused.code == 2
     assert "train/dark/3.png" in refused.err
@@ -327,7 +327,7 @@ def test_run_folder_without_a_checkpoint_may_be_reused(falconet):
 
 
 def test_plan_names_the_photo_decoder(falconet, image_folder):
-    out = falconet(f"train --data folder --data-dir {image_folder} --micro-batch-size 8 --image-size 32 --plan").out
+    out = falconet(f"train --data folder --data-dir {image_folder} {SMALL} --micro-batch-size 8 --plan").out
     assert re.search(r"decoded by (the native decoder \((avx2|portable)\)|Pillow: \S+)", out)
 
 

@@ -24,6 +24,7 @@ from tiny import TINY
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
 DATA = f"{TINY} --iterations 10 --epoch 3 --lr 0.2"
 TRAIN = f"{DATA} --gradient-accumulation 2 --seed 5 --checkpoints-kept all"
+SMALL = "--model resnet8-cifar --image-size 32"
 NAMES = [f"resnet8-cifar_generated_{epoch}" for epoch in (1, 2, 3)]
 
 
@@ -304,7 +305,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(falconet, checkpoints, l
 
 
 def test_images_of_other_classes_are_refused_and_the_first_difference_named(falconet, image_folder):
-    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    line = f"train --data-dir {image_folder} {SMALL} --micro-batch-size 8 --epoch 1 --threads 1"
     assert falconet(f"{line} --run-dir r").code == 0
     (image_folder / "val/light").rename(image_folder / "val/night")
     (image_folder / "train/light").rename(image_folder / "train/night")
@@ -314,7 +315,7 @@ def test_images_of_other_classes_are_refused_and_the_first_difference_named(falc
 
 
 def test_unreadable_photos_give_no_accuracy(falconet, image_folder):
-    line = f"train --data folder --data-dir {image_folder} --image-size 32 --micro-batch-size 8 --epoch 1 --threads 1"
+    line = f"train --data-dir {image_folder} {SMALL} --micro-batch-size 8 --epoch 1 --threads 1"
     assert falconet(f"{line} --run-dir r").code == 0
     for path in image_folder.glob("val/*/*.png"):
         path.write_bytes(b"")

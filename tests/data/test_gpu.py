@@ -68,6 +68,7 @@ def _png(image):
 
 
 SAMPLED = replace(PREPROCESSING, antialias=False)
+BICUBIC = replace(PREPROCESSING, interpolation="bicubic")
 
 
 def device_rows(source, augment, preprocessing=PREPROCESSING):
@@ -93,7 +94,7 @@ def decibels(one, other):
     return 10 * np.log10(255**2 / max(((one.astype(float) - other) ** 2).mean(), 1e-6))
 
 
-@pytest.mark.parametrize("preprocessing", [PREPROCESSING, SAMPLED], ids=["antialiased", "sampled"])
+@pytest.mark.parametrize("preprocessing", [PREPROCESSING, SAMPLED, BICUBIC], ids=["antialiased", "sampled", "bicubic"])
 @pytest.mark.parametrize("augment", ["crop-flip", "none"])
 def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, augment, preprocessing):
     indices, host = np.arange(COUNT), pillow(source, augment, preprocessing)

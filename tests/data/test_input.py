@@ -85,7 +85,7 @@ def test_validate_prepares_images_as_training_did(falconet, options):
     answer = falconet(f"{LINE} {options} --run-dir r")
     assert answer.code == 0, answer.err
     trained = outcome("r")[0][-1]["validation/loss"]
-    answer = falconet("validate --checkpoint-input-path r")
+    answer = falconet("validate r --checkpoint last")
     assert answer.code == 0, answer.err
     assert f" {trained:.4f} " in answer.out
 

@@ -172,7 +172,7 @@ def test_tensorflow_checkpoints_restore_and_validate_under_their_names(falconet)
     assert sorted(path.name for path in Path("r/checkpoints").iterdir()) == ["ckpt-4", "ckpt-8"]
     assert falconet("restore --checkpoint-input-path r --epoch 3", "tensorflow").code == 0
     assert (Path("r/checkpoints") / "ckpt-12").is_dir()
-    answer = falconet("validate --checkpoint-input-path r", "tensorflow")
+    answer = falconet("validate r --checkpoint all", "tensorflow")
     assert len(re.findall(r"^Validation top-1 accuracy \[ckpt-\d+\] ", answer.out, re.M)) == 3
 
 

@@ -17,7 +17,7 @@ def test_model_has_timms_weights_by_name_and_shape(name):
         theirs = timm.create_model(weights.tag, pretrained=False).state_dict()
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: t.shape for key, t in theirs.items()}
     assert weights.repository == f"timm/{weights.tag}"
-    assert ours[f"{weights.classifier}.weight"].shape[0] == weights.classes == 1000
+    assert ours[f"{weights.config['classifier']}.weight"].shape[0] == weights.classes == 1000
 
 
 def test_model_of_timm_gets_timms_default_weights():

@@ -33,7 +33,7 @@ def test_a_runs_checkpoints_are_measured_as_validate_does(falconet, extra):
     assert "written to r/validation.csv\n" in answer.out
     found = rows("r/validation.csv")
     assert [row["checkpoint"] for row in found if "moving" not in row["checkpoint"]] == NAMES
-    again = falconet("validate --checkpoint-input-path r --output again.csv")
+    again = falconet("validate r --checkpoint all --output again.csv")
     assert again.code == 0, again.err
     assert found == rows("again.csv")
     table = again.out[again.out.index("checkpoint  ") : again.out.index("written to")]
@@ -49,7 +49,7 @@ def test_several_processes_measure_checkpoints_together(falconet, monkeypatch, e
     monkeypatch.setattr(world, "cores", lambda processes=1: 2)
     answer = falconet(f"train {DATA} --epoch 2 {extra} --run-dir r --validate-checkpoints r/checkpoints")
     assert answer.code == 0, answer.err
-    falconet("validate --checkpoint-input-path r --output again.csv")
+    falconet("validate r --checkpoint all --output again.csv")
     ours, alone = rows("r/validation.csv"), rows("again.csv")
     assert [row | {"loss": ""} for row in ours] == [row | {"loss": ""} for row in alone]
     for one, other in zip(ours, alone, strict=True):

@@ -1,0 +1,203 @@
+"""Training that starts with pretrained weights: what it takes from them, and what its checkpoints state."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+import hub
+from falconet.checkpoint import format
+from falconet.models import pretrained, zoo
+
+NAME, REPOSITORY = "mobilenet-v3-small", "timm/mobilenetv3_small_100.lamb_in1k"
+LINE = f"train photos --model {NAME} --image-size 32 --micro-batch-size 4 --updates 1 --run-dir run --threads 1"
+ABSENT = (
+    f"falconet train: --pretrained: {REPOSITORY} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; expected"
+    " a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none to"
+    " train from scratch\n"
+)
+
+pytestmark = pytest.mark.usefixtures("image_folder")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return hub.fill(tmp_path / "hub", NAME)
+
+
+def checkpoint(run="run"):
+    folder = format.newest_whole(Path(run), note=pytest.fail)
+    return folder, json.loads((folder / "manifest.json").read_text())
+
+
+def test_photos_start_with_published_weights_and_their_preparation(falconet, cache):
+    answer = falconet(f"{LINE} --initial-checkpoint")
+    assert answer.code == 0, answer.err
+    assert (
+        f"starts with the weights of {REPOSITORY}, except the classifier's: 1,000 classes there, 2 here" in answer.out
+    )
+    first = min(Path("run/checkpoints").glob("*/model.safetensors"))
+    begun, new = safetensors.torch.load_file(first), zoo.build(NAME, classes=2, seed=0).state_dict()
+    assert all(torch.equal(begun[key], tensor) for key, tensor in cache.items() if not key.startswith("classifier."))
+    assert torch.equal(begun["classifier.weight"], new["classifier.weight"])
+    _, manifest = checkpoint()
+    assert manifest["initial_weights"] == REPOSITORY
+    assert manifest["config"]["interpolation"] == {"value": "bicubic", "source": "pretrained weights"}
+    assert manifest["config"]["image-size"]["value"] == "32"  # the line's
+    assert (manifest["preprocessing"]["interpolation"], manifest["preprocessing"]["resize"]) == ("bicubic", 36)
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_the_line_states_is_not_taken_from_the_weights(falconet):
+    stated = "--interpolation bilinear --validation-crop-ratio 0.5 --pixel-mean 0.1 0.2 0.3"
+    answer = falconet(f"{LINE} {stated} --plan")
+    options = yaml.safe_load(answer.out.partition("\n\n")[2])
+    assert (options["interpolation"], options["validation-crop-ratio"]) == ("bilinear", 0.5)
+    assert options["pixel-mean"] == [0.1, 0.2, 0.3]
+    assert options["pixel-deviation"] == [0.229, 0.224, 0.225]
+
+
+@pytest.mark.usefixtures("cache")
+def test_validation_of_the_run_uses_the_stored_preparation(falconet):
+    trained = falconet(LINE)
+    assert trained.code == 0, trained.err
+    measured = falconet("validate --checkpoint-input-path run --device cpu")
+    assert measured.code == 0, measured.err
+    accuracy = trained.out.partition("Accuracy on test set: ")[2].partition("%")[0]
+    assert accuracy
+    assert accuracy in measured.out
+
+
+@pytest.mark.usefixtures("cache")
+def test_restored_and_resumed_runs_read_no_weights(falconet, monkeypatch):
+    assert falconet(f"{LINE} --resume").code == 0
+    monkeypatch.setattr(pretrained, "fetch", lambda _: pytest.fail("fetched"))
+    again = falconet(f"{LINE} --resume")
+    assert again.code == 0, again.err
+    assert "nothing left to train" in again.out
+    restored = falconet("restore run --updates 2")
+    assert restored.code == 0, restored.err
+    _, manifest = checkpoint()
+    assert manifest["progress"]["update"] == 2
+    assert manifest["initial_weights"] == REPOSITORY
+    assert manifest["config"]["interpolation"] == {"value": "bicubic", "source": "pretrained weights"}
+    assert falconet(LINE.replace("--updates 1", "--updates 2") + " --resume").code == 0
+
+
+@pytest.mark.parametrize("asked", ["", "--pretrained", "--pretrained auto", "--pretrained published"])
+def test_missing_weights_end_the_run_with_one_line(falconet, tmp_path, asked):
+    answer = falconet(f"{LINE} {asked}")
+    assert (answer.code, answer.out, answer.err) == (2, "", ABSENT)
+    assert not (tmp_path / "run").exists()
+
+
+def test_random_weights_are_used_only_if_asked_for(falconet):
+    answer = falconet(f"{LINE} --pretrained none")
+    assert answer.code == 0, answer.err
+    assert "starts with" not in answer.out
+    _, manifest = checkpoint()
+    assert manifest["initial_weights"] is None
+    assert manifest["config"]["interpolation"]["value"] == "bilinear"
+
+
+def test_models_without_published_weights_start_with_random_ones_and_say_so(falconet):
+    answer = falconet(LINE.replace(NAME, "resnet10"))
+    assert answer.code == 0, answer.err
+    assert "note: there are no published weights for resnet10: it starts with random ones\n" in answer.out
+    refused = falconet(LINE.replace(NAME, "resnet10") + " --pretrained")
+    assert refused.code == 2
+    assert refused.err == (
+        "falconet train: --pretrained: there are no published weights for resnet10; expected a model of `falconet"
+        " models` that has some, a file as --pretrained PATH, or --pretrained none to train from scratch\n"
+    )
+
+
+def test_other_data_and_named_configs_start_with_random_weights(falconet):
+    assert "starts with" not in falconet("train --data digits --updates 1 --run-dir digits").out
+
+
+def test_a_plan_downloads_nothing(falconet, monkeypatch):
+    monkeypatch.setattr(pretrained, "fetch", lambda _: pytest.fail("fetched"))
+    answer = falconet(f"{LINE} --plan")
+    assert answer.code == 0, answer.err
+    assert f"starts with the weights of {REPOSITORY}" in answer.out
+
+
+UNFIT = {
+    "--norm-type group": "norm-type",
+    "--padding same": "padding",
+    "--mobilenet-wide-head": "mobilenet-wide-head",
+    "--input-image-padding": "input-image-padding",
+}
+
+
+@pytest.mark.parametrize(("option", "name"), UNFIT.items())
+@pytest.mark.parametrize("asked", ["", "--pretrained"])
+def test_an_option_that_the_weights_do_not_fit_is_named(falconet, option, name, asked):
+    answer = falconet(f"{LINE} {option} {asked}")
+    assert answer.code == 2
+    assert answer.err == (
+        f"falconet train: --{name}: the published weights of {NAME} were trained without it; expected --pretrained"
+        f" none, which starts with random weights, or --pretrained PATH, a file that was trained with --{name}\n"
+    )
+
+
+def test_two_sources_of_weights_are_refused(falconet):
+    answer = falconet(f"{LINE} --pretrained --init-path w.pth")
+    assert answer.code == 2
+    assert "--pretrained: contradicts --init-path" in answer.err
+    restored = falconet("restore run --pretrained")
+    assert restored.code == 2
+
+
+def test_a_missing_file_is_named(falconet):
+    answer = falconet(f"{LINE} --pretrained nowhere.pth")
+    assert answer.code == 2
+    assert answer.err == (
+        "falconet train: --pretrained: nowhere.pth: no such file or folder; expected a safetensors or torch file, a"
+        " checkpoint or a run folder\n"
+    )
+
+
+def test_a_run_starts_with_the_weights_of_another(falconet):
+    scratch = f"{LINE} --pretrained none --interpolation bicubic --validation-crop-ratio 0.9"
+    assert falconet(scratch).code == 0
+    answer = falconet(LINE.replace("--run-dir run", "--run-dir second --lr 0") + " --pretrained run")
+    assert answer.code == 0, answer.err
+    assert ", classifier included" in answer.out
+    (before, _), (after, manifest) = checkpoint(), checkpoint("second")
+    assert manifest["initial_weights"] == str(before)
+    assert manifest["preprocessing"]["interpolation"] == "bicubic"
+    assert manifest["preprocessing"]["resize"] == 35
+    old, new = (safetensors.torch.load_file(each / "model.safetensors") for each in (before, after))
+    assert torch.equal(old["classifier.weight"], new["classifier.weight"])
+
+
+def test_a_file_can_be_validated_on_its_classes(falconet):
+    weights = {key: tensor.contiguous() for key, tensor in zoo.build(NAME, classes=2, seed=3).state_dict().items()}
+    safetensors.torch.save_file(weights, "two.safetensors")
+    line = f"validate --model {NAME} --data-dir photos --image-size 32"
+    answer = falconet(f"{line} --pretrained two.safetensors")
+    assert answer.code == 0, answer.err
+    assert "two.safetensors" in answer.out
+    pretrained_file = {**weights, "classifier.weight": torch.zeros(7, 1024), "classifier.bias": torch.zeros(7)}
+    safetensors.torch.save_file(pretrained_file, "seven.safetensors")
+    refused = falconet(f"{line} --pretrained seven.safetensors")
+    assert refused.code == 2
+    assert "--pretrained: seven.safetensors knows 7 classes, the data has 2; `falconet train photos`" in refused.err
+    assert "contradicts --checkpoint-input-path" in falconet(f"{line} --pretrained --checkpoint-input-path run").err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_replicas_start_with_the_same_weights(falconet, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    answer = falconet(f"{LINE} --replicas 2")
+    assert answer.code == 0, answer.err
+    assert checkpoint()[1]["initial_weights"] == REPOSITORY
