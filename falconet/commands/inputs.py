@@ -11,7 +11,6 @@ from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
 from falconet.config.fields import options_of, require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
-from falconet.config.options import Export
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError, DataError
 
@@ -75,7 +74,7 @@ def check(options: Any) -> None:
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
-        _check_export(options.export)
+        _check_exported(options)
     if isinstance(options, commands.InferOptions | commands.ExportOptions):
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
@@ -112,8 +111,11 @@ def _require_data(folder: Path) -> None:
         raise DataError(f"{error}; did you mean --data {folder}?" if str(folder) in kinds else str(error)) from None
 
 
-def _check_export(export: Export) -> None:
+def _check_exported(options: commands.ExportOptions) -> None:
     """The packages that write and run a format, and the photos to check it on."""
+    export, path = options.export, options.input.checkpoint_input_path
+    if path is not None and options.pretrained.pretrained != "none":
+        raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
     for package in EXPORT_PACKAGES.get(export.format, ()):
         if importlib.util.find_spec(package) is None:
             extra = "openvino" if package == "openvino" else "'falconet[export]'"

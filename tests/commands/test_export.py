@@ -202,6 +202,15 @@ def test_weights_file_is_exported_beside_itself(falconet, tmp_path, quick):
     assert record["output"]["shape"] == ["N", 3]
 
 
+def test_weights_name_the_model_that_they_fit(falconet, tmp_path):
+    model = zoo.build("resnet10", classes=3, seed=1)
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, "mine.safetensors")
+    answer = falconet(f"export mine.safetensors --image-size 32 --format timm {QUICK}")
+    assert answer.code == 0, answer.err
+    stored = json.loads((tmp_path / "export/timm/config.json").read_text())
+    assert (stored["architecture"], stored["model_args"]) == ("resnet18", {"layers": [1, 1, 1, 1]})
+
+
 def test_one_checkpoint_of_a_run_is_exported_to_the_run_folder(run, falconet, quick):
     assert falconet(f"export run/checkpoints/resnet8-cifar_digits_1 {QUICK}").code == 0
     assert (run / "export/onnx/export.json").exists()
@@ -225,6 +234,7 @@ MISTAKES = {
     "export run --photos nowhere": "nowhere: no such folder; expected a folder of photos for --photos",
     "export run --photos empty": "--photos: empty: holds no photo that can be read",
     "export run --format timm": "--format: timm has no model like resnet8-cifar",
+    "export run --pretrained": "--pretrained: contradicts run, which also gives the weights; expected one of them",
     "export run --latency-batch 0": "--latency-batch: got '0', expected a whole number, at least 1",
 }
 

@@ -86,6 +86,12 @@ def test_decoding_program_names_the_sizes():
     assert ast.literal_eval(sizes.value) == (PREPROCESSING.image_size, PREPROCESSING.resize)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("bilinear", "INTERP_LINEAR"), ("bicubic", "INTERP_CUBIC")])
+def test_decoding_program_interpolates_as_validation_does(kind, name):
+    program = triton_repository.decoding_program(replace(PREPROCESSING, interpolation=kind))
+    assert f"interp_type=types.{name}," in program
+
+
 @pytest.mark.parametrize(("width", "height"), [(640, 427), (427, 640), (61, 60), (32, 32), (1155, 1659), (4000, 3001)])
 def test_decoding_program_crops_what_validation_crops(width, height):
     """The arithmetic of its sides, run with numbers; docs/using/export.md has its agreement on photos."""
