@@ -215,10 +215,15 @@ def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falcon
 
 def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, foreign):
     torch.save(foreign[0], "w.pt")
-    for line in ("", "--model resnet8-cifar", "--data digits"):
+    fits = "; these weights fit --model resnet8-cifar"
+    for line, expected in {
+        "": f"--model and --data as well{fits}",
+        "--model resnet8-cifar": "--data as well",
+        "--data digits": f"--model as well{fits}",
+    }.items():
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
-        assert answer.err == "falconet validate: w.pt: holds only weights; expected --model and --data as well\n"
+        assert answer.err == f"falconet validate: w.pt: holds only weights; expected {expected}\n"
 
 
 class Hostile:
@@ -279,7 +284,7 @@ MISTAKES = {
     "empty --checkpoint all": "empty: no checkpoint in it; expected a checkpoint, a folder of them or a run",
     "r --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2, 3",
     "r --checkpoint latest": "--checkpoint: got 'latest', expected a whole number, at least 0, or best, last or all",
-    "--checkpoint-input-path r/plan.txt": "r/plan.txt: is a file; expected a checkpoint or a folder of them",
+    "--checkpoint-input-path r/plan.txt": "r/plan.txt: truncated, or neither safetensors nor a torch weights file",
     "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
     "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
     "r --output table.json": "--output: got table.json, expected a CSV file; the details are written as JSON",
