@@ -47,16 +47,18 @@ def test_every_mapped_model_has_the_weights_of_timms(name):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("resize", [32, 36, 40, 57])
-def test_timms_transform_sees_the_pixels_of_validation(resize, tmp_path):
+@pytest.mark.parametrize(
+    ("resize", "interpolation"), [(32, "bilinear"), (36, "bicubic"), (40, "bilinear"), (57, "bilinear")]
+)
+def test_timms_transform_sees_the_pixels_of_validation(resize, interpolation, tmp_path):
     """The centre crop of the resized photo, to the rounding of two resizings."""
-    about = replace(PREPROCESSING, resize=resize)
+    about = replace(PREPROCESSING, resize=resize, interpolation=interpolation)
     timm_folder.write(graph_of("resnet10", preprocessing=about), tmp_path)
     transform = create_transform(**resolve_data_config({}, model=timm_folder.open_model(tmp_path)))
     smooth = np.linspace(0, 255, 60 * 80 * 3).reshape(60, 80, 3).astype(np.uint8)
     photo = Image.fromarray(smooth)
     box = evaluation_box(80, 60, resize=resize, crop=32)
-    ours = resized(photo, box, size=32, flip=False) / 255
+    ours = resized(photo, box, about, flip=False) / 255
     expected = (ours - about.mean) / np.array(about.std)
     np.testing.assert_allclose(transform(photo).permute(1, 2, 0), expected, atol=0.1)
 
