@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -18,17 +19,49 @@ from falconet.config.load import parse
 from falconet.config.settings import from_line
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
-SCRIPT, JOB = DEPLOY / "slurm.sbatch", DEPLOY / "pytorchjob.yaml"
+SCRIPT, JOB, IMAGE = DEPLOY / "slurm.sbatch", DEPLOY / "pytorchjob.yaml", DEPLOY / "Dockerfile"
 SCHEMA = Path(__file__).parent / "data/pytorchjob_schema.json"  # Kubeflow's own, see the .md beside it
 
 
-def test_the_slurm_script_passes_shellcheck():
+def complaints(linter, file):
+    """What a linter, which the test extra installs, says about a file."""
     here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    checker = shutil.which("shellcheck", path=here)
+    checker = shutil.which(linter, path=here)
     if not checker:
-        pytest.skip("shellcheck is not installed")
-    found = subprocess.run([checker, str(SCRIPT)], capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stdout
+        pytest.skip(f"{linter} is not installed")
+    return subprocess.run([checker, str(file)], capture_output=True, text=True, timeout=300).stdout
+
+
+def test_the_slurm_script_passes_shellcheck():
+    assert complaints("shellcheck", SCRIPT) == ""
+
+
+def test_the_dockerfile_passes_hadolint():
+    assert complaints("hadolint", IMAGE) == ""
+
+
+def test_the_image_runs_falconet_as_another_user_than_root():
+    steps = re.findall(r"^([A-Z]+) (.+)$", IMAGE.read_text(), re.M)
+    assert [value for step, value in steps if step == "USER"] == ["10001"]
+    assert [json.loads(value) for step, value in steps if step == "ENTRYPOINT"] == [["falconet"]]
+
+
+def test_the_image_has_a_base_for_each_device():
+    text = IMAGE.read_text()
+    stages = dict(re.findall(r"^FROM \$\{(\w+)\} AS (\w+)$", text, re.M))
+    assert stages == {"CPU_BASE": "cpu", "CUDA_BASE": "cuda"}
+    assert all(re.search(rf"^ARG {name}=\S+$", text, re.M) for name in (*stages, "DEVICE"))
+
+
+def test_the_image_is_built_from_all_that_the_package_needs():
+    """`COPY .` takes what the ignore file admits."""
+    admitted = set(re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.M))
+    assert all((DEPLOY.parent / name).exists() for name in admitted)
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    named = {"pyproject.toml", "setup.py", "falconet", "compat/examples_utils", "constraints.txt"}
+    assert named | {project["readme"], *project["license-files"]} == admitted
+    extras = re.search(r"/tmp/falconet\[([a-z,]+)\]", IMAGE.read_text())[1].split(",")
+    assert set(extras) <= project["optional-dependencies"].keys()
 
 
 def test_the_slurm_script_asks_for_as_many_tasks_as_gpus():

@@ -14,6 +14,10 @@ from falconet.config.load import Loaded, Options, load_options, parse
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError, DataError
 
+EXPORT_PACKAGES = {
+    **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
+    "openvino": ("openvino",),
+}
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -69,7 +73,9 @@ def check(options: Any) -> None:
         raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
-    if isinstance(options, commands.InferOptions):
+    elif isinstance(options, commands.ExportOptions):
+        _check_exported(options)
+    if isinstance(options, commands.InferOptions | commands.ExportOptions):
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
             require_checkpoints(path)
@@ -103,6 +109,19 @@ def _require_data(folder: Path) -> None:
     except DataError as error:
         kinds = options_of(commands.TrainOptions)["data"].choices
         raise DataError(f"{error}; did you mean --data {folder}?" if str(folder) in kinds else str(error)) from None
+
+
+def _check_exported(options: commands.ExportOptions) -> None:
+    """The packages that write and run a format, and the photos to check it on."""
+    export, path = options.export, options.input.checkpoint_input_path
+    if path is not None and options.pretrained.pretrained != "none":
+        raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
+    for package in EXPORT_PACKAGES.get(export.format, ()):
+        if importlib.util.find_spec(package) is None:
+            extra = "openvino" if package == "openvino" else "'falconet[export]'"
+            raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
+    if export.photos is not None:
+        require_folder(export.photos, "a folder of photos for --photos")
 
 
 def _check_validated(options: Any) -> None:

@@ -15,6 +15,7 @@ from falconet.config.options import (
     Data,
     DataBench,
     Doctor,
+    Export,
     FineTuning,
     Fresh,
     Inference,
@@ -238,6 +239,26 @@ class BenchServeOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportOptions(Command):
+    """Write a model as ONNX, torch.export, AOTInductor, timm, Triton or OpenVINO, and check its scores."""
+
+    example = "falconet export runs/my-run --format onnx --preprocessing"
+    arguments = ("checkpoint-input-path",)
+    common = (
+        *("checkpoint-input-path", "checkpoint", "format", "output", "overwrite", "preprocessing", "half"),
+        *("photos", "tolerance", "latency-batch", "model", "pretrained", "device"),
+    )
+
+    export: Export = field(default_factory=Export)
+    input: Input = field(default_factory=Input)
+    choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
+    model: Model = field(default_factory=Model)
+    fresh: Fresh = field(default_factory=Fresh)
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Command):
     """Report what this machine has, and whether it works."""
 
@@ -325,6 +346,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "predict": PredictOptions,
     "bench": BenchOptions,
     "bench infer": InferOptions,
+    "export": ExportOptions,
     "serve": ServeOptions,
     "bench serve": BenchServeOptions,
     "doctor": DoctorOptions,

@@ -255,6 +255,15 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         _NO_CHOICE,
         *((name, "on a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
     ),
+    commands.ExportOptions: (
+        *_NOT_TRAINED,
+        _NO_CHOICE,
+        *((name, "with a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
+        ("precision", "on an export, which is fp32, or fp16 with --half", _never),
+        ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
+        ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
+        ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
+    ),
     commands.AverageOptions: (
         *(
             (name, "without --validate or --batchnorm-images", _runs_a_model)

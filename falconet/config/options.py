@@ -713,6 +713,28 @@ class Fresh:
     """Number of classes; auto: the weights', else 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """The format, where it is written, and how it is checked."""
+
+    format: Literal["onnx", "pt2", "aoti", "timm", "triton", "openvino"] = "onnx"
+    """pt2: torch.export; aoti: AOTInductor's machine code; timm: a folder; triton: a model repository."""
+    output: Path | None = local(None)
+    """Folder for the result; default: export/FORMAT in the run folder, beside the weights file, or here."""
+    overwrite: bool = local(False)
+    """Replace an earlier export in that folder."""
+    preprocessing: bool = False
+    """Normalise inside: the graph takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
+    half: bool = False
+    """Write fp16 weights and compute in fp16 (openvino: only weights); otherwise fp32, whatever the run's precision."""
+    photos: Path | None = local(None)
+    """Folder of photos to compare scores on; default: the run's validation images, else noise."""
+    tolerance: Annotated[float, MoreThan(0)] | Auto = "auto"
+    """Largest difference of a score, as a fraction of the image's largest; auto: 1e-4, or 0.05 for --half."""
+    latency_batch: Annotated[int, AtLeast(1)] = 8
+    """Latency is measured for one image, and for a batch of this many."""
+
+
 # Tools.
 
 

@@ -1,0 +1,190 @@
+"""The formats: how each writes its files, and how its own runtime computes with them."""
+
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from falconet.errors import CheckpointError, DeviceError, memory_shortage
+from falconet.export import timm_folder, triton_repository
+from falconet.export.graph import INPUT, OUTPUT, Graph, Values, dynamic_batch, first_line
+
+Engine = Callable[[Values], Values]  # the graph's input in host memory -> logits
+ONNX, TORCH, OPENVINO = "model.onnx", "model.pt2", "model.xml"
+
+
+class Format(NamedTuple):
+    """What one format needs and does."""
+
+    write: Callable[[Graph, Path, torch.device], None]  # into an empty folder
+    open: Callable[[Graph, Path, torch.device], Engine]  # what was written there
+    libraries: tuple[str, ...] = ()  # whose versions matter, beside torch's
+    on_device: bool = (
+        False  # whether the file is for one kind of device; the others are for all, and checked on the CPU
+    )
+    takes_pixels: bool | None = None  # whether pixels are normalised inside; None: as asked
+
+
+def write_onnx(graph: Graph, folder: Path, _: torch.device) -> None:
+    save_onnx(graph, folder / ONNX)
+
+
+def save_onnx(graph: Graph, path: Path) -> None:
+    """ONNX from the traced graph; class names and preprocessing are in its metadata."""
+    with _one_line(graph, "ONNX"), warnings.catch_warnings(action="ignore"):
+        program = torch.onnx.export(
+            graph.traced(half=graph.half),
+            dynamo=True,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=dynamic_batch(),
+            verbose=False,
+        )
+        assert program is not None
+        program.model.metadata_props.update(facts(graph))
+        program.save(str(path), external_data=False)
+
+
+def open_onnx(_: Graph, folder: Path, device: torch.device) -> Engine:
+    return onnx_engine(folder / ONNX, device)
+
+
+def onnx_engine(path: Path, _: torch.device) -> Engine:
+    """ONNX Runtime on the CPU, with as many threads as torch."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors: its warnings are about its own optimisations
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def compute(images: Values) -> Values:
+        (logits,) = session.run([OUTPUT], {INPUT: images})
+        found: Values = logits
+        return found
+
+    return compute
+
+
+def write_program(graph: Graph, folder: Path, _: torch.device) -> None:
+    """torch.export's archive; class names and preprocessing are extra files in it."""
+    with warnings.catch_warnings(action="ignore"):
+        program = graph.traced(half=graph.half)
+        torch.export.save(program, folder / TORCH, extra_files=dict[str, Any](facts(graph)))
+
+
+def open_program(_: Graph, folder: Path, device: torch.device) -> Engine:
+    with warnings.catch_warnings(action="ignore"):
+        return torch_engine(torch.export.load(folder / TORCH).module(), device)
+
+
+def write_compiled(graph: Graph, folder: Path, device: torch.device) -> None:
+    """AOTInductor's package: machine code for this kind of device and processor."""
+    from torch._inductor import aoti_compile_and_package, cpp_builder, exc
+    from torch.export.passes import move_to_device_pass
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise DeviceError("AOTInductor needs a C++ compiler, and g++ is not installed: apt-get install g++") from None
+    with _one_line(graph, "AOTInductor"), warnings.catch_warnings(action="ignore"):
+        # Traced on the CPU and moved: models have fused kernels for CUDA that cannot be traced.
+        there = torch.empty(0, device=device).device  # with its number, which the graph's own checks ask for
+        program = move_to_device_pass(graph.traced(half=graph.half), str(there))
+        aoti_compile_and_package(program, package_path=str(folder / TORCH))
+
+
+def open_compiled(_: Graph, folder: Path, device: torch.device) -> Engine:
+    from torch._inductor import aoti_load_package
+
+    with warnings.catch_warnings(action="ignore"):
+        return torch_engine(aoti_load_package(str(folder / TORCH)), device)
+
+
+def torch_engine(compute: Callable[[Tensor], Tensor], device: torch.device) -> Engine:
+    """Anything that takes and gives torch's tensors."""
+
+    @torch.inference_mode()
+    def computed(images: Values) -> Values:
+        logits: Values = compute(torch.from_numpy(images).to(device)).cpu().numpy()
+        return logits
+
+    return computed
+
+
+def write_openvino(graph: Graph, folder: Path, _: torch.device) -> None:
+    """OpenVINO's XML and its weights; with --half, only the weights are fp16, as its own tools do it."""
+    openvino = import_openvino()
+    with _one_line(graph, "OpenVINO"), warnings.catch_warnings(action="ignore"):
+        model = openvino.convert_model(graph.traced(half=False), input=[-1, *graph.input_shape])
+    model.inputs[0].set_names({INPUT})
+    model.outputs[0].set_names({OUTPUT})
+    for name, value in facts(graph).items():
+        model.set_rt_info(value, ["falconet", name])
+    openvino.save_model(model, str(folder / OPENVINO), compress_to_fp16=graph.half)
+
+
+def open_openvino(_: Graph, folder: Path, __: torch.device) -> Engine:
+    """In fp32: where the processor has bf16, OpenVINO would otherwise compute in that."""
+    how = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = import_openvino().Core().compile_model(str(folder / OPENVINO), "CPU", how)
+    return lambda images: compiled(images)[0]
+
+
+def import_openvino() -> Any:
+    """OpenVINO without its telemetry, which would report to Intel that it was imported and what is converted."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # makes its import fail
+    return importlib.import_module("openvino")
+
+
+def write_timm(graph: Graph, folder: Path, _: torch.device) -> None:
+    timm_folder.write(graph, folder)
+
+
+def open_timm(_: Graph, folder: Path, device: torch.device) -> Engine:
+    return torch_engine(timm_folder.open_model(folder), device)
+
+
+def write_triton(graph: Graph, folder: Path, _: torch.device) -> None:
+    save_onnx(graph, triton_repository.write(graph, folder) / ONNX)
+
+
+def open_triton(graph: Graph, folder: Path, device: torch.device) -> Engine:
+    return onnx_engine(triton_repository.version_folder(graph, folder) / ONNX, device)
+
+
+FORMATS = {  # by the choices of --format
+    "onnx": Format(write_onnx, open_onnx, ("onnx", "onnxscript", "onnxruntime")),
+    "pt2": Format(write_program, open_program),
+    "aoti": Format(write_compiled, open_compiled, on_device=True),
+    "timm": Format(write_timm, open_timm, ("timm",), takes_pixels=False),
+    "triton": Format(write_triton, open_triton, ("onnx", "onnxscript", "onnxruntime"), takes_pixels=True),
+    "openvino": Format(write_openvino, open_openvino, ("openvino",)),
+}
+
+
+def facts(graph: Graph) -> dict[str, str]:
+    """What a program needs beside the graph to use it, for formats that have room for it."""
+    return {
+        "class_names": json.dumps(graph.class_names),
+        "preprocessing": json.dumps(graph.preprocessing.to_json()),
+        "input": graph.describe_input(),
+    }
+
+
+@contextmanager
+def _one_line(graph: Graph, library: str) -> Iterator[None]:
+    """Report that another library cannot convert the model as one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if memory_shortage(error):
+            raise
+        raise CheckpointError(f"{graph.name} cannot be converted by {library}: {first_line(error)}") from error
