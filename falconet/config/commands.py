@@ -26,6 +26,7 @@ from falconet.config.options import (
     Pack,
     Parallel,
     Run,
+    Search,
     Serving,
     Table,
     Training,
@@ -74,6 +75,16 @@ class TrainOptions(Command):
     machine: Machine = field(default_factory=Machine)
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(TrainOptions):
+    """Search for the best options: train with several and compare; a value may be log:1e-4:1e-1, range:0:1 or a,b,c."""
+
+    example = "falconet search photos/ --budget 20 --lr log:1e-4:1e-1 --model resnet18,efficientnet-b0"
+    common = ("budget", "study", "prune", "data-dir", "model", "epoch", "lr", "weight-decay", "label-smoothing", "seed")
+
+    search: Search = field(default_factory=Search)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +280,7 @@ class ConfigsOptions(Command):
 COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "train": TrainOptions,
     "restore": RestoreOptions,
+    "search": SearchOptions,
     "validate": ValidateOptions,
     "average": AverageOptions,
     "bench": BenchOptions,
