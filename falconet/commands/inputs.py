@@ -11,13 +11,15 @@ from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
 from falconet.config.fields import options_of, require_folder, require_photos
 from falconet.config.load import Loaded, Options, load_options, parse
-from falconet.config.settings import Setting
+from falconet.config.settings import LINE, Setting
+from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError
 
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
 }
+SET_BY_SEARCH = ("run-dir", "resume", "temporary", "name-suffix", "plan")
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -28,6 +30,8 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     Of `validate` and `average`, which open several checkpoints, only types and ranges are checked: the commands load
     the line over the options of each checkpoint.
     """
+    if command is commands.SearchOptions:
+        return _load_search(command, line)
     if command not in FROM_CHECKPOINT:
         loaded = load_options(command, line)
         check(loaded.options)
@@ -55,6 +59,35 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     return replace(stated.over(format.read_manifest(folder).config), checkpoint=folder)
 
 
+def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+    """The options of a search, with the first value of each space; every end of a space has been checked."""
+    require_package("optuna", extra="search")
+    given = next((setting for setting in line if setting.bare in SET_BY_SEARCH), None)
+    if given:
+        raise ConfigError(f"{given.where}: a search sets it for each trial; --study names the folder of all trials")
+    spaces = spaces_in(line, options_of(command))
+    if not spaces:
+        raise ConfigError(
+            "expected at least one option with a range or with choices, such as --lr log:1e-4:1e-1 or"
+            " --model resnet18,resnet50"
+        )
+    fixed = [setting for setting in line if setting.bare not in spaces]
+    loaded = None
+    for number in range(max(len(space.ends()) for space in spaces.values())):
+        ends = {name: space.ends() for name, space in spaces.items()}
+        chosen = [Setting(name, (values[min(number, len(values) - 1)],), LINE) for name, values in ends.items()]
+        tried = load_options(command, [*fixed, *chosen])
+        check(tried.options)
+        loaded = loaded or tried
+    assert loaded is not None
+    return replace(loaded, line=tuple(line))
+
+
+def require_package(name: str, *, extra: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"needs {name}, which is not installed: pip install 'falconet[{extra}]'")
+
+
 def check(options: Any) -> None:
     """Files, folders and packages that the options ask for."""
     if isinstance(options, commands.PackOptions):
@@ -69,8 +102,8 @@ def check(options: Any) -> None:
         if options.upload.source is None:
             raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
         require_folder(options.upload.source, "a run folder")
-    elif isinstance(options, commands.ServeOptions) and importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("needs aiohttp, which is not installed: pip install 'falconet[serve]'")
+    elif isinstance(options, commands.ServeOptions):
+        require_package("aiohttp", extra="serve")
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):

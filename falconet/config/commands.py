@@ -32,6 +32,7 @@ from falconet.config.options import (
     Predict,
     Pretrained,
     Run,
+    Search,
     Serving,
     Table,
     Training,
@@ -83,6 +84,16 @@ class TrainOptions(Command):
     workspace: Workspace = field(default_factory=Workspace)
     parallel: Parallel = field(default_factory=Parallel)
     views: Views = field(default_factory=Views)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(TrainOptions):
+    """Search for the best options: train with several and compare; a value may be log:1e-4:1e-1, range:0:1 or a,b,c."""
+
+    example = "falconet search photos/ --budget 20 --lr log:1e-4:1e-1 --model resnet18,efficientnet-b0"
+    common = ("budget", "study", "prune", "data-dir", "model", "epoch", "lr", "weight-decay", "label-smoothing", "seed")
+
+    search: Search = field(default_factory=Search)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +352,7 @@ class ConfigsOptions(Command):
 COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "train": TrainOptions,
     "restore": RestoreOptions,
+    "search": SearchOptions,
     "validate": ValidateOptions,
     "average": AverageOptions,
     "predict": PredictOptions,

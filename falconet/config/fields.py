@@ -120,6 +120,16 @@ class Option:
         return Path in _parts(self.type)
 
     @property
+    def is_number(self) -> bool:
+        """Whether it takes one number, perhaps beside other choices."""
+        return bool(_numbers(self.type))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its number is a whole one."""
+        return _numbers(self.type) == [int]
+
+    @property
     def choices(self) -> tuple[str, ...]:
         return tuple(map(str, _choices(self.type)))
 
@@ -188,6 +198,11 @@ def _helps(source: Path) -> dict[tuple[str, str], str]:
 
 def _parts(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _numbers(kind: Any) -> list[type[float]]:
+    bases = [get_args(part)[0] if get_origin(part) is Annotated else part for part in _parts(kind)]
+    return [base for base in bases if base in (int, float)]
 
 
 def _choices(kind: Any) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from falconet.config import effects, rules
-from falconet.config.commands import BenchServeOptions, Command, InferOptions, TrainOptions
+from falconet.config.commands import BenchServeOptions, Command, InferOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import Use, from_config
 from falconet.config.settings import (
@@ -97,7 +97,7 @@ def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None
     options = options_of(command)
     line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
-    if not named and photos and command is TrainOptions and _names_photos(line):
+    if not named and photos and command in (TrainOptions, SearchOptions) and _names_photos(line):
         named = [photos]
     use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line

@@ -516,7 +516,19 @@ class Choice:
     """The best validated one, the newest, or that of epoch N."""
 
 
-# Measuring.
+# Searching and measuring.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How many trials, and where they are kept."""
+
+    budget: Annotated[int, AtLeast(1)] = local(20)
+    """Trials of the whole study, those of earlier starts and other workers included."""
+    study: Path | Auto = local("auto")
+    """Folder of the study, to start, to continue or to share with other workers; auto: runs/search_<data>_<time>."""
+    prune: bool = local(True)
+    """Stop a trial after an epoch that is worse than the median of the others at the same epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
