@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from falconet import __version__, exits
 from falconet.commands import inputs
+from falconet.config import synonyms
 from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
@@ -86,7 +88,9 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if name.startswith("-"):
         raise UserError(f"{name}: expected a command before it, such as `falconet train {name}`")
     if name not in COMMANDS:
-        meant = did_you_mean(name, [*COMMANDS, *GROUPS]) or f"; expected {', '.join(COMMANDS)}"
+        word = synonyms.command_meant(name, COMMANDS)
+        meant = f"; did you mean 'falconet {word}'?" if word else did_you_mean(name, [*COMMANDS, *GROUPS])
+        meant = meant or f"; expected {', '.join(COMMANDS)}"
         raise UserError(f"'{name}' is not a command{meant}")
     command, longer = COMMANDS[name], [other for other in COMMANDS if other.startswith(f"{name} ")]
     if set(HELP) & set(rest) or rest == ["help"]:
@@ -117,9 +121,14 @@ def command_name(words: list[str]) -> tuple[str, list[str]]:
 
 def _with_names(command: type[Command], rest: list[str]) -> list[str]:
     """The line with the names of the options that were given by position."""
-    bare = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+    bare = list(itertools.takewhile(_is_argument, rest))
     given = [token for name, word in zip(command.arguments, bare, strict=False) for token in (f"--{name}", word)]
     return given + rest[min(len(bare), len(command.arguments)) :]
+
+
+def _is_argument(word: str) -> bool:
+    """Whether a word is given by position; epochs=5 is how other programs spell an option."""
+    return not word.startswith("-") and ("=" not in word or Path(word).exists())
 
 
 def _overview(group: str) -> list[str]:

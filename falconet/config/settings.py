@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from falconet.config import synonyms
 from falconet.config.fields import Option
 from falconet.errors import ConfigError, did_you_mean
 
@@ -52,6 +53,10 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
         elif settings:
             last = settings.pop()
             settings.append(last._replace(values=(*last.values, token)))
+        elif "=" in token:
+            name, _, value = token.partition("=")
+            meant = synonyms.option_meant(name, options) or f"--{name}"
+            raise ConfigError(f"got '{token}', expected options with dashes; did you mean '{meant} {value}'?")
         else:
             expected = f"an option, such as --{next(iter(options))}" if options else "no arguments"
             raise ConfigError(f"got '{token}', expected {expected}")
@@ -182,6 +187,9 @@ def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str)
             return option
     if ALIASES.get(name) in options:
         return ALIASES[name]
+    meant = synonyms.option_meant(bare, options) if dashes else None
+    if meant:
+        raise ConfigError(f"{where}unknown option {dashes}{name}; did you mean '{meant}'?")
     spellings = [*options, *(alias for alias, option in ALIASES.items() if option in options)]
     meant = did_you_mean(dashes + name, [dashes + spelling for spelling in spellings])
     raise ConfigError(f"{where}unknown option {dashes}{name}{meant}")
