@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from falconet import __version__, exits
 from falconet.commands import inputs
+from falconet.config import synonyms
 from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
@@ -85,7 +86,9 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if name.startswith("-"):
         raise UserError(f"{name}: expected a command before it, such as `falconet train {name}`")
     if name not in COMMANDS:
-        meant = did_you_mean(name, [*COMMANDS, *GROUPS]) or f"; expected {', '.join(COMMANDS)}"
+        word = synonyms.command_meant(name, COMMANDS)
+        meant = f"; did you mean 'falconet {word}'?" if word else did_you_mean(name, [*COMMANDS, *GROUPS])
+        meant = meant or f"; expected {', '.join(COMMANDS)}"
         raise UserError(f"'{name}' is not a command{meant}")
     command, longer = COMMANDS[name], [other for other in COMMANDS if other.startswith(f"{name} ")]
     if set(HELP) & set(rest) or rest == ["help"]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from falconet.config import effects, rules
+from falconet.config import effects, rules, synonyms
 from falconet.config.commands import BenchServeOptions, Command, InferOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import Use, from_config
@@ -26,6 +26,7 @@ from falconet.config.settings import (
     from_line,
     is_asked_for,
     is_option,
+    refuse_assignment,
     spelled,
 )
 from falconet.errors import ConfigError, did_you_mean
@@ -35,13 +36,6 @@ Options_co = TypeVar("Options_co", covariant=True)
 INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
-SYNONYMS = {  # other programs' words for a choice, by option
-    "device": {"gpu": "cuda"},
-    "precision": {
-        **{"fp16": "16.16", "float16": "16.16", "half": "16.16", "amp": "16.32", "mixed": "16.32"},
-        **{"fp32": "32.32", "float32": "32.32", "single": "32.32", "bf16": "bf16.32", "bfloat16": "bf16.32"},
-    },
-}
 IMPLIED = "implied by --data-dir"
 FOUND = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
@@ -108,6 +102,9 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
     if not command.arguments:
         return argv
     words, named = apart(argv, options_of(command))
+    for word in words:
+        if not Path(word).exists():
+            refuse_assignment(word, options_of(command))
     given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
     taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
     left = [name for name in command.arguments if name not in taken]
@@ -165,7 +162,7 @@ def _value(option: Option, setting: Setting) -> object:
 def _meant(option: Option, values: tuple[str, ...]) -> str:
     if not values:
         return ""
-    word = SYNONYMS.get(option.name, {}).get(values[-1].lower())
+    word = synonyms.choice_meant(option.name, values[-1])
     return f"; did you mean '{word}'?" if word else did_you_mean(values[-1], option.choices)
 
 

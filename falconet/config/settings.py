@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from falconet.config import synonyms
 from falconet.config.fields import Option
 from falconet.errors import ConfigError, did_you_mean
 
@@ -54,6 +55,7 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
             last = settings.pop()
             settings.append(last._replace(values=(*last.values, token)))
         else:
+            refuse_assignment(token, options)
             expected = f"an option, such as --{next(iter(options))}" if options else "no arguments"
             raise ConfigError(f"got '{token}', expected {expected}")
     settings = [_with_value(setting, options) for setting in settings]
@@ -91,6 +93,14 @@ def _takes(token: str, options: Mapping[str, Option]) -> int:
         return 1  # it is refused later
     option = options[known if known in options else known.removeprefix(_OFF)]
     return 0 if equals or option.is_flag else -1 if option.takes_many else 1
+
+
+def refuse_assignment(word: str, options: Mapping[str, Option]) -> None:
+    """Refuse epochs=5, which is how some programs spell an option."""
+    name, equals, value = word.partition("=")
+    if equals:
+        meant = synonyms.option_meant(name, options) or f"--{name}"
+        raise ConfigError(f"got '{word}', expected options with dashes; did you mean '{meant} {value}'?")
 
 
 def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str) -> list[Setting]:
@@ -219,6 +229,9 @@ def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str)
             return option
     if ALIASES.get(name) in options:
         return ALIASES[name]
+    meant = synonyms.option_meant(bare, options) if dashes else None
+    if meant:
+        raise ConfigError(f"{where}unknown option {dashes}{name}; did you mean '{meant}'?")
     spellings = [*options, *(alias for alias, option in ALIASES.items() if option in options)]
     meant = did_you_mean(dashes + name, [dashes + spelling for spelling in spellings])
     raise ConfigError(f"{where}unknown option {dashes}{name}{meant}")

@@ -42,7 +42,7 @@ def validation_photos(data: Data, graph: Graph, note: Say) -> Photos | None:
         return None
     try:
         require_local(data)  # what only a checkpoint names is never downloaded
-        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch_size, seed=0)
+        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=0)
     except (DataError, ConfigError) as error:
         note(f"note: no validation images ({error})")
         return None

@@ -1,0 +1,53 @@
+"""What other programs call things is suggested before what is merely spelled alike."""
+
+import pytest
+
+from falconet.config import synonyms
+from falconet.config.commands import COMMANDS
+from falconet.config.fields import options_of
+
+LINES = {
+    "train --learning-rate 0.1": "unknown option --learning-rate; did you mean '--lr'?",
+    "train --workers 4": "unknown option --workers; did you mean '--dataloader-workers'?",
+    "train --batch-size 8": "unknown option --batch-size; did you mean '--micro-batch-size'?",
+    "train --epochs 3": "unknown option --epochs; did you mean '--epoch'?",
+    "train --imgsz 224": "unknown option --imgsz; did you mean '--image-size'?",
+    "train --img_size 224": "unknown option --img-size; did you mean '--image-size'?",
+    "train --amp": "unknown option --amp; did you mean '--precision 16.32'?",
+    "train --device 0": "--device: got '0', expected auto, cpu or cuda; did you mean 'cuda'?",
+    "train --device 0,1": "; did you mean 'cuda'?",
+    "train --device cuda:1": "; did you mean 'cuda'?",
+    "train --precision fp16": "; did you mean '16.16'?",
+    "train epochs=5": "got 'epochs=5', expected options with dashes; did you mean '--epoch 5'?",
+    "version": "'version' is not a command; did you mean 'falconet --version'?",
+    "val": "'val' is not a command; did you mean 'falconet validate'?",
+    "fit": "'fit' is not a command; did you mean 'falconet train'?",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_other_programs_words_are_known(falconet, line):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert LINES[line] in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_every_suggested_option_exists():
+    known = {name for command in COMMANDS.values() for name in options_of(command)}
+    suggested = {meant.split()[0] for meant in synonyms.OPTIONS.values()}
+    assert suggested <= known
+
+
+def test_no_synonym_hides_an_option_of_training():
+    assert not synonyms.OPTIONS.keys() & options_of(COMMANDS["train"]).keys()
+
+
+def test_every_suggested_choice_can_be_typed():
+    known = options_of(COMMANDS["train"])
+    for option, words in synonyms.CHOICES.items():
+        assert set(words.values()) <= set(known[option].choices)
+
+
+def test_every_suggested_command_exists():
+    assert set(synonyms.COMMANDS.values()) - {"--version"} <= set(COMMANDS)
