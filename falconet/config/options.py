@@ -523,11 +523,11 @@ class Choice:
 class Search:
     """How many trials, and where they are kept."""
 
-    budget: Annotated[int, AtLeast(1)] = local(20)
+    budget: Annotated[int, AtLeast(1)] = 20
     """Trials of the whole study, those of earlier starts and other workers included."""
     study: Path | Auto = local("auto")
     """Folder of the study, to start, to continue or to share with other workers; auto: runs/search_<data>_<time>."""
-    prune: bool = local(True)
+    prune: bool = True
     """Stop a trial after an epoch that is worse than the median of the others at the same epoch."""
 
 
