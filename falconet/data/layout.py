@@ -23,7 +23,7 @@ MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack t
 
 @dataclass(frozen=True)
 class Division:
-    """How unsplit photos are split: each by its name, so that it never changes sides."""
+    """How unsplit photos are split: each by its name, so that it stays on its side."""
 
     share: float = 0.2  # of each class, to validate
     seed: int = 0
@@ -87,7 +87,7 @@ def _from_folders(place: Path, division: Division) -> Splits:
                 *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),
                 *_beside(place),
             ]
-            return _split(Labelled(source, FOLDERS, notes=tuple(notes)), division)
+            return _split(Labelled(source, FOLDERS, source.names, notes=tuple(notes)), division)
     if tables.paths:
         return _from_tables(place, tables.paths, division)
     raise DataError(_unknown(place))
@@ -128,7 +128,7 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
     if "train" not in sources:
         return splits_of(None, sources["validation"], layout=FOLDERS, notes=tuple(notes))
     if "validation" not in sources:
-        return _split(Labelled(sources["train"], FOLDERS, notes=tuple(notes)), division)
+        return _split(Labelled(sources["train"], FOLDERS, sources["train"].names, notes=tuple(notes)), division)
     train = sources["train"]
     for name in sources["validation"].class_names:
         if name not in train.class_names:
@@ -150,7 +150,7 @@ def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Spl
 def _split(found: Labelled, division: Division) -> Splits:
     """Photos that are not split yet, split by their names."""
     labels = found.source.labels if found.label_sets is None else None
-    validates = held_out(found.source.names, labels, division)
+    validates = held_out(found.keys, labels, division)
     return replace(_divided(found, validates), held_out=division.share)
 
 
@@ -160,9 +160,10 @@ def _divided(found: Labelled, validates: BoolArray) -> Splits:
 
 
 def held_out(names: Names, labels: IntArray | None, division: Division) -> BoolArray:
-    """Which photos validate. A photo's name and the seed decide alone, whatever other photos there are.
+    """Which photos validate. A photo's name and the seed decide, whatever other photos there are.
 
-    With labels, a class of two or more photos keeps at least one on each side.
+    The exception is a class of two or more photos that are all on one side: it keeps at least one on each, so that a
+    photo moves until others are added.
     """
     digests = [hashlib.blake2b(names.coded(index), digest_size=8).digest() for index in range(len(names))]
     numbers = np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
