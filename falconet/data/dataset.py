@@ -36,7 +36,8 @@ DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and ga
 
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
 MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
-MOST_BAD = 5  # broken photos named in a line
+MOST_BAD = 5  # broken photos that are named
+MOST_SHOWN = 48  # characters of class names in a line
 BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
 UseObjects = Literal["no", "if there", "yes"]
@@ -91,7 +92,7 @@ class Dataset(Splits):
     def found(self) -> list[str]:
         """What photos were found and how they are divided, in two lines, then what to know about them."""
         if not self.where:
-            return [f"note: {note}" for note in self._bad()]
+            return self._bad()
         labels = np.concatenate((self.train.labels, self.validation.labels))
         counts = self._counts(labels)
         fewest, most = int(counts.min()), int(counts.max())
@@ -101,10 +102,18 @@ class Dataset(Splits):
         split = "split" if self.held_out is None else "split by file name"
         share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
         return [
-            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
+            f"{self.where}: {classes} ({self._shown_classes()}), {photos} ({each} per class){self._sizes()},"
+            f" {self.layout}{self._boxes()}",
             f"{split}: {parts}{share}",
-            *(f"note: {note}" for note in (*self.notes, *self._bad())),
+            *(f"note: {note}" for note in self.notes),
+            *self._bad(),
         ]
+
+    def _shown_classes(self) -> str:
+        """The first classes, as many as a line takes: a folder that should not be one is noticed here."""
+        lengths = np.cumsum([len(name) + 2 for name in self.class_names])
+        shown = self.class_names[: max(1, int(np.searchsorted(lengths, MOST_SHOWN, side="right")))]
+        return ", ".join((*shown, "...") if len(shown) < self.classes else shown)
 
     def _counts(self, labels: IntArray) -> IntArray:
         """Images of each class."""
@@ -120,26 +129,33 @@ class Dataset(Splits):
         return f", {' to '.join(ends)}"
 
     def _bad(self) -> list[str]:
-        """One line on photos that cannot be used."""
+        """A note on photos that cannot be used, and the first of them."""
         lines = self.check.lines()
         if not lines:
             return []
-        more = f"; {len(lines) - MOST_BAD:,} more in {BAD_PHOTOS} of the run folder" if len(lines) > MOST_BAD else ""
-        return [f"skipped {counted(len(lines), 'broken photo')}: {'; '.join(lines[:MOST_BAD])}{more}"]
+        more = [f"  and {len(lines) - MOST_BAD:,} more"] if len(lines) > MOST_BAD else []
+        headline = f"note: skipped {counted(len(lines), 'broken photo')}; {BAD_PHOTOS} in the run folder lists all"
+        return [headline, *(f"  {line}" for line in lines[:MOST_BAD]), *more]
+
+    def shape(self) -> str:
+        """The size of the images."""
+        size, trained = self.preprocessing.image_size, self.training.image_size
+        return f"{size} x {size}" + (f" and {trained} x {trained} in training" if trained != size else "")
 
     def describe(self) -> str:
-        size, trained = self.preprocessing.image_size, self.training.image_size
-        less = f" and {trained} x {trained} in training" if trained != size else ""
         return (
             f"{len(self.train):,} training and {counted(len(self.validation), 'validation image')} of"
-            f" {counted(self.classes, 'class')}, {size} x {size}{less}{self._stored()}"
+            f" {counted(self.classes, 'class')}, {self.shape()}{self._stored()}"
         )
 
     def _stored(self) -> str:
-        """The layout of photos, and how many have boxes for crops to overlap."""
+        """The layout of photos, and how many have boxes."""
+        return f", from {self.layout}{self._boxes()}" if self.layout else ""
+
+    def _boxes(self) -> str:
+        """How many photos have boxes for crops to overlap."""
         objects = getattr(self.train, "objects", None)
-        boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
-        return f", from {self.layout}{boxes}" if self.layout else ""
+        return "" if objects is None else f", {objects.annotated:,} of them with boxes"
 
     def left_out(self) -> tuple[str, ...]:
         """The validation photos that no accuracy counts, because their files are broken."""

@@ -304,6 +304,7 @@ class Validation:
                 averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
         except Interrupted:
             return False
+        self.output.screen.hide()
         self.left_out, self.metric = found.left_out, found.metric
         self.output.measurements.write(
             update,

@@ -4,7 +4,7 @@ import torch
 
 from falconet.config import commands, options, rules
 from falconet.config.rules import PHOTOS
-from falconet.data import input
+from falconet.data import input, native
 from falconet.data.order import class_weights
 from falconet.errors import named_option
 from falconet.models import views
@@ -21,6 +21,18 @@ def describe(built: BuiltPhase) -> list[str]:
     return [_heading(built), *(_whole(built) if built.phase.number == 1 else _changes(built))]
 
 
+def details(built: BuiltPhase) -> list[str]:
+    """The lines of the plan that only plan.txt and `--plan` show.
+
+    That Pillow decodes photos is not among them: it costs time.
+    """
+    asked, device = built.options, built.site.world.device
+    return [
+        *(_decoding(built) if native.library() else []),
+        *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
+    ]
+
+
 def _heading(built: BuiltPhase) -> str:
     phase, side = built.phase, built.images.training.image_size
     first, last = built.plan.epochs_before + 1, built.plan.last_epoch
@@ -35,7 +47,7 @@ def _whole(built: BuiltPhase) -> list[str]:
     lines = [
         f"model {asked.model.model}, {built.placement.parameters:,} parameters",
         *built.images.found(),
-        f"data {asked.data.data}: {built.images.describe()}, augment {_augment(built)}",
+        _images(built),
         *_decoding(built),
         _machine(built),
         *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
@@ -52,6 +64,13 @@ def _whole(built: BuiltPhase) -> list[str]:
     if is_synthetic and asked.validation.validation_mode != "none":
         lines.append("note: synthetic data has no validation images, so nothing is validated")
     return lines
+
+
+def _images(built: BuiltPhase) -> str:
+    """What the model gets; of the user's own photos, everything else has been printed."""
+    images = built.images
+    words = f"images {images.shape()}" if images.where else f"data {images.kind}: {images.describe()}"
+    return f"{words}, augment {_augment(built)}"
 
 
 def _changes(built: BuiltPhase) -> list[str]:

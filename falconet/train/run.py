@@ -26,6 +26,7 @@ from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are, counted
 from falconet.report.mlperf import MlperfLog
+from falconet.report.styles import FALCONET
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
@@ -104,7 +105,7 @@ def _carried_out(launch: Launch) -> int:
         plan = [line for each in built for line in plan_text.describe(each)]
         plan += [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        for line in [*plan, *(f"note: {note}" for note in notes)]:
+        for line in [*_shown_plan(launch, plan, built), *(f"note: {note}" for note in notes)]:
             screen.line(line)
         if options.run.plan:
             screen.line("")
@@ -122,6 +123,14 @@ def _carried_out(launch: Launch) -> int:
             return folder
 
         return _run_phases(built, open_folder, began=began)
+
+
+def _shown_plan(launch: Launch, plan: list[str], built: Iterable[BuiltPhase]) -> list[str]:
+    """The plan without details, unless it was asked for; the originals' users see it whole."""
+    if launch.loaded.options.run.plan or launch.conventions is not FALCONET:
+        return plan
+    details = {line for each in built for line in plan_text.details(each)}
+    return [line for line in plan if line not in details]
 
 
 def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:

@@ -61,7 +61,7 @@ def how_to_continue(folder: Path, checkpoints: Path) -> str:
 
 def restore_line(folder: Path, checkpoints: Path) -> str:
     """The command names the run folder, and its checkpoints too where they lie elsewhere."""
-    command = ["falconet", "restore", "--checkpoint-input-path"]
+    command = ["falconet", "restore"]
     if checkpoints in (folder, folder / "checkpoints"):
         return shlex.join([*command, str(folder)])
     return shlex.join([*command, str(checkpoints), "--run-dir", str(folder)])
@@ -354,7 +354,9 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     lines["run folder"] = str(folder)
     if ending.is_last and log.plan.validation_mode != "none":
         is_inside = ending.checkpoints in (folder, folder / "checkpoints")
-        lines["next"] = shlex.join(["falconet", "validate", str(folder if is_inside else ending.checkpoints)])
+        run = shlex.quote(str(folder if is_inside else ending.checkpoints))
+        lines["next"] = f"falconet predict {run} photo.jpg"
+        lines[" "] = f"falconet validate {run}"
     return lines
 
 

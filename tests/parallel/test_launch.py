@@ -156,7 +156,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
         process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert (code, err) == (130, "")
-    assert out.count("to continue: falconet restore --checkpoint-input-path r") == 1
+    assert out.count("to continue: falconet restore r") == 1
     assert len(format.checkpoints_in(tmp_path / "r")) == 1
     assert all(map(is_gone, workers))
 
