@@ -233,7 +233,7 @@ def test_models_come_from_checkpoints_weights_and_names(photos):
     shutil.copy(best / "model.safetensors", "weights.safetensors")
     assert fn.load("weights.safetensors", model="resnet8-cifar").class_names == ("0", "1")
     for source, message in {
-        "resnet50": "is not in the Hugging Face cache",
+        "resnet50": "are not in the Hugging Face cache",
         "nowhere": "nowhere: no such file or folder",
         "resnet5": "resnet5: no such file or folder",
     }.items():

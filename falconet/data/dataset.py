@@ -100,7 +100,7 @@ class Dataset(Splits):
         classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
         parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
         split = "split" if self.held_out is None else "split by file name"
-        share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
+        share = "" if self.held_out is None else f" ({self._met()}--val-fraction {self.held_out:g})"
         return [
             f"{self.where}: {classes} ({self._shown_classes()}), {photos} ({each} per class){self._sizes()},"
             f" {self.layout}{self._boxes()}",
@@ -108,6 +108,11 @@ class Dataset(Splits):
             *(f"note: {note}" for note in self.notes),
             *self._bad(),
         ]
+
+    def _met(self) -> str:
+        """The share that validates, where it is another than the one asked for."""
+        met = 100 * len(self.validation) / max(1, len(self.train) + len(self.validation))
+        return "" if self.held_out is None or round(met) == round(100 * self.held_out) else f"{met:.0f} %, for "
 
     def _shown_classes(self) -> str:
         """The first classes, as many as a line takes: a folder that should not be one is noticed here."""
@@ -192,7 +197,10 @@ class Dataset(Splits):
         if len(bad) > limit:
             shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
             with named_option("bad_images_allowed"):
-                raise DataError(f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed: {shown}")
+                raise DataError(
+                    f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed; expected"
+                    f" fewer, or {len(bad)} here: {shown}"
+                )
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]

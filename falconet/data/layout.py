@@ -18,6 +18,7 @@ from falconet.report.console import counted
 
 INNER = "imagenet-data"  # a subfolder that the TensorFlow program used as well
 FOLDERS = "class folders"
+MOST_SUSPECTED = 10  # classes that are looked into
 MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack to photos/photos/
 
 
@@ -45,6 +46,10 @@ def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tf
 
 def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
     require_photos(path)
+    if folder.is_run(path):
+        raise DataError(f"{path}: is a run folder; expected photos, or `falconet restore {path}`, which continues it")
+    if path.is_file() and path.suffix.lower() in folder.image_extensions():
+        raise DataError(f"{path}: is a photo; expected the folder with a folder per class, or a table")
     if path.is_file():
         return _from_tables(path.parent, {"all": path}, division)
     inner, notes = _unwrapped(path)
@@ -86,6 +91,7 @@ def _from_folders(place: Path, division: Division) -> Splits:
                 *found.notes(),
                 *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),
                 *_beside(place),
+                *_datasets(place, source.class_names),
             ]
             return _split(Labelled(source, FOLDERS, source.names, notes=tuple(notes)), division)
     if tables.paths:
@@ -100,6 +106,18 @@ def _beside(place: Path) -> list[str]:
         return []
     other = place.absolute().parent / parts["validation"]
     return [f"{other}: unused, because it is beside the folder given; {place.absolute().parent} would validate on it"]
+
+
+def _datasets(place: Path, classes: Sequence[str]) -> list[str]:
+    """A note on classes that look like datasets: the folder given may be the one above."""
+    found = [
+        place / name
+        for name in classes[:MOST_SUSPECTED]
+        if {"train", "validation"} <= {*folder.split_folders(place / name)}
+    ]
+    return [
+        f"{path}: a class here, but it holds train/ and val/; did you mean `falconet train {path}`?" for path in found
+    ]
 
 
 def _unwrapped(path: Path) -> tuple[Path, list[str]]:

@@ -66,6 +66,11 @@ def is_published(name: str) -> bool:
     return True
 
 
+def download_line(name: str) -> str:
+    """The command that downloads a model's published weights into the folder that it is typed in."""
+    return f"hf download {published(name).repository} {FILE} --local-dir ."
+
+
 def imagenet_classes(classes: int) -> tuple[str, ...]:
     """The names of ImageNet's class folders, by number; empty: not so many classes."""
     from timm.data.imagenet_info import ImageNetInfo
@@ -111,13 +116,14 @@ def fetch(weights: Published) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if constants.HF_HUB_OFFLINE or not _reached(constants.ENDPOINT):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise CheckpointError(f"{weights.repository} is not in the Hugging Face cache, and {why}")
+        server = urllib.parse.urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{server} cannot be reached"
+        raise CheckpointError(f"the weights {weights.repository} are not in the Hugging Face cache, and {why}")
     try:
         return Path(huggingface_hub.hf_hub_download(weights.repository, FILE))
     except (OSError, HTTPError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{weights.repository} cannot be downloaded: {lines[0]}") from error
+        raise CheckpointError(f"the weights {weights.repository} cannot be downloaded: {lines[0]}") from error
 
 
 def _reached(endpoint: str) -> bool:

@@ -51,7 +51,8 @@ def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = Tru
         if asked != "published":
             expected = "a safetensors or torch file, a checkpoint or a run folder"
         elif pretrained.is_published(name):
-            expected = f"a network, its {FILE} as --pretrained PATH, a cache that has it in HF_HOME, {otherwise}"
+            file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
+            expected = f"a network, {file}, {otherwise}"
         else:
             expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
         raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None

@@ -21,15 +21,30 @@ def describe(built: BuiltPhase) -> list[str]:
     return [_heading(built), *(_whole(built) if built.phase.number == 1 else _changes(built))]
 
 
-def details(built: BuiltPhase) -> list[str]:
-    """The lines of the plan that only plan.txt and `--plan` show.
+def brief(built: BuiltPhase) -> list[str]:
+    """The plan without what only plan.txt and `--plan` show; of one for photos, the usual in two lines.
 
-    That Pillow decodes photos is not among them: it costs time.
+    That Pillow decodes photos is always printed: it costs time.
     """
     asked, device = built.options, built.site.world.device
-    return [
+    details = [
         *(_decoding(built) if native.library() else []),
         *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
+    ]
+    if not built.images.where or built.phase.count > 1:
+        return [line for line in describe(built) if line not in details]
+    details += [
+        *(_images(built), _machine(built), _optimizer(built)),
+        *_numerics(asked, regime=built.regime, device=device),
+        *built.plan.lines(),
+    ]
+    by_updates, plan = asked.training.updates is not None, built.plan
+    length = counted(plan.updates, "update") if by_updates else counted(plan.last_epoch, "epoch")
+    return [
+        *(line for line in describe(built) if line not in details),
+        f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"
+        f" {asked.optimizer.optimizer} at {asked.learning_rate.peak:g}",
+        f"device {device}, precision {built.regime.name}; --plan shows all of the plan",
     ]
 
 
@@ -43,7 +58,6 @@ def _heading(built: BuiltPhase) -> str:
 def _whole(built: BuiltPhase) -> list[str]:
     asked, device = built.options, built.site.world.device
     is_synthetic, others = asked.data.data == "synthetic", asked.validation.validate_checkpoints
-    state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
     lines = [
         f"model {asked.model.model}, {built.placement.parameters:,} parameters",
         *built.images.found(),
@@ -59,7 +73,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *_balance(built),
         *_views(asked),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
-        f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}",
+        _optimizer(built),
     ]
     if is_synthetic and asked.validation.validation_mode != "none":
         lines.append("note: synthetic data has no validation images, so nothing is validated")
@@ -179,6 +193,12 @@ def _balance(built: BuiltPhase) -> list[str]:
         weights = [weight for weight in class_weights(labels, built.images.classes) if weight]
         lines.append(f"class weights balanced: {min(weights):.3g} to {max(weights):.3g}")
     return lines
+
+
+def _optimizer(built: BuiltPhase) -> str:
+    asked, device = built.options, built.site.world.device
+    state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
+    return f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}"
 
 
 def _layer_decay(rule: options.Optimizer) -> str:

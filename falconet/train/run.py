@@ -103,10 +103,13 @@ def _carried_out(launch: Launch) -> int:
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
         built = deque(build.phases_built(launch, site, opened=opened))
         plan = [line for each in built for line in plan_text.describe(each)]
-        plan += [finding.line()] if finding else []
+        found_rate = [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        for line in [*_shown_plan(launch, plan, built), *(f"note: {note}" for note in notes)]:
+        is_whole = options.run.plan or launch.conventions is not FALCONET  # the originals' users always see all of it
+        shown = plan if is_whole else [line for each in built for line in plan_text.brief(each)]
+        for line in [*shown, *found_rate, *(f"note: {note}" for note in notes)]:
             screen.line(line)
+        plan += found_rate
         if options.run.plan:
             screen.line("")
             screen.line(launch.loaded.to_yaml().rstrip())
@@ -123,14 +126,6 @@ def _carried_out(launch: Launch) -> int:
             return folder
 
         return _run_phases(built, open_folder, began=began)
-
-
-def _shown_plan(launch: Launch, plan: list[str], built: Iterable[BuiltPhase]) -> list[str]:
-    """The plan without details, unless it was asked for; the originals' users see it whole."""
-    if launch.loaded.options.run.plan or launch.conventions is not FALCONET:
-        return plan
-    details = {line for each in built for line in plan_text.details(each)}
-    return [line for line in plan if line not in details]
 
 
 def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:

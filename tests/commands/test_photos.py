@@ -39,7 +39,7 @@ def test_what_was_found_is_printed_before_training(trained):
     assert lines[at].startswith("photos: 2 classes (dark, light), 24 photos (12 per class)")
     assert lines[at].endswith(", class folders")
     assert lines[at + 1].startswith("split by file name: ")
-    assert lines[at + 1].endswith(" to validate (--val-fraction 0.2)")
+    assert re.search(r" to validate \((\d+ %, for )?--val-fraction 0\.2\)$", lines[at + 1])
 
 
 def test_only_the_first_of_many_classes_are_named(falconet, heap):
@@ -50,7 +50,8 @@ def test_only_the_first_of_many_classes_are_named(falconet, heap):
 
 
 def test_details_are_left_to_the_plan(falconet, trained):
-    details = ["loader: reads at most", "decoded by the native"]
+    details = ["loader: reads at most", "decoded by the native", "global batch 4"]
+    assert "1 epoch, 4 photos of 16 x 16 per update, " in trained.out
     assert not any(detail in trained.out for detail in details)
     assert trained.out.count(" to validate") == 1
     plan = falconet(f"train photos {SMALL} --plan").out
@@ -134,8 +135,8 @@ def test_more_broken_photos_than_allowed_stop_the_run_before_it_starts(falconet,
     if code:
         number = {"0": 0, "1": 1, "5%": 0}[allowed]
         assert answer.err.splitlines()[-1] == (
-            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed:"
-            f" photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
+            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed;"
+            f" expected fewer, or 2 here: photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
         )
         assert not (heap.parent / "run").exists()
 
@@ -206,9 +207,9 @@ def test_validation_uses_the_photos_that_training_held_out(falconet, trained):
     held_out = int(re.search(r"(\d+) to validate", trained.out)[1])
     answer = falconet("validate --checkpoint-input-path run")
     assert validated(answer) == held_out
+    share = f"{100 * held_out / 24:.0f} %, for --val-fraction 0.2"
     assert (
-        answer.out.splitlines()[1]
-        == f"split by file name: {24 - held_out} to train, {held_out} to validate (--val-fraction 0.2)"
+        answer.out.splitlines()[1] == f"split by file name: {24 - held_out} to train, {held_out} to validate ({share})"
     )
     assert validated(falconet("validate --checkpoint-input-path run --val-fraction 1")) == 24
 

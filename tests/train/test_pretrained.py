@@ -15,9 +15,9 @@ from falconet.models import pretrained, zoo
 NAME, REPOSITORY = "mobilenet-v3-small", "timm/mobilenetv3_small_100.lamb_in1k"
 LINE = f"train photos --model {NAME} --image-size 32 --micro-batch-size 4 --updates 1 --run-dir run --threads 1"
 ABSENT = (
-    f"falconet train: --pretrained: {REPOSITORY} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; expected"
-    " a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none to"
-    " train from scratch\n"
+    f"falconet train: --pretrained: the weights {REPOSITORY} are not in the Hugging Face cache, and HF_HUB_OFFLINE is"
+    f" set; expected a network, --pretrained model.safetensors after `hf download {REPOSITORY} model.safetensors"
+    " --local-dir .` on another machine, or --pretrained none to train from scratch\n"
 )
 
 pytestmark = pytest.mark.usefixtures("image_folder")

@@ -217,7 +217,12 @@ def _is_run(entry: "os.DirEntry[str]") -> bool:
     found = [Path(entry.path)]
     if entry.name == RUNS:
         found += found[0].iterdir()
-    return any(all((path / name).is_file() for name in RUN) for path in found)
+    return any(map(is_run, found))
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is the folder of a run."""
+    return all((path / name).is_file() for name in RUN)
 
 
 def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:
