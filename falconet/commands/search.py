@@ -34,12 +34,13 @@ from falconet.config.spaces import Choices, Space, spaces_in
 from falconet.errors import ConfigError, Interrupted
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION
 from falconet.train.run_folder import CONFIG, METRICS, SUMMARY
 
 TRAIN = (sys.executable, "-m", "falconet", "train")
 DATABASE, BEST, TABLE = "study.db", "best.yaml", "trials.csv"
 SPACE = "space"  # the study's attribute
-SCORE = "validation/accuracy"
+SCORES = {metric.key: metric for metric in (ACCURACY, MEAN_AVERAGE_PRECISION)}  # a run has one of them
 BEGINNING = 60  # seconds within which a new trial has opened its log
 POLLED = 0.2  # seconds between looks at a trial's metrics
 STARTUP = 4  # trials to compare with before the first is pruned
@@ -117,7 +118,7 @@ class Search:
         return TrialState.FAIL, scores, lines[-1] if lines else f"exit code {process.returncode}"
 
     def _watch(self, trial: Trial, process: "subprocess.Popen[bytes]", home: Path, scores: list[float]) -> bool:
-        """Report each epoch's accuracy until the trial ends or is pruned; returns whether it was pruned."""
+        """Report each epoch's score until the trial ends or is pruned; returns whether it was pruned."""
         while process.poll() is None:
             time.sleep(POLLED)
             for score in _scores(home)[len(scores) :]:
@@ -170,13 +171,22 @@ def _chosen(trial: Trial, name: str, space: Space) -> str:
 
 
 def _scores(home: Path) -> list[float]:
-    """The validation accuracies that a run has written so far; an unfinished last line is left for the next look."""
+    """The scores of the validations that a run has written so far."""
+    return [float(row[key]) for row in _rows(home) for key in SCORES if key in row]
+
+
+def _metric(home: Path) -> str:
+    """What those scores are."""
+    return next((metric.name for row in _rows(home) for key, metric in SCORES.items() if key in row), ACCURACY.name)
+
+
+def _rows(home: Path) -> list[dict[str, Any]]:
+    """What a run has logged so far; an unfinished last line is left for the next look."""
     try:
         lines = (home / METRICS).read_bytes().split(b"\n")[:-1]
     except OSError:
         return []
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return [float(row[SCORE]) for row in rows if SCORE in row]
+    return [json.loads(line) for line in lines]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -240,7 +250,10 @@ def _log(folder: Path, number: int) -> Path:
 def _conclude(study: optuna.Study, folder: Path, spaces: Mapping[str, Space], say: Say) -> int:
     """The table of all trials, on the screen and as CSV, and the config of the best one."""
     trials = sorted(_finished(study), key=lambda trial: -(trial.value if trial.value is not None else -1))
-    header = ["trial", "accuracy", "state", "epochs", "seconds", *spaces]
+    metric = next(
+        (_metric(folder / f"trial-{trial.number}") for trial in trials if trial.value is not None), ACCURACY.name
+    )
+    header = ["trial", metric, "state", "epochs", "seconds", *spaces]
     rows = [
         [
             str(trial.number),

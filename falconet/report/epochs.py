@@ -39,7 +39,6 @@ class Metric:
 
 ACCURACY = Metric("accuracy", "acc")
 MEAN_AVERAGE_PRECISION = Metric("mAP", "mAP", of_training="exact")  # of photos with several labels
-METRICS = (ACCURACY, MEAN_AVERAGE_PRECISION)
 
 
 def span(seconds: float) -> str:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from falconet import api
 from falconet.checkpoint import format
 from falconet.data import mixing
 from falconet.data.mixing import Mix
+from falconet.errors import ConfigError
 from falconet.train.loss import MultiLabelLoss, presence_weights
 from runs import assert_bitwise, stop_at
 
@@ -210,3 +212,55 @@ def test_validation_photos_without_any_label_are_refused(falconet, photos):
     answer = falconet(f"train photos {SMALL} --run-dir run")
     assert answer.code == 2
     assert "none of the photos to validate on has a label" in answer.err
+
+
+def test_predict_shows_every_label_of_a_photo(falconet, trained):
+    names = " ".join(f"photos/{number}.png" for number in (36, 37, 39))  # neither, red, both
+    answer = falconet(f"predict {names} --checkpoint-input-path run --device cpu")
+    assert answer.code == 0, answer.err
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert [row[0] for row in rows] == ["photos/36.png", "photos/37.png", "photos/39.png", rows[3][0]]
+    assert rows[1][1] == "red"
+    assert {rows[2][1], rows[3][0]} == {"red", "blue"}
+    assert float(rows[0][2]) < 50 <= float(rows[1][2])
+
+
+def test_predict_lists_labels_in_json_and_csv_and_sorts_by_each(falconet, trained):
+    names, checkpoint = "photos/36.png photos/39.png", "--checkpoint-input-path run --device cpu"
+    answer = falconet(f"predict {names} {checkpoint} --json --top 2 --save-dir sorted")
+    neither, both = json.loads(answer.out)
+    assert neither["labels"] == []
+    assert sorted(both["labels"]) == ["blue", "red"]
+    assert len(neither["top"]) == 2
+    assert sorted(path.as_posix() for path in Path("sorted").glob("*/*")) == ["sorted/blue/39.png", "sorted/red/39.png"]
+    rows = list(csv.DictReader(falconet(f"predict {names} {checkpoint} --csv").out.splitlines()))
+    assert [sorted(filter(None, row["labels"].split("|"))) for row in rows] == [[], ["blue", "red"]]
+
+
+def test_the_python_api_gives_labels_and_measures_map(falconet, trained, photos):
+    run = api.Run("run")
+    model = api.load(run, device="cpu")
+    prediction = model.predict(photos / "39.png")
+    assert sorted(prediction.labels) == ["blue", "red"]
+    assert prediction.probabilities.sum() > 1
+    found = api.evaluate(model)
+    assert found.metric.name == "mAP"
+    assert found.score == pytest.approx(run.best.accuracy)
+    with pytest.raises(ConfigError, match="which a folder per class does not give"):
+        api.evaluate(model, photos)
+
+
+def test_export_states_the_sigmoid(falconet, trained):
+    answer = falconet("export run --format pt2 --device cpu")
+    assert answer.code == 0, answer.err
+    assert "before the sigmoid" in answer.out
+    assert json.loads(Path("run/export/pt2/export.json").read_text())["probabilities"] == "sigmoid"
+
+
+def test_search_ranks_trials_by_map(falconet, photos):
+    answer = falconet(f"search photos {SMALL} --epoch 1 --weight-decay 0.01,0.05 --budget 1 --study s")
+    assert answer.code == 0, answer.err
+    with Path("s/trials.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    scores = [line["validation/mAP"] for line in metrics("s/trial-0") if "validation/mAP" in line]
+    assert float(row["mAP"]) == pytest.approx(max(scores), abs=0.01)
