@@ -104,10 +104,11 @@ class Dataset(Splits):
         each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
         classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
         parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
+        several = "" if self.label_sets is None else ", any number of labels each"
         split = "split" if self.held_out is None else "split by file name"
         share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
         return [
-            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
+            f"{self.where}: {classes}, {photos} ({each} per class){several}{self._sizes()}, {self.layout}",
             f"{split}: {parts}{share}",
             *(f"note: {note}" for note in (*self.notes, *self._bad())),
         ]
@@ -192,19 +193,17 @@ class Dataset(Splits):
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        is_part = (
-            isinstance(self.train, FileSource)
-            and not several
-            and self.label_sets is None
-            and {*self.class_names} < {*class_names}
-        )
-        if not is_part:
+        is_alike = several == (self.label_sets is not None) and {*self.class_names} < {*class_names}
+        if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
             self.check_classes(class_names, where=where, several=several)
             return self
-        assert isinstance(self.train, FileSource)
-        assert isinstance(self.validation, FileSource)
-        train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
-        return replace(self, train=train, validation=validation)
+        if self.label_sets is None:
+            train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
+            return replace(self, train=train, validation=validation)
+        sets = np.zeros((len(self.label_sets), len(class_names)), np.bool_)
+        sets[:, [class_names.index(name) for name in self.class_names]] = self.label_sets
+        train, validation = (replace(source, class_names=class_names) for source in (self.train, self.validation))
+        return replace(self, train=train, validation=validation, label_sets=sets)
 
     def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
         """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""

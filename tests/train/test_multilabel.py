@@ -95,6 +95,7 @@ def test_mixed_labels_are_targets_in_between():
 
 
 def test_training_finds_several_labels(trained):
+    assert "photos: 2 classes, 48 photos (24 per class), any number of labels each" in trained.out
     assert "exact" in trained.out
     assert "val mAP" in trained.out
     assert "ema mAP" in trained.out
@@ -203,6 +204,15 @@ def test_data_with_one_label_each_does_not_validate_such_a_model(falconet, train
     answer = falconet("validate run --device cpu")
     assert answer.code == 2
     assert "was trained on photos with several labels per photo, the data has one label per photo" in answer.err
+
+
+def test_photos_with_some_of_the_labels_are_validated(falconet, trained, photos):
+    table = photos / "labels.csv"
+    table.write_text(table.read_text().replace("red|blue", "red").replace(",blue,", ",red,"))
+    assert falconet("validate run --device cpu").code == 0
+    (model, *_) = json.loads(Path("run/validation.json").read_text())["models"]
+    assert [(each["class"], each["images"]) for each in model["per_class"]] == [("blue", 0), ("red", 9)]
+    assert model["mAP"] == model["per_class"][1]["average_precision"]
 
 
 def test_validation_photos_without_any_label_are_refused(falconet, photos):
