@@ -12,9 +12,13 @@ from PIL import Image
 
 from falconet import api
 from falconet.checkpoint import format
+from falconet.config.commands import ServeOptions
+from falconet.config.settings import LINE, Setting
 from falconet.data import mixing
 from falconet.data.mixing import Mix
 from falconet.errors import ConfigError
+from falconet.infer.classifier import open_model
+from falconet.serve.protocol import Served, metadata
 from falconet.train.loss import MultiLabelLoss, presence_weights
 from runs import assert_bitwise, stop_at
 
@@ -196,6 +200,25 @@ def test_original_programs_refuse_several_labels(falconet, photos):
     assert answer.code == 2
     assert "photos with several labels" in answer.err
     assert answer.err.count("\n") == 1
+
+
+def test_original_programs_do_not_call_map_an_accuracy(falconet, trained):
+    answer = falconet("validate --checkpoint-input-path run --device cpu", "pytorch")
+    assert answer.code == 2
+    assert "for which this program has no accuracy; expected `falconet validate`" in answer.err
+
+
+def test_server_states_the_sigmoid(falconet, trained):
+    classifier, _ = open_model(ServeOptions, [Setting("checkpoint-input-path", ("run",), LINE)], lambda _: None)
+    served = Served(
+        name=classifier.name,
+        preprocessing=classifier.preprocessing,
+        class_names=classifier.class_names,
+        output="float32",
+        max_batch=1,
+        activation=classifier.activation,
+    )
+    assert metadata(served)["parameters"]["probabilities"] == "sigmoid"
 
 
 def test_data_with_one_label_each_does_not_validate_such_a_model(falconet, trained, photos):
