@@ -24,7 +24,7 @@ from runs import assert_bitwise, stop_at
 
 PHOTOS = 48
 SMALL = (
-    "--model resnet10 --image-size 16 --micro-batch-size 8 --epoch 4 --threads 1 --dataloader-workers 1 --device cpu"
+    "--model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 4 --threads 1 --dataloader-workers 1 --device cpu"
     " --optimizer adamw --lr 0.003 --warmup-epoch 0 --pretrained none --augment none"
 )
 EXTRAS = "--mixup-alpha 0.2 --cutmix-lambda-low 0.3 --cutmix-lambda-high 0.7 --label-smoothing 0.1 --ema-half-life 1"
@@ -156,7 +156,7 @@ def test_restore_continues_bit_for_bit(falconet, photos, monkeypatch, target):
 
 DIVIDED = {
     "replicas": "--micro-batch-size 4 --replicas 2",
-    "stages": "--micro-batch-size 8 --pipeline-splits layer3/0 --strict-devices",
+    "stages": "--micro-batch-size 8 --pipeline-splits layer2/0 --strict-devices",
 }
 
 
