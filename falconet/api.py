@@ -19,6 +19,7 @@ from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.load import Loaded, read_line
 from falconet.config.options import MODELS
+from falconet.config.recipes import PHOTOS
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.data.sources.folder import Listing, image_names
@@ -35,7 +36,6 @@ from falconet.train.evaluate import Evaluation, evaluator, never
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
 
-PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
 VALIDATION = ("val", "valid", "validation", "test")
 
 

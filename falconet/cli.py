@@ -19,6 +19,7 @@ from falconet.config.commands import (
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
+from falconet.config.recipes import PHOTOS
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -38,7 +39,6 @@ GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
 ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
-PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from falconet import writing
 from falconet.config.commands import SearchOptions
@@ -132,18 +134,20 @@ class Search:
 def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna.Study:
     """The study in a folder, new or continued with the same space."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    folder.mkdir(parents=True, exist_ok=True)
-    storage = RDBStorage(
-        f"sqlite:///{folder / DATABASE}",
-        engine_kwargs={"connect_args": {"timeout": 60}},  # seconds that a worker waits for another's write
-    )
-    study = optuna.create_study(
-        study_name="falconet",
-        storage=storage,
-        direction="maximize",
-        load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP) if prune else optuna.pruners.NopPruner(),
-    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        study = optuna.create_study(
+            study_name="falconet",
+            storage=_storage(folder / DATABASE),
+            direction="maximize",
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP) if prune else optuna.pruners.NopPruner(),
+        )
+    except OSError as error:
+        raise ConfigError(f"--study: {folder}: {error.strerror}; expected a folder that you may write") from None
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"--study: {folder / DATABASE}: is no study ({why}); expected another folder") from None
     stated = {name: str(space) for name, space in spaces.items()}
     stored = study.user_attrs.get(SPACE, stated)
     if stored != stated:
@@ -151,6 +155,12 @@ def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna
         raise ConfigError(f"--study: {folder} searches {before}; expected the same, or another folder")
     study.set_user_attr(SPACE, stated)
     return study
+
+
+def _storage(database: Path) -> RDBStorage:
+    address = sqlalchemy.URL.create("sqlite", database=str(database))  # which escapes what a path may hold
+    waits = {"connect_args": {"timeout": 60}}  # seconds for another worker's write
+    return RDBStorage(address.render_as_string(hide_password=False), engine_kwargs=waits)
 
 
 def _shown(value: object) -> str:

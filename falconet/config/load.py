@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from falconet.config import effects, rules, synonyms
 from falconet.config.commands import BenchServeOptions, Command, InferOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of, value_of
-from falconet.config.recipes import Use, from_config
+from falconet.config.recipes import PHOTOS, Use, from_config, source_of
 from falconet.config.settings import (
     DEFAULT,
     LINE,
@@ -37,6 +37,7 @@ INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 IMPLIED = "implied by --data-dir"
+LOWERED = ("micro-batch-size",)  # what the start of a run makes smaller if the config for photos asks for too much
 FOUND = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
@@ -196,9 +197,10 @@ def unused_notes(options: object, line: Sequence[Setting]) -> list[str]:
 
 def unsettled(line: Sequence[Setting]) -> set[str]:
     """The options that a recipe, or --lr auto, leaves to the start of the run, which makes numbers of them."""
-    automatic = {setting.bare: setting for setting in line if setting.values == ("auto",)}
     final = {setting.bare: setting for setting in line}
-    return {name for name, each in automatic.items() if final[name] is each and (each.source != LINE or name in FOUND)}
+    automatic = {name for name, each in final.items() if each.values == ("auto",)}
+    open_ = {name for name in automatic if final[name].source != LINE or name in FOUND}
+    return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:

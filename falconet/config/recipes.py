@@ -10,6 +10,7 @@ from falconet.config.fields import Option
 from falconet.config.settings import Setting, from_file, from_mapping, read_yaml
 from falconet.errors import ConfigError, did_you_mean
 
+PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
 ABOUT, DEVIATIONS, EXTENDS = "about", "deviations", "extends"  # the keys of an entry that are not options
 Use = Literal["train", "bench infer"]  # the command that a config is for: the originals used some names for both
 Entry = Mapping[str, object]
@@ -22,8 +23,13 @@ def from_config(name: str, options: Mapping[str, Option], *, use: Use = "train")
     settings = []
     for each in _chain(name, use):
         stated = {key: value for key, value in all_configs(use)[each].items() if _is_option(key)}
-        settings += from_mapping(stated, options, source=f"config {each}")
+        settings += from_mapping(stated, options, source=source_of(each))
     return settings
+
+
+def source_of(name: str) -> str:
+    """The source of a value that a named config states."""
+    return f"config {name}"
 
 
 def values_of(name: str, *, use: Use = "train") -> dict[str, object]:

@@ -8,6 +8,7 @@ from falconet.checkpoint import initial_weights
 from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
 from falconet.config.load import Loaded, Options
+from falconet.config.recipes import PHOTOS, source_of
 from falconet.config.settings import CHECKPOINT, WEIGHTS
 from falconet.data.dataset import open_dataset
 from falconet.errors import CheckpointError, ConfigError
@@ -78,7 +79,7 @@ def _has_published(options: commands.TrainOptions) -> bool:
 
 def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
     """The same options without auto for those that depend on the data or the device."""
-    return _with_epochs(_with_precision(loaded))
+    return _with_length(_with_precision(loaded))
 
 
 def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
@@ -89,9 +90,11 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
     return replace(loaded, options=replace(loaded.options, machine=machine))
 
 
-def _with_epochs(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _with_length(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+    """With epochs for the number of images, and with a batch that they fill, unless the line states one."""
     options = loaded.options
-    if options.training.epoch != "auto":
+    is_open = loaded.sources.get("micro-batch-size") == source_of(PHOTOS)
+    if options.training.epoch != "auto" and not is_open:
         return loaded
     images = open_dataset(
         options.data,
@@ -102,8 +105,17 @@ def _with_epochs(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Train
         percentage=options.training.dataset_percentage,
         to_train=True,
     )
-    training = replace(options.training, epoch=epochs_for(len(images.train)))
-    return replace(loaded, options=replace(options, training=training))
+    if options.training.epoch == "auto":
+        options = replace(options, training=replace(options.training, epoch=epochs_for(len(images.train))))
+    if is_open:
+        micro_batch = min(options.data.micro_batch, batch_for(len(images.train)))
+        options = replace(options, data=replace(options.data, micro_batch_size=micro_batch))
+    return replace(loaded, options=options)
+
+
+def batch_for(images: int) -> int:
+    """The largest power of two that makes four updates of an epoch, or eight images if it cannot."""
+    return 1 << (max(images // 4, min(images, 8), 1).bit_length() - 1)
 
 
 def epochs_for(images: int) -> int:

@@ -60,6 +60,23 @@ def test_a_wrong_space_is_one_line(falconet, line):
     assert answer.err.count("\n") == 1
 
 
+def test_a_study_that_cannot_be_opened_is_one_line(falconet, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/study.db").write_text("not a database")
+    for name, why in {"file": "expected a folder that you may write", "broken": "is no study"}.items():
+        answer = falconet(f"search --lr 0.01,0.02 --study {name}")
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+        assert f"--study: {name}" in answer.err
+        assert why in answer.err
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_folder_of_any_name_holds_a_study(falconet, tmp_path):
+    assert falconet("search --lr 0.01,0.02 --budget 1 --study odd?s#t%20/é").code == 0
+    assert (tmp_path / "odd?s#t%20/é/study.db").is_file()
+
+
 def trials(folder):
     with (folder / "trials.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -1,13 +1,14 @@
 """`falconet train photos/`: the implied config and what the data decides."""
 
 import json
+import shutil
 
 import pytest
 import yaml
 
 from falconet.train import defaults
-from falconet.train.defaults import FEWEST_EPOCHS, MOST_EPOCHS, epochs_for
-from layouts import class_folders
+from falconet.train.defaults import FEWEST_EPOCHS, MOST_EPOCHS, batch_for, epochs_for
+from layouts import CLASSES, class_folders
 
 SMALL = "--model resnet10 --image-size 32 --micro-batch-size 4"
 
@@ -50,6 +51,25 @@ def test_a_mistyped_folder_names_the_data_it_may_have_meant(falconet):
 @pytest.mark.parametrize(("images", "epochs"), [(10, MOST_EPOCHS), (600, 41), (10_000, 10), (1_000_000, FEWEST_EPOCHS)])
 def test_small_data_is_repeated_more_often(images, epochs):
     assert epochs_for(images) == epochs
+
+
+@pytest.mark.parametrize(("images", "batch"), [(1, 1), (7, 4), (8, 8), (31, 8), (64, 16), (200, 32), (10_000, 2048)])
+def test_few_photos_are_trained_in_small_batches(images, batch):
+    assert batch_for(images) == batch
+
+
+def test_a_dozen_photos_just_train_and_resume_when_there_are_more(falconet, tmp_path):
+    class_folders(tmp_path / "photos", train=4, validation=1)
+    line = "train photos --model resnet10 --image-size 32 --pretrained none --updates 1 --run-dir run --resume"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    assert "micro-batch 8 " in answer.out
+    for number in range(60):
+        shutil.copyfile(
+            *(tmp_path / f"photos/train/{CLASSES[0]}/{CLASSES[0]}_{name}.JPEG" for name in (0, 100 + number))
+        )
+    assert falconet(line).code == 0
+    assert falconet(line.replace("--updates 1", "--updates 2")).code == 2  # other options, as for every run
 
 
 @pytest.mark.usefixtures("photos")
