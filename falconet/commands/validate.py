@@ -22,7 +22,6 @@ from falconet.train import breakdown, evaluate, saved_model
 from falconet.train.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
-NO_ACCURACY = "--data: photos with several labels, for which this program has no accuracy; expected `{}`"
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
 
@@ -33,8 +32,7 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line):
-            if opened.images.label_sets is not None:
-                raise ConfigError(NO_ACCURACY.format("falconet validate"))
+            evaluate.require_accuracy(opened.images, "falconet validate")
             style.validated(_validated(_timed(opened, stated, screen.line)))
         return 0
     rows: list[Accuracy] = []

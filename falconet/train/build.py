@@ -50,6 +50,7 @@ from falconet.report import console
 from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET
 from falconet.train import processes, saved_model
+from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
@@ -123,9 +124,7 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
             " --class-weights balanced"
         )
     if launch.conventions is not FALCONET:
-        raise ConfigError(
-            "--data: photos with several labels, for which this program has no accuracy; expected `falconet train`"
-        )
+        require_accuracy(images, "falconet train")
 
 
 class BuiltPhase:

@@ -196,7 +196,19 @@ class MultiLabelTally(Tally):
     def result(self, *, left: bool, failed: Exception | None = None) -> Evaluation:
         found = super().result(left=left, failed=failed)
         by_class = self._scores.by_class(self._sets, self.world)
+        if average_precision.mean(by_class) is None:
+            unlabelled = DataError("validation: none of the images has a label, so there is no mean average precision")
+            raise unlabelled if self.world.size == 1 else FailedTogetherError(unlabelled)
         return replace(found, metric=MEAN_AVERAGE_PRECISION, by_class=tuple(by_class))
+
+
+def require_accuracy(images: Dataset, program: str) -> None:
+    """Refuse photos with several labels to programs that print an accuracy; `program`: what takes them."""
+    if images.label_sets is not None:
+        raise ConfigError(
+            f"{images.where or images.kind}: photos with several labels, for which this program has no accuracy;"
+            f" expected `{program}`"
+        )
 
 
 def tally_of(images: Dataset, world: World) -> Tally:

@@ -24,8 +24,8 @@ from runs import assert_bitwise, stop_at
 
 PHOTOS = 48
 SMALL = (
-    "--model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 4 --threads 1 --dataloader-workers 1 --device cpu"
-    " --optimizer adamw --lr 0.003 --warmup-epoch 0 --pretrained none --augment none"
+    "--model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 4 --threads 1 --dataloader-workers 1"
+    " --device cpu --optimizer adamw --lr 0.003 --warmup-epoch 0 --pretrained none --augment none"
 )
 EXTRAS = "--mixup-alpha 0.2 --cutmix-lambda-low 0.3 --cutmix-lambda-high 0.7 --label-smoothing 0.1 --ema-half-life 1"
 
@@ -238,13 +238,16 @@ def test_photos_with_some_of_the_labels_are_validated(falconet, trained, photos)
     assert model["mAP"] == model["per_class"][1]["average_precision"]
 
 
-def test_validation_photos_without_any_label_are_refused(falconet, photos):
+def test_validation_photos_without_any_label_are_refused(falconet, trained, photos):
     table = photos / "labels.csv"
     rows = [row.split(",") for row in table.read_text().splitlines()]
     table.write_text("\n".join(",".join([row[0], "" if row[2] == "val" else row[1], row[2]]) for row in rows))
-    answer = falconet(f"train photos {SMALL} --run-dir run")
+    answer = falconet(f"train photos {SMALL} --run-dir other")
     assert answer.code == 2
     assert "none of the photos to validate on has a label" in answer.err
+    answer = falconet("validate run --device cpu")
+    assert answer.code == 2
+    assert "none of the images has a label, so there is no mean average precision" in answer.err
 
 
 def test_predict_shows_every_label_of_a_photo(falconet, trained):
