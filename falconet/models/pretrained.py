@@ -14,7 +14,7 @@ from falconet.errors import CheckpointError
 from falconet.models.zoo import TIMM_PREFIX
 
 FILE = "model.safetensors"
-TORCHVISION_FILE = re.compile(r".+-[0-9a-f]{8}\.pth")
+TORCHVISION_FILE = re.compile(r".+-[0-9a-f]{8,10}\.pth")
 IMAGENET_CLASSES = 1000
 REACHED_WITHIN = 3.0  # seconds; Hugging Face's library tries for most of a minute
 # torchvision's first weights of the ResNets, as in the PyTorch program; for the rest, timm's for the same layers.
