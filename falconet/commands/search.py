@@ -181,8 +181,9 @@ def _chosen(trial: Trial, name: str, space: Space) -> str:
 
 
 def _scores(home: Path) -> list[float]:
-    """The scores of the validations that a run has written so far."""
-    return [float(row[key]) for row in _rows(home) for key in SCORES if key in row]
+    """The scores of the validations that a run has written so far: of the weights or their average, the better."""
+    found = [(row, metric) for row in _rows(home) for key, metric in SCORES.items() if key in row]
+    return [max(float(row[metric.key]), float(row.get(metric.average_key, 0.0))) for row, metric in found]
 
 
 def _metric(home: Path) -> str:

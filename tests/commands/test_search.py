@@ -21,7 +21,8 @@ if rate > 0.09:
 with (home / "metrics.jsonl").open("w") as file:
     for epoch in range(3):
         time.sleep(PAUSE)
-        print(json.dumps({"validation/accuracy": 1000 * rate + epoch}), file=file, flush=True)
+        score = 1000 * rate + epoch
+        print(json.dumps({"validation/accuracy": score, "validation_ema/accuracy": score + 1}), file=file, flush=True)
 """
 
 
@@ -92,6 +93,9 @@ def test_the_best_trial_leaves_its_config(falconet, tmp_path):
     assert (tmp_path / "study/best.yaml").read_text() == f"lr: {float(best['lr'])}\n"
     assert {row["micro-batch-size"] for row in rows} <= {"32", "64"}
     assert f"best: trial {best['trial']}, {float(best['accuracy']):.2f} %" in answer.out
+    assert float(best["accuracy"]) == pytest.approx(
+        1000 * float(best["lr"]) + 2 + 1, abs=0.01
+    )  # the average's, after 3
 
 
 @pytest.mark.usefixtures("trainer")
