@@ -120,7 +120,7 @@ def fetch(weights: Published) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if constants.HF_HUB_OFFLINE or not _reached(constants.ENDPOINT):
-        server = urllib.parse.urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+        server = urllib.parse.urlsplit(constants.ENDPOINT).netloc
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{server} cannot be reached"
         raise CheckpointError(f"the weights {weights.repository} are not in the Hugging Face cache, and {why}")
     try:

@@ -63,7 +63,7 @@ def test_a_dozen_photos_just_train_and_resume_when_there_are_more(falconet, tmp_
     line = "train photos --model resnet10 --image-size 32 --pretrained none --updates 1 --run-dir run --resume"
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert "micro-batch 8 " in answer.out
+    assert ", 8 photos of " in answer.out
     for number in range(60):
         shutil.copyfile(
             *(tmp_path / f"photos/train/{CLASSES[0]}/{CLASSES[0]}_{name}.JPEG" for name in (0, 100 + number))

@@ -99,7 +99,7 @@ def test_mixed_labels_are_targets_in_between():
 
 
 def test_training_finds_several_labels(trained):
-    assert "photos: 2 classes, 48 photos (24 per class), any number of labels each" in trained.out
+    assert "photos: 2 classes (blue, red), 48 photos (24 per class), any number of labels each" in trained.out
     assert "exact" in trained.out
     assert "val mAP" in trained.out
     assert "ema mAP" in trained.out
