@@ -449,7 +449,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
         content={
             "class_names": list(images.class_names),
             "preprocessing": images.preprocessing.to_json(),
-            "config": built.launch.loaded.table(),
+            "config": built.launch.stored(),
             "plan": built.plan.lines(),
             "initial_weights": _initial_weights(built.launch),
             "runtime": {
