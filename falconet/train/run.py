@@ -119,6 +119,7 @@ def _carried_out(launch: Launch) -> int:
             folder = _open_folder(launch, plan, held, bad)
             if finding:
                 finding.write(folder)
+                screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
             return folder
 
         return _run_phases(built, open_folder, began=began)
