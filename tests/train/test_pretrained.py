@@ -91,6 +91,16 @@ def test_restored_and_resumed_runs_read_no_weights(falconet, monkeypatch):
     assert falconet(LINE.replace("--updates 1", "--updates 2") + " --resume").code == 0
 
 
+@pytest.mark.parametrize("extra", ["--plan", ""])
+def test_a_file_that_does_not_fit_is_refused_by_the_plan_too(falconet, extra):
+    torch.save(zoo.build("resnet10", classes=2, seed=1).state_dict(), "other.pth")
+    answer = falconet(f"{LINE} --pretrained other.pth {extra}")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert f"--pretrained: other.pth does not fit {NAME}: " in answer.err
+    assert "these weights fit resnet10 with 2 classes" in answer.err
+    assert len(answer.err) < 1000
+
+
 @pytest.mark.parametrize("option", ["--pretrained", "--init-path"])
 def test_a_restored_run_still_names_the_file_it_started_with(falconet, option):
     torch.save(zoo.build(NAME, classes=2, seed=1).state_dict(), "mine.pth")
