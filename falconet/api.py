@@ -103,7 +103,7 @@ def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None
 class Best(NamedTuple):
     """The best validated checkpoint of a run."""
 
-    accuracy: float | None  # percent; None: nothing was validated
+    accuracy: float | None  # percent, the mean average precision if photos have several labels; None: not validated
     epoch: int
     checkpoint: Path
 
@@ -187,6 +187,11 @@ def _own_images(about: Classifier) -> Dataset:
 
 def _images(about: Classifier, folder: Path) -> Dataset:
     """All photos of a folder per class."""
+    if about.several_labels:
+        raise ConfigError(
+            f"{about.name} was trained on photos with several labels, which a folder per class does not give; expected"
+            " no folder, for the validation images of the run"
+        )
     root = next((folder / name for name in VALIDATION if (folder / name).is_dir()), folder)
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; expected one with a folder per class")

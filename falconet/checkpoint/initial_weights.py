@@ -80,6 +80,7 @@ class InitialWeights:
     options: Mapping[str, Mapping[str, Any]]  # of the model, that follow from the program that wrote the file
     read: Callable[[], Mapping[str, Tensor]]
     is_here: bool = True  # else reading them may download them
+    several_labels: bool = False  # whether they were trained on images with any number of labels
 
     def keeps_classifier(self, class_names: tuple[str, ...]) -> bool:
         """Whether the classes of the data are those of the weights, as far as their names are known."""
@@ -119,6 +120,7 @@ class PretrainedModel:
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
     source: str
+    several_labels: bool  # whether an image has any number of the classes
 
 
 def open_model(options: Model, asked: Asked) -> PretrainedModel:
@@ -133,7 +135,11 @@ def open_model(options: Model, asked: Asked) -> PretrainedModel:
     if names == pretrained.imagenet_classes(found.classes):
         names = pretrained.imagenet_descriptions()
     return PretrainedModel(
-        model=model, preprocessing=found.inputs.preprocessing, class_names=names, source=found.source
+        model=model,
+        preprocessing=found.inputs.preprocessing,
+        class_names=names,
+        source=found.source,
+        several_labels=found.several_labels,
     )
 
 
@@ -204,6 +210,7 @@ def _of_checkpoint(path: Path) -> InitialWeights:
         | ({"normalization": {"value": "image"}} if stored.standardised else {})
         | own_origin(manifest).table(),
         read=lambda: format.read_tensors(folder, "model", verified=manifest),
+        several_labels=manifest.several_labels,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
 WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that several processes wrote
@@ -23,6 +24,7 @@ MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
+SEVERAL_LABELS = "several_labels"  # in the manifest of a model for images with any number of labels; else absent
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
 
 T = TypeVar("T")
@@ -94,6 +96,16 @@ class Manifest:
                 return None
 
     @property
+    def several_labels(self) -> bool:
+        """Whether an image has any number of the classes, so that each has a probability of its own."""
+        return self.content.get(SEVERAL_LABELS) is True
+
+    @property
+    def metric(self) -> Metric:
+        """What its validations measure."""
+        return MEAN_AVERAGE_PRECISION if self.several_labels else ACCURACY
+
+    @property
     def score(self) -> float | None:
         """The number by which validated checkpoints are compared, higher being better; None: not validated."""
         value = self.metrics.get("score", self.metrics.get("validation_accuracy"))  # older ones have no score
@@ -107,7 +119,8 @@ class Manifest:
     @property
     def better_stem(self) -> str:
         """Which weights validated better: `model`, or `ema`, its moving average."""
-        own = rank(self.metrics.get("validation_accuracy", math.inf), self.metrics.get("validation_loss", math.inf))
+        accuracy = self.metrics.get(f"validation_{self.metric.name}", math.inf)
+        own = rank(accuracy, self.metrics.get("validation_loss", math.inf))
         return "ema" if "ema" in self.stems and self.rank is not None and self.rank > own else "model"
 
     def option(self, name: str) -> str:

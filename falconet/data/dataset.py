@@ -24,6 +24,7 @@ from falconet.errors import CheckpointError, ConfigError, DataError, named_optio
 from falconet.models import zoo
 from falconet.parallel.world import cores
 from falconet.report.console import counted
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
 IMAGENET_CLASSES = 1000
@@ -56,6 +57,11 @@ class Dataset(Splits):
     @property
     def classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def metric(self) -> Metric:
+        """What a validation measures."""
+        return ACCURACY if self.label_sets is None else MEAN_AVERAGE_PRECISION
 
     def normalise(self, device: torch.device) -> Normalise:
         """What the device does to the images it gets."""
@@ -98,10 +104,11 @@ class Dataset(Splits):
         each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
         classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
         parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
+        several = "" if self.label_sets is None else ", any number of labels each"
         split = "split" if self.held_out is None else "split by file name"
         share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
         return [
-            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
+            f"{self.where}: {classes}, {photos} ({each} per class){several}{self._sizes()}, {self.layout}",
             f"{split}: {parts}{share}",
             *(f"note: {note}" for note in (*self.notes, *self._bad())),
         ]
@@ -161,6 +168,8 @@ class Dataset(Splits):
                 + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
                 + "; expected some in val/, or two photos or more of each class"
             )
+        if self.label_sets is not None and not self._counts(self.validation.labels).any():
+            raise DataError(f"{self.where}: none of the photos to validate on has a label; expected some that have one")
         if self.classes < 2:
             raise DataError(
                 f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
@@ -182,21 +191,26 @@ class Dataset(Splits):
             name = self.class_names[int(empty[0])]
             raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
 
-    def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
+    def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        is_part = (
-            isinstance(self.train, FileSource) and self.label_sets is None and {*self.class_names} < {*class_names}
-        )
-        if not is_part:
-            self.check_classes(class_names, where=where)
+        is_alike = several == (self.label_sets is not None) and {*self.class_names} < {*class_names}
+        if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
+            self.check_classes(class_names, where=where, several=several)
             return self
-        assert isinstance(self.train, FileSource)
-        assert isinstance(self.validation, FileSource)
-        train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
-        return replace(self, train=train, validation=validation)
+        if self.label_sets is None:
+            train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
+            return replace(self, train=train, validation=validation)
+        sets = np.zeros((len(self.label_sets), len(class_names)), np.bool_)
+        sets[:, [class_names.index(name) for name in self.class_names]] = self.label_sets
+        train, validation = (replace(source, class_names=class_names) for source in (self.train, self.validation))
+        return replace(self, train=train, validation=validation, label_sets=sets)
 
-    def check_classes(self, class_names: tuple[str, ...], *, where: str) -> None:
-        """Require the classes that a checkpoint was trained on."""
+    def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
+        """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""
+        got = self.label_sets is not None
+        if several not in (None, got):
+            words = {False: "one label per photo", True: "several labels per photo"}
+            raise CheckpointError(f"{where}: was trained on photos with {words[not got]}, the data has {words[got]}")
         if self.class_names != class_names:
             pairs = zip(self.class_names, class_names, strict=False)
             example = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -308,8 +322,6 @@ def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
     except tfrecord.MissingKeyError:
         with named_option("tfrecord_keys"):
             raise
-    if splits.label_sets is not None:
-        raise DataError(f"{data.data_dir}: photos with several labels cannot be trained yet; expected one label each")
     if use_objects == "no":
         return bounding_boxes.without_objects(splits)
     look = bounding_boxes.with_objects if use_objects == "yes" else bounding_boxes.with_objects_if_there

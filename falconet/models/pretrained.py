@@ -1,6 +1,7 @@
 """Weights that timm and torchvision publish: which they are, what they were trained on, how timm's are fetched."""
 
 import math
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -13,6 +14,7 @@ from falconet.errors import CheckpointError
 from falconet.models.zoo import TIMM_PREFIX
 
 FILE = "model.safetensors"
+TORCHVISION_FILE = re.compile(r".+-[0-9a-f]{8,10}\.pth")
 IMAGENET_CLASSES = 1000
 REACHED_WITHIN = 3.0  # seconds; Hugging Face's library tries for most of a minute
 # torchvision's first weights of the ResNets, as in the PyTorch program; for the rest, timm's for the same layers.
@@ -83,7 +85,9 @@ def imagenet_descriptions() -> tuple[str, ...]:
 
 def torchvision_config(file: str) -> dict[str, Any] | None:
     """What torchvision states about weights that it publishes under this file name, in timm's terms."""
-    from torchvision import models
+    if not TORCHVISION_FILE.fullmatch(file):
+        return None
+    from torchvision import models  # also imports torch's compiler: three seconds
 
     for name in models.list_models(module=models):
         for weights in models.get_model_weights(name):

@@ -14,7 +14,7 @@ import torch
 
 from falconet import writing
 from falconet.checkpoint import disk
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import SEVERAL_LABELS, Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
@@ -186,7 +186,7 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         screen.line(f"phase {built.phase.number} of {built.phase.count} starts with {handed.averaged}")
     elif built.restored:
         folder, manifest = built.restored
-        built.images.check_classes(manifest.class_names, where=str(folder))
+        built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
@@ -449,6 +449,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
         run=mark,
         content={
             "class_names": list(images.class_names),
+            **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
             "preprocessing": images.preprocessing.to_json(),
             "config": built.launch.stored(),
             "plan": built.plan.lines(),
@@ -477,6 +478,7 @@ def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Outp
         state=state,
         output=output,
         first_skipped=lambda: built.offender.read(trained),
+        metric=built.images.metric,
         also=also,
     )
 
@@ -490,6 +492,7 @@ def _validation(built: BuiltPhase, state: TrainState, saving: Saving, *, stoppin
         batch=evaluate.validation_batch(built.options),
         checkpoint_name=saving.name,
         stopping=stopping,
+        metric=built.images.metric,
     )
 
 

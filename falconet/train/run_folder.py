@@ -293,9 +293,6 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
-SCORES = ("validation/accuracy", "validation_ema/accuracy")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """What is known of a phase after its last update."""
@@ -322,7 +319,7 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "peak_memory_bytes": ending.peak_memory,
         "memory_bytes": ending.memory.to_json(),
         "metrics": measured.latest,
-        "best": {"validation_accuracy": best.accuracy, "update": best.update} if best else None,
+        "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
@@ -337,7 +334,8 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
         score, update, _ = measured.best
         is_here = update > log.plan.updates_before
         when = f"after epoch {in_short(log.plan.epoch_at(update))} ({BEST})" if is_here else "in an earlier phase"
-        last = [measured.latest[name] for name in SCORES if name in measured.latest]
+        scores = (ending.metric.key, ending.metric.average_key)
+        last = [measured.latest[name] for name in scores if name in measured.latest]
         later = f", {max(last):.2f}% at the end" if last and update != log.plan.updates else ""
         lines[f"best {ending.metric.name}"] = f"{score:.2f}% {when}{later}"
     if log.ended_early:

@@ -79,7 +79,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     trained = load_options(TrainOptions, [], manifest.config).options
     data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
     opened = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
-    images = opened.of_classes(manifest.class_names, where=folder.name)
+    images = opened.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -254,7 +254,7 @@ def _fitting(path: Path, saving: Saving, images: Dataset) -> Iterator[Path]:
             manifest = format.verify(folder)
             if manifest.model != trained.model:
                 raise CheckpointError(f"{folder}: holds {manifest.model}, expected {trained.model}, which was trained")
-            images.check_classes(manifest.class_names, where=str(folder))
+            images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         except CheckpointError as error:
             saving.output.screen.line(f"skipped {error}")
             continue

@@ -202,10 +202,6 @@ MISTAKES = {
         only_validated,
         "photos: no photos to train on, only 24 to validate; expected train/ as well, or `falconet validate`",
     ),
-    "several labels": (
-        lambda root: (root / "labels.csv").write_text("image,label\ndark/1.jpg,dark|old\nlight/2.jpg,light\n"),
-        "photos: photos with several labels cannot be trained yet; expected one label each",
-    ),
 }  # fmt: skip
 
 

@@ -70,9 +70,8 @@ def test_validation_of_the_run_uses_the_stored_preparation(falconet):
     assert trained.code == 0, trained.err
     measured = falconet("validate --checkpoint-input-path run --device cpu")
     assert measured.code == 0, measured.err
-    accuracy = trained.out.partition("Accuracy on test set: ")[2].partition("%")[0]
-    assert accuracy
-    assert accuracy in measured.out
+    accuracy = json.loads(Path("run/summary.json").read_text())["best"]["validation_accuracy"]
+    assert f"{accuracy:.2f}" in measured.out
 
 
 @pytest.mark.usefixtures("cache")
