@@ -79,6 +79,7 @@ class InitialWeights:
     inputs: Inputs
     options: Mapping[str, Mapping[str, Any]]  # of the model, that follow from the program that wrote the file
     read: Callable[[], Mapping[str, Tensor]]
+    is_here: bool = True  # else reading them may download them
     several_labels: bool = False  # whether they were trained on images with any number of labels
 
     def keeps_classifier(self, class_names: tuple[str, ...]) -> bool:
@@ -164,6 +165,7 @@ def _published(name: str, *, fetched: bool) -> InitialWeights:
         inputs=_inputs(found.config, where=found.repository),
         options={},
         read=lambda: read_file(pretrained.fetch(found)).weights,
+        is_here=fetched,
     )
 
 

@@ -85,11 +85,13 @@ class Manifest:
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
 
     @property
-    def best(self) -> tuple[float, int] | None:
-        """The accuracy of the best validation so far, and its update."""
+    def best(self) -> tuple[float, int, float] | None:
+        """The accuracy of the best validation so far, its update, and its loss."""
         match self.content.get("best"):
-            case [int() | float() as accuracy, int() as update]:
-                return accuracy, update
+            case [int() | float() as accuracy, int() as update, int() | float() as loss]:
+                return accuracy, update, loss
+            case [int() | float() as accuracy, int() as update]:  # of older versions
+                return accuracy, update, math.inf
             case _:
                 return None
 
@@ -110,16 +112,16 @@ class Manifest:
         return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     @property
-    def better_stem(self) -> str:
-        """Which weights validated better: `model`, or `ema`, its moving average."""
-        is_average = "ema" in self.stems and self.score is not None and self.score > self._own_score
-        return "ema" if is_average else "model"
+    def rank(self) -> tuple[float, float] | None:
+        """Its place among validated checkpoints; None: not validated."""
+        return None if self.score is None else rank(self.score, self.metrics.get("score_loss", math.inf))
 
     @property
-    def _own_score(self) -> float:
-        """Without the moving average."""
-        value = self.metrics.get(f"validation_{self.metric.name}")
-        return value if isinstance(value, int | float) else math.inf
+    def better_stem(self) -> str:
+        """Which weights validated better: `model`, or `ema`, its moving average."""
+        accuracy = self.metrics.get(f"validation_{self.metric.name}", math.inf)
+        own = rank(accuracy, self.metrics.get("validation_loss", math.inf))
+        return "ema" if "ema" in self.stems and self.rank is not None and self.rank > own else "model"
 
     def option(self, name: str) -> str:
         """The value of an option that every run has."""
@@ -132,6 +134,11 @@ class Manifest:
         """The digests of the files that hold `stem`; empty if none does."""
         names = sorted({part.file for part in self.parts.get(stem, ())} or {f"{stem}{SUFFIX}"})
         return tuple(self.files[name].sha256 for name in names if name in self.files)
+
+
+def rank(accuracy: float, loss: float) -> tuple[float, float]:
+    """The order of validations, the highest being the best: of equally accurate ones, that with the lower loss."""
+    return accuracy, -loss if math.isfinite(loss) else -math.inf
 
 
 class Checkpoint(NamedTuple):

@@ -37,7 +37,7 @@ INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 IMPLIED = "implied by --data-dir"
-LOWERED = ("micro-batch-size",)  # what the start of a run makes smaller if the config for photos asks for too much
+LOWERED = ("micro-batch-size", "warmup-epoch")  # the config for photos asks for at most so much; the start settles it
 FOUND = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 

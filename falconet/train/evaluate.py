@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet import writing
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import rank
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, options
 from falconet.config.fields import value_or
@@ -105,6 +106,11 @@ class Evaluation:
     def top5_accuracy(self) -> float:
         """In percent."""
         return 100.0 * self.top5 / self.images
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Its place among other evaluations; the highest is the best."""
+        return rank(self.score, self.loss)
 
     def warning(self, what: str) -> str | None:
         """A warning if the loss is not finite, even where the accuracy looks fine."""
@@ -384,7 +390,8 @@ class Validation:
             | (_named("validation_ema", averaged) if averaged else {}),
         )
         average = averaged.score if averaged else None
-        is_best = self.output.measurements.score(update, max(found.score, average or 0.0))
+        better = max((found, averaged), key=lambda each: each.rank) if averaged else found
+        is_best = self.output.measurements.score(update, better.score, better.loss)
         validated = self._validated(found, seconds, self.checkpoint_name())
         self.output.style.validated(replace(validated, average=average, is_best=is_best))
         self._warn(found, "validation")
@@ -468,8 +475,8 @@ class Accuracy:
 
 
 def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
-    """One row per model; the best is marked by its exact accuracy, not by the two decimals shown."""
-    best = max(accuracies, key=lambda each: (each.found.score, each.found.top5_accuracy))
+    """One row per model; the best is marked by its exact score, not by the two decimals shown, then by its loss."""
+    best = max(accuracies, key=lambda each: each.found.rank)
     return [
         {
             "checkpoint": each.name,

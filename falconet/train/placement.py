@@ -62,7 +62,7 @@ class Setup:
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
-        if self.pretrained is not None and not self.options.run.plan:  # a plan needs no weights
+        if self.pretrained is not None and self.pretrained.is_here:  # a plan downloads none
             with named_option("pretrained"):
                 self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         frozen = self._frozen(model)

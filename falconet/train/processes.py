@@ -28,6 +28,7 @@ from falconet.report.styles import FALCONET, Conventions
 from falconet.train import defaults, run_folder
 from falconet.train.plan import Phase
 
+STARTED = ("pretrained", "init-path")  # used once, by the first start of a run
 MOST_DIGITS = 15  # of a number in a checkpoint's config
 Restored = Checkpoint | None
 Options = Loaded[commands.TrainOptions]
@@ -45,6 +46,11 @@ class Launch:
     initial: InitialWeights | None = None  # pretrained weights of a new run
     conventions: Conventions = FALCONET
     notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
+
+    def stored(self) -> dict[str, dict[str, Any]]:
+        """The options that its checkpoints state; a continued run still started with the weights it once named."""
+        first = self.restored.manifest.config if self.restored else {}
+        return self.loaded.table() | {name: first[name] for name in STARTED if name in first}
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:

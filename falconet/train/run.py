@@ -123,6 +123,7 @@ def _carried_out(launch: Launch) -> int:
             folder = _open_folder(launch, plan, held, bad)
             if finding:
                 finding.write(folder)
+                screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
             return folder
 
         return _run_phases(built, open_folder, began=began)
@@ -454,7 +455,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
             "class_names": list(images.class_names),
             **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
             "preprocessing": images.preprocessing.to_json(),
-            "config": built.launch.loaded.table(),
+            "config": built.launch.stored(),
             "plan": built.plan.lines(),
             "initial_weights": _initial_weights(built.launch),
             "runtime": {

@@ -331,7 +331,7 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     """The summary for a person: the result, where it is, and what to do with it."""
     measured, lines = log.output.measurements, {}
     if measured.best:
-        score, update = measured.best
+        score, update, _ = measured.best
         is_here = update > log.plan.updates_before
         when = f"after epoch {in_short(log.plan.epoch_at(update))} ({BEST})" if is_here else "in an earlier phase"
         scores = (ending.metric.key, ending.metric.average_key)

@@ -90,6 +90,33 @@ def test_restored_and_resumed_runs_read_no_weights(falconet, monkeypatch):
     assert falconet(LINE.replace("--updates 1", "--updates 2") + " --resume").code == 0
 
 
+@pytest.mark.parametrize("extra", ["--plan", ""])
+def test_a_file_that_does_not_fit_is_refused_by_the_plan_too(falconet, extra):
+    torch.save(zoo.build("resnet10", classes=2, seed=1).state_dict(), "other.pth")
+    answer = falconet(f"{LINE} --pretrained other.pth {extra}")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert f"--pretrained: other.pth does not fit {NAME}: " in answer.err
+    assert "these weights fit resnet10 with 2 classes" in answer.err
+    assert len(answer.err) < 1000
+
+
+@pytest.mark.parametrize("option", ["--pretrained", "--init-path"])
+def test_a_restored_run_still_names_the_file_it_started_with(falconet, option):
+    torch.save(zoo.build(NAME, classes=2, seed=1).state_dict(), "mine.pth")
+    none = "" if option == "--pretrained" else " --pretrained none"
+    line = f"{LINE}{none} {option} mine.pth --resume"
+    started = falconet(line)
+    assert started.code == 0, started.err
+    assert falconet("restore run --updates 2").code == 0
+    Path("mine.pth").unlink()  # not read again
+    again = falconet(line.replace("--updates 1", "--updates 2"))
+    assert again.code == 0, again.err
+    assert "nothing left to train" in again.out
+    other = falconet(line.replace("--updates 1", "--updates 2").replace("mine.pth", "other.pth"))
+    assert other.code == 2
+    assert f"was trained with {option} mine.pth, but this command line has other.pth" in other.err
+
+
 @pytest.mark.parametrize("asked", ["", "--pretrained", "--pretrained auto", "--pretrained published"])
 def test_missing_weights_end_the_run_with_one_line(falconet, tmp_path, asked):
     answer = falconet(f"{LINE} {asked}")
