@@ -10,8 +10,8 @@ import numpy as np
 from falconet.config.fields import require_photos
 from falconet.data.keyed import IntArray, Purpose, uniform
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.sources import folder, packed, table, tar, tfrecord
-from falconet.data.sources.table import Labelled
+from falconet.data.sources import folder, packed, photo_table, tar, tfrecord
+from falconet.data.sources.photo_table import Labelled
 from falconet.data.storage import BoolArray, FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import counted
@@ -78,8 +78,8 @@ def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Sp
 
 def _from_folders(place: Path, division: Division) -> Splits:
     """Tables, validation folders alone, or unsplit class folders; else what was expected."""
-    tables, parts = table.find(place), folder.split_folders(place)
-    if tables.is_named_so and table.names_photos(place, tables.paths):
+    tables, parts = photo_table.find(place), folder.split_folders(place)
+    if tables.is_named_so and photo_table.names_photos(place, tables.paths):
         return _from_tables(place, tables.paths, division)
     if "train" not in parts and "validation" in parts and folder.subfolders(place / parts["validation"]):
         return _from_split_folders(place, parts, division)
@@ -125,7 +125,7 @@ def _unwrapped(path: Path) -> tuple[Path, list[str]]:
     place = path
     for _ in range(MOST_WRAPPERS):
         inner = folder.subfolders(place)
-        if len(inner) != 1 or folder.split_folders(place) or table.find(place).paths or folder.has_photos(place):
+        if len(inner) != 1 or folder.split_folders(place) or photo_table.find(place).paths or folder.has_photos(place):
             break
         if not folder.subfolders(place / inner[0]) or folder.has_photos(place / inner[0]):
             break  # a class, or the one level too few that `_unknown` explains
@@ -161,7 +161,7 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
 
 
 def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Splits:
-    found = table.load(place, paths)
+    found = photo_table.load(place, paths)
     return _split(found, division) if found.validates is None else _divided(found, found.validates)
 
 

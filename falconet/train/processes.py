@@ -310,7 +310,7 @@ def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
 
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
-FOUND = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
+FITTED = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
 
 
 def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
@@ -323,7 +323,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
         is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)
-        is_open = is_open or (asked["micro-batch-size"] == "auto" and name in FOUND)
+        is_open = is_open or (asked["micro-batch-size"] == "auto" and name in FITTED)
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

@@ -56,7 +56,7 @@ def test_each_epoch_is_a_row_and_the_end_says_what_is_where_and_what_comes_next(
         assert shown[3] == f"{validation['validation/loss']:.4f}"
         assert shown[4] == f"{validation['validation/accuracy']:.2f}%"
     assert blank == ""
-    best = max(numbers[1::2], key=lambda each: each["validation/accuracy"])
+    best = max(numbers[1::2], key=lambda each: (each["validation/accuracy"], -each["validation/loss"]))
     assert f"\nbest accuracy        {best['validation/accuracy']:.2f}% after epoch {best['update'] // 4} (*)" in out
     assert f"\nbest checkpoint      r/checkpoints/resnet8-cifar_generated_{best['update'] // 4}\n" in out
     assert out.endswith(
