@@ -73,7 +73,7 @@ def test_scores_equal_those_of_the_validation_bit_for_bit(falconet, home, readin
         assert falconet(f"{TRAIN} --epoch 1 --data-dir photos --run-dir other {reading}").code == 0
     chosen = format.choose(Path(run), "best", lambda _: None)
     line = read_line(PredictOptions, ["--threads", "1"])
-    (opened,) = saved_model.open_checkpoint(chosen.folder, line)
+    opened = next(each for each in saved_model.open_checkpoint(chosen.folder, line) if each.is_better)
     outputs = []
     opened.model.register_forward_hook(lambda _, __, output: outputs.append(output))
     measured = saved_model.measure(opened, lambda _: None)
