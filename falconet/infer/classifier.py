@@ -10,7 +10,7 @@ from torch import nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from falconet.checkpoint.origin import find_origin
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
@@ -94,20 +94,20 @@ def open_model(
     `weights`: published ones, or those of a file, instead of the line's checkpoint.
     """
     asked = load_options(command, line).options
-    path, is_named = asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
-    if weights is None and path is None:
+    chosen, is_named = weights or asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    if chosen is None:
         if not is_named:
             raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
         return _untrained(asked, note), asked
-    if weights is None and path is not None and not path.is_file():
-        folder, manifest = format.choose(path, asked.choice.checkpoint, note)
+    if chosen != "published" and not chosen.is_file():
+        folder, manifest = format.choose(chosen, asked.choice.checkpoint, note)
         average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
         note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
         asked = load_options(command, line, manifest.config).options
         return _trained(asked, folder, manifest), asked
-    chosen = weights or path
-    assert chosen is not None
-    if chosen != "published" and chosen.is_file():
+    if chosen != "published" and (chosen.parent / MANIFEST).is_file():  # a file of a checkpoint
+        asked, is_named = load_options(command, line, read_manifest(chosen.parent).config).options, True
+    elif chosen != "published":
         origin = find_origin(read_file(chosen), model=asked.model.model if is_named else None)
         loaded = load_options(command, line, origin.table())
         if concluded := origin.line(loaded.sources):

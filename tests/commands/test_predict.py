@@ -258,3 +258,19 @@ def test_options_without_effect_are_noted(falconet, home):
     assert answer.code == 0
     assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
     assert "--zero-init has no effect on a model that is not trained" in answer.err
+
+
+def test_a_run_given_as_pretrained_is_the_model_that_its_own_path_gives(falconet, home):
+    line = f"{TRAIN} --data-dir photos --run-dir other --shortcut-padding both --norm-eps 0.1 --normalization image"
+    assert falconet(line).code == 0
+    folder = format.choose(Path("other"), "best", lambda _: None).folder
+    stem = format.read_manifest(folder).better_stem
+    named, *others = (
+        falconet(f"predict {model} --photos photos/val --csv --threads 1")
+        for model in ("other", "--pretrained other", f"--pretrained {folder}", f"{folder}/{stem}.safetensors")
+    )
+    assert named.code == 0, named.err
+    assert [each.out for each in others] == [named.out] * 3
+    unused = falconet("predict --pretrained other --photos photos/val/dark --checkpoint 1 --image-size 32")
+    assert "saved after epoch 1" in unused.err
+    assert "--image-size has no effect on a checkpoint" in unused.err
