@@ -219,9 +219,26 @@ def test_accuracy_is_that_of_the_run(photos):
         assert found.images == 8
         assert found.accuracy == expected["validation/accuracy"]
         assert found.loss == pytest.approx(expected["validation/loss"], rel=1e-6)
+    assert repr(fn.evaluate("r")) == f"<accuracy {found.accuracy:.2f} % of 8 images, loss {found.loss:.4f}>"
     (photos / "val/dark").rename(photos / "val/drak")
-    with pytest.raises(fn.UserError, match=r"val/drak: is not a class of the model; did you mean 'dark'\?"):
+    with pytest.raises(fn.UserError, match="drak"):
         fn.evaluate("r", photos)
+
+
+def test_a_folder_with_training_photos_is_split_as_validate_splits_it(image_folder):
+    shutil.copytree(image_folder / "train", "mine")
+    shutil.copytree(image_folder / "train", "kept/test")
+    line = "--model resnet8-cifar --image-size 16 --micro-batch-size 4 --epoch 1 --threads 1 --device cpu --seed 3"
+    assert main(f"train mine {line} --warmup-epoch 0 --run-dir r".split()) == 0
+    model = fn.load("r")
+    for found in (fn.evaluate(model), fn.evaluate(model, "mine")):
+        assert found.images == 6
+        assert found.loss == pytest.approx(fn.Run("r").metrics[-1]["validation/loss"], rel=1e-6)
+    assert fn.evaluate(model, "kept/test").images == 24
+    shutil.copy(fn.Run("r").best.checkpoint / "model.safetensors", "w.safetensors")
+    weights = fn.load("w.safetensors", model="resnet8-cifar", image_size=16)
+    with pytest.raises(fn.UserError, match="was trained on 2 classes"):
+        fn.evaluate(weights, "mine")
 
 
 def test_models_come_from_checkpoints_weights_and_names(photos):

@@ -30,7 +30,7 @@ from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
 from falconet.infer.classifier import Classifier, open_model
-from falconet.models import zoo
+from falconet.models import views, zoo
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
@@ -46,6 +46,8 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     target = asked.output or home / FOLDER / asked.format
     _require_free(target, overwrite=asked.overwrite)
     classifier, options = _opened(loaded, screen.line)
+    if classifier.tta != "none":
+        screen.line(f"note: the run's validations average {views.describe(classifier.tta)}; the export computes one")
     kind = FORMATS[asked.format]
     graph = Graph(
         name=classifier.name,
@@ -85,6 +87,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         files = {str(path.relative_to(folder)): _flushed(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         record = {
             **_about(graph, asked, device),
+            "validated_with_tta": classifier.tta,  # which the export does not do
             "parity": parity.to_json(),
             "latency_ms": {f"batch of {size}": each for size, each in times.items()},
             "files": files,

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -20,6 +21,7 @@ from falconet.infer.classifier import Classifier, open_model
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
+from falconet.models import views
 from falconet.report.console import Counting, Lines, Say, Screen
 
 WIDEST = 60  # characters of a column; longer names push the rest of their row to the right
@@ -73,9 +75,13 @@ def open_classifier(loaded: Loaded[PredictOptions], note: Say) -> tuple[Classifi
     """The model of a run, or one with published weights or those of a file; the options with its defaults."""
     weights = loaded.options.pretrained.pretrained
     if weights == "none":
-        return open_model(PredictOptions, loaded.line, note)
-    with named_option("pretrained"):
-        return open_model(PredictOptions, loaded.line, note, weights=weights)
+        classifier, options = open_model(PredictOptions, loaded.line, note)
+    else:
+        with named_option("pretrained"):
+            classifier, options = open_model(PredictOptions, loaded.line, note, weights=weights)
+    if options.views.tta != "none":
+        note(f"averages the logits of {views.describe(options.views.tta)}")
+    return replace(classifier, tta=options.views.tta), options
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from falconet.data.dataset import Dataset
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
-from falconet.models import zoo
+from falconet.models import views, zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
@@ -42,11 +42,17 @@ class Classifier:
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
     checkpoint: Path | None = None  # where it is from
+    tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
 
     @property
     def batch(self) -> int:
         """Images in one forward pass of the run's validation."""
         return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
+
+    @property
+    def scorer(self) -> nn.Module:
+        """The model over the views of its test-time augmentation."""
+        return views.averaged(self.model, self.tta).eval()
 
     def images(self, source: FileSource) -> Dataset:
         """Photos as validation images, prepared as in the run's validation."""
@@ -163,9 +169,9 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     model = build_model(asked.model, classes=manifest.classes, seed=0)
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
-    data = load_options(ValidateOptions, [], manifest.config).options.data
-    made = _classifier(asked, model, preprocessing, manifest.class_names, data=data)
-    return replace(made, checkpoint=folder)
+    stored = load_options(ValidateOptions, [], manifest.config).options
+    made = _classifier(asked, model, preprocessing, manifest.class_names, data=stored.data)
+    return replace(made, checkpoint=folder, tta=stored.views.tta)
 
 
 def _classifier(

@@ -75,7 +75,7 @@ class FailedTogetherError(Exception):
         super().__init__(str(error))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """How a model did on a set of images."""
 
@@ -95,6 +95,9 @@ class Evaluation:
     def top5_accuracy(self) -> float:
         """In percent."""
         return 100.0 * self.top5 / self.images
+
+    def __repr__(self) -> str:
+        return f"<{self.metric.name} {self.accuracy:.2f} % of {counted(self.images, 'image')}, loss {self.loss:.4f}>"
 
     def warning(self, what: str) -> str | None:
         """A warning if the loss is not finite, even where the accuracy looks fine."""

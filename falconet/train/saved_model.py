@@ -72,14 +72,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = format.verify(folder)
-    loaded = load_options(ValidateOptions, line, manifest.config)
-    options = loaded.options
-    refuse_download(loaded)
-    # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
-    trained = load_options(TrainOptions, [], manifest.config).options
-    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
-    opened = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
-    images = opened.of_classes(manifest.class_names, where=folder.name)
+    options, images = images_of(folder, manifest, line)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -89,6 +82,23 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         name, metrics = folder.name + suffix, manifest.metrics
         is_better = stem == manifest.better_stem
         yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
+
+
+def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
+    """The images that a checkpoint is measured on, and the options; the line overrides its run's."""
+    loaded = load_options(ValidateOptions, line, manifest.config)
+    options = loaded.options
+    refuse_download(loaded)
+    # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
+    trained = load_options(TrainOptions, [], manifest.config).options
+    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
+    return options, images.of_classes(manifest.class_names, where=folder.name)
+
+
+def foreign_images(data: Data, *, model: str) -> Dataset:
+    """The images that weights from elsewhere are measured on."""
+    return open_dataset(_whole(data), model=model, global_batch=data.micro_batch, seed=0)
 
 
 def _whole(data: Data) -> Data:
@@ -107,7 +117,8 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
     """Foreign weights in the model, and on the data, that the line or the file itself names."""
     file, named = read_file(path), {setting.option: setting.values for setting in line}
     origin = find_origin(file, model=named["model"][-1] if "model" in named else None)
-    missing = [f"--{name}" for name in ("model", "data") if name not in named and name not in origin.options]
+    given = {*named, *origin.options, *(("data",) if "data-dir" in named else ())}  # a folder implies --data folder
+    missing = [f"--{name}" for name in ("model", "data") if name not in given]
     if missing:
         other = fitting_model(file.weights) if "--model" in missing else None
         fits = f"; these weights fit --model {other[0]}" if other else ""
@@ -117,8 +128,7 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
         note(concluded)
     refuse_download(loaded)
     options = loaded.options
-    data = _whole(options.data)
-    images = open_dataset(data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
+    images = foreign_images(options.data, model=options.model.model)
     model = _built(options, classes=images.classes)
     load_foreign(model, file.weights, where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)

@@ -17,6 +17,7 @@ from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
+from falconet.models import zoo
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
@@ -224,6 +225,14 @@ def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, forei
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
         assert answer.err == f"falconet validate: w.pt: holds only weights; expected {expected}\n"
+
+
+def test_a_folder_of_photos_is_the_data_of_foreign_weights(falconet, image_folder):
+    torch.save(zoo.build("resnet8-cifar", classes=2, seed=0).state_dict(), "w.pth")
+    line = "validate w.pth --model resnet8-cifar --image-size 16 --micro-batch-size 4 --threads 1 --device cpu"
+    answer = falconet(f"{line} --data-dir photos")
+    assert answer.code == 0, answer.err
+    assert falconet(f"{line} --data folder --data-dir photos").out == answer.out
 
 
 class Hostile:
