@@ -15,6 +15,7 @@ from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.options import Data
+from falconet.config.rules import PHOTOS
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
@@ -56,10 +57,16 @@ def global_batch(options: TrainOptions) -> int:
 
 
 def refuse_download(loaded: Loaded[Any]) -> None:
-    """Never download data that only a checkpoint names."""
+    """Never download data that only a checkpoint names; its photos must be where the run had them."""
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
         return
     data = loaded.options.data
+    if data.data in PHOTOS and data.data_dir is not None and not data.data_dir.exists():
+        here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
+            " are"
+        )
     try:
         require_local(data)
     except DataError as error:

@@ -235,6 +235,19 @@ def test_a_folder_of_photos_is_the_data_of_foreign_weights(falconet, image_folde
     assert falconet(f"{line} --data folder --data-dir photos").out == answer.out
 
 
+@pytest.mark.parametrize("command", ["validate", "average --validate --checkpoint-output-path a"])
+def test_a_run_from_another_folder_asks_for_its_photos(falconet, image_folder, monkeypatch, command):
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
+    assert falconet(f"{line} --warmup-epoch 0 --run-dir r").code == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    answer = falconet(f"{command} --checkpoint-input-path ../r")
+    assert answer.code == 2
+    assert "photos: no such folder in " in answer.err
+    assert "the run was trained on it; expected --data-dir, where its photos are" in answer.err
+    assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../photos").code == 0
+
+
 class Hostile:
     def __reduce__(self):
         return os.mkdir, ("executed",)
