@@ -18,6 +18,7 @@ from falconet.checkpoint.format import Which
 from falconet.commands import inputs, predict
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
+from falconet.config.fields import options_of
 from falconet.config.load import Loaded, read_line
 from falconet.config.options import MODELS
 from falconet.config.recipes import PHOTOS
@@ -155,8 +156,9 @@ def _line(command: type[Command], words: tuple[object, ...], options: Mapping[st
     argv = [str(word) for word in words]
     for field, value in options.items():
         name = field.replace("_", "-")
-        if value is None:
-            continue
+        option = options_of(command).get(name)
+        if value is None and option and option.default is not None:
+            raise ConfigError(f"--{name}: got None, expected {option.expected()}")
         if isinstance(value, bool):
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list | tuple):

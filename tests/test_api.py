@@ -64,7 +64,7 @@ def test_a_run_is_that_of_the_command_line_and_can_be_repeated():
 
 
 def test_a_run_without_a_folder_gets_one_and_has_its_metrics():
-    run = fn.train(**TINY, mixup_alpha=None, ema_half_life=1, tensorboard=False)
+    run = fn.train(**TINY, ema_half_life=1, tensorboard=False)
     assert run.folder.parent == Path("runs")
     assert [row["epoch"] for row in run.metrics] == [1, 2]
     assert {"update", "train/loss", "validation/accuracy", "validation_ema/accuracy"} <= run.metrics[0].keys()
@@ -205,6 +205,20 @@ def test_what_is_no_picture_is_refused_in_one_line(photos, picture, message):
     with pytest.raises(fn.UserError) as caught:
         fn.load("r").predict(picture)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("named", "message"), [({"top": 0}, "top: got 0"), ({"batch_size": 0}, "batch_size: got 0")])
+def test_sizes_of_nothing_are_refused(photos, named, message):
+    with pytest.raises(fn.UserError, match=f"{message}, expected a whole number, at least 1"):
+        fn.load("r").predict([photos / "val/dark/0.png"], **named)
+
+
+def test_none_removes_what_a_config_sets(image_folder):
+    line = {**TINY, "data": "folder", "epoch": 1}
+    fn.train("photos", model="resnet8-cifar", **line, ema_half_life=None, run_dir="r")
+    assert "ema" not in format.read_manifest(fn.Run("r").best.checkpoint).stems
+    with pytest.raises(fn.UserError, match="--micro-batch-size: got None, expected"):
+        fn.train("photos", **{**line, "micro_batch_size": None})
 
 
 def test_accuracy_is_that_of_the_run(photos):

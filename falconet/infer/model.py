@@ -21,7 +21,7 @@ from falconet.data.image_files import UnreadableImageError, open_rgb, to_rgb
 from falconet.data.preprocessing import Preprocessing, normaliser
 from falconet.data.readers import ArrayReader
 from falconet.data.storage import ArraySource, PixelArray
-from falconet.errors import DataError
+from falconet.errors import ConfigError, DataError
 from falconet.infer import photos
 from falconet.infer.classifier import Classifier
 from falconet.infer.embeddings import tapped
@@ -114,6 +114,8 @@ class Model:
         `top`: classes per prediction. `batch_size`: images in one forward pass; None: as in the run's validation, or
         fewer if there are fewer pictures.
         """
+        if top < 1:
+            raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
         if isinstance(pictures, str | os.PathLike) and Path(pictures).is_dir():
             raise DataError(f"{os.fspath(pictures)}: is a folder; expected a photo, or a list with the folder in it")
         if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
@@ -133,6 +135,8 @@ class Model:
         self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool = False
     ) -> Iterator[_Scores]:
         """Of files as validation reads them, of the others as `transform` makes them, in the order given."""
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size: got {batch_size}, expected a whole number, at least 1")
         found = list(_found(pictures))
         files = [photo for photo, _ in found if photo]
         read = itertools.chain.from_iterable(photos.scored(self.classifier, files, batch=batch_size, features=features))
