@@ -102,7 +102,7 @@ def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None
 class Best(NamedTuple):
     """The best validated checkpoint of a run."""
 
-    accuracy: float | None  # percent; None: nothing was validated
+    accuracy: float | None  # percent, the mean average precision if photos have several labels; None: not validated
     epoch: int
     checkpoint: Path
 
@@ -186,7 +186,8 @@ def _images(about: Classifier, photos: str | Path | None) -> Dataset:
         raise ConfigError(f"{about.name} is from no run, and has no validation images; expected a folder of photos")
     size = about.preprocessing.image_size
     data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size)
-    images = saved_model.foreign_images(data, model=about.name).of_classes(about.class_names, where=about.name)
+    images = saved_model.foreign_images(data, model=about.name)
+    images = images.of_classes(about.class_names, where=about.name, several=about.several_labels)
     return replace(images, preprocessing=about.preprocessing, training=about.preprocessing)
 
 

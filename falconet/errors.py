@@ -132,9 +132,13 @@ def memory_shortage(error: BaseException) -> str | None:
     return f"out of memory on {where}" + (f" (tried to allocate {asked[1]})" if asked else "")
 
 
+NEAR = 0.6  # twice the letters in common over those of both words; below it, other words are as near as the one meant
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or nothing if none is close."""
     if word.isdigit():  # a similar number is no more likely to be meant
         return ""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    spellings = {each.lstrip("-"): each for each in known}  # dashes, which all options have, make none alike
+    near = difflib.get_close_matches(word.lstrip("-"), list(spellings), n=1, cutoff=NEAR)
+    return f"; did you mean '{spellings[near[0]]}'?" if near else ""

@@ -39,8 +39,9 @@ from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer
 from falconet.train.evaluate import evaluate
+from falconet.train.loss import Loss
 from falconet.train.placement import sharded_step
-from falconet.train.step import Elsewhere, LocalStep, Loss, Moving, PlainMove, ScaledMove
+from falconet.train.step import Elsewhere, LocalStep, Moving, PlainMove, ScaledMove
 
 CLASSES, GLOBAL, UPDATES = 4, 24, 3
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))

@@ -189,8 +189,9 @@ def checkpoints_in(path: Path) -> list[Path]:
 def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
     """Find one checkpoint in a folder of them or a run folder; a path that is a checkpoint is taken itself.
 
-    best: the highest score that a validation recorded, of equal ones the earliest; if nothing was validated, the
-    newest. Damaged ones are noted, and the next best or next older one is taken, except where a number asks for one.
+    best: the highest score that a validation recorded, of equal ones the lowest loss, then the earliest; if nothing was
+    validated, the newest. Damaged ones are noted, and the next best or next older one is taken, except where a number
+    asks for one.
     """
     found = checkpoints_in(path)
     if isinstance(which, int):
@@ -198,7 +199,7 @@ def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
     if which == "last":
         folder = newest_whole(path, note)
     else:
-        if len(found) > 1 and all(_score(folder) is None for folder in found):
+        if len(found) > 1 and all(_rank(folder) is None for folder in found):
             note(f"note: {path}: no checkpoint was validated, so the newest is used instead of the best")
         folder = _first_whole(path, _best_first(found), note)
     return Checkpoint(folder, read_manifest(folder))
@@ -297,27 +298,26 @@ def _newest_first(folders: list[Path]) -> list[Path]:
 
 
 def _best_first(folders: list[Path]) -> list[Path]:
-    """By score, the rest from the newest on; unreadable ones, any of which may have been the best, come first."""
+    """By rank, the rest from the newest on; unreadable ones, any of which may have been the best, come first."""
     unreadable = [folder for folder in folders if _readable(folder) is None]
-    scored = sorted((-score, number) for number, folder in enumerate(folders) if (score := _score(folder)) is not None)
-    best = [folders[number] for _, number in scored]
+    ranks = {folder: found for folder in folders if (found := _rank(folder)) is not None}
+    best = sorted(ranks, key=ranks.__getitem__, reverse=True)  # stable: equal ones stay in their order
     return [*unreadable, *best, *(each for each in _newest_first(folders) if each not in (*unreadable, *best))]
 
 
-def _score(folder: Path) -> float | None:
+def _rank(folder: Path) -> tuple[float, float] | None:
     manifest = _readable(folder)
-    return manifest.score if manifest else None
+    return manifest.rank if manifest else None
 
 
 def prune(
     folder: Path,
     *,
     keep: int | None,
-    best: str = "validation_accuracy",
     in_turn: Callable[[Progress], bool] = lambda _: True,
     run: str | None = None,
 ) -> list[Path]:
-    """Remove the oldest checkpoints in `folder` beyond `keep`, except the one with the highest metric `best`.
+    """Remove the oldest checkpoints in `folder` beyond `keep`, except the best validated one.
 
     One saved out of turn, when the run was interrupted, does not count: it goes as soon as there is a newer one.
     Damaged, foreign, averaged, linked and initial checkpoints, and those whose manifest names another `run`, are
@@ -329,9 +329,8 @@ def prune(
     plain = [p for p in _children(folder) if not p.is_symlink() and "averaged" not in p.name]
     sized = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
     ours = [(p, m) for p, m in sized if m.content.get("run") == run]
-    marks = [m.metrics.get(best) for _, m in ours]
-    known = [mark for mark in marks if isinstance(mark, int | float) and mark == mark]
-    spared = marks.index(max(known)) if known else None
+    ranks = {i: m.rank for i, (_, m) in enumerate(ours) if m.rank is not None}
+    spared = max(ranks, key=ranks.__getitem__, default=None)  # of equal ones the earliest
     counted = [i for i, (_, m) in enumerate(ours) if in_turn(m.progress)]
     held = {spared, *counted[max(len(counted) - keep, 0) :], *({len(ours) - 1} - set(counted))}
     surplus = [p for i, (p, _) in enumerate(ours) if i not in held]

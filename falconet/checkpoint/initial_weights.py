@@ -90,6 +90,8 @@ class InitialWeights:
     inputs: Inputs
     options: Mapping[str, Mapping[str, Any]]  # of the model, that follow from the program that wrote the file
     read: Callable[[], Mapping[str, Tensor]]
+    is_here: bool = True  # else reading them may download them
+    several_labels: bool = False  # whether they were trained on images with any number of labels
 
     def keeps_classifier(self, class_names: tuple[str, ...]) -> bool:
         """Whether the classes of the data are those of the weights, as far as their names are known."""
@@ -129,6 +131,7 @@ class PretrainedModel:
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
     source: str
+    several_labels: bool  # whether an image has any number of the classes
 
 
 def open_model(options: Model, asked: Asked) -> PretrainedModel:
@@ -143,7 +146,11 @@ def open_model(options: Model, asked: Asked) -> PretrainedModel:
     if names == pretrained.imagenet_classes(found.classes):
         names = pretrained.imagenet_descriptions()
     return PretrainedModel(
-        model=model, preprocessing=found.inputs.preprocessing, class_names=names, source=found.source
+        model=model,
+        preprocessing=found.inputs.preprocessing,
+        class_names=names,
+        source=found.source,
+        several_labels=found.several_labels,
     )
 
 
@@ -169,6 +176,7 @@ def _published(name: str, *, fetched: bool) -> InitialWeights:
         inputs=_inputs(found.config, where=found.repository),
         options={},
         read=lambda: read_file(pretrained.fetch(found)).weights,
+        is_here=fetched,
     )
 
 
@@ -215,6 +223,7 @@ def _of_checkpoint(path: Path) -> InitialWeights:
         | ({"normalization": {"value": "image"}} if stored.standardised else {})
         | _model_options(manifest),
         read=lambda: format.model_weights(folder, manifest, stem),
+        several_labels=manifest.several_labels,
     )
 
 

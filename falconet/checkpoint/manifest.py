@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
 WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that several processes wrote
@@ -23,6 +24,7 @@ MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
+SEVERAL_LABELS = "several_labels"  # in the manifest of a model for images with any number of labels; else absent
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
 
 T = TypeVar("T")
@@ -83,13 +85,25 @@ class Manifest:
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
 
     @property
-    def best(self) -> tuple[float, int] | None:
-        """The accuracy of the best validation so far, and its update."""
+    def best(self) -> tuple[float, int, float] | None:
+        """The accuracy of the best validation so far, its update, and its loss."""
         match self.content.get("best"):
-            case [int() | float() as accuracy, int() as update]:
-                return accuracy, update
+            case [int() | float() as accuracy, int() as update, int() | float() as loss]:
+                return accuracy, update, loss
+            case [int() | float() as accuracy, int() as update]:  # of older versions
+                return accuracy, update, math.inf
             case _:
                 return None
+
+    @property
+    def several_labels(self) -> bool:
+        """Whether an image has any number of the classes, so that each has a probability of its own."""
+        return self.content.get(SEVERAL_LABELS) is True
+
+    @property
+    def metric(self) -> Metric:
+        """What its validations measure."""
+        return MEAN_AVERAGE_PRECISION if self.several_labels else ACCURACY
 
     @property
     def score(self) -> float | None:
@@ -98,16 +112,16 @@ class Manifest:
         return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     @property
-    def better_stem(self) -> str:
-        """Which weights validated better: `model`, or `ema`, its moving average."""
-        is_average = "ema" in self.stems and self.score is not None and self.score > self._own_score
-        return "ema" if is_average else "model"
+    def rank(self) -> tuple[float, float] | None:
+        """Its place among validated checkpoints; None: not validated."""
+        return None if self.score is None else rank(self.score, self.metrics.get("score_loss", math.inf))
 
     @property
-    def _own_score(self) -> float:
-        """Without the moving average."""
-        value = self.metrics.get("validation_accuracy")
-        return value if isinstance(value, int | float) else math.inf
+    def better_stem(self) -> str:
+        """Which weights validated better: `model`, or `ema`, its moving average."""
+        accuracy = self.metrics.get(f"validation_{self.metric.name}", math.inf)
+        own = rank(accuracy, self.metrics.get("validation_loss", math.inf))
+        return "ema" if "ema" in self.stems and self.rank is not None and self.rank > own else "model"
 
     def option(self, name: str) -> str:
         """The value of an option that every run has."""
@@ -120,6 +134,11 @@ class Manifest:
         """The digests of the files that hold `stem`; empty if none does."""
         names = sorted({part.file for part in self.parts.get(stem, ())} or {f"{stem}{SUFFIX}"})
         return tuple(self.files[name].sha256 for name in names if name in self.files)
+
+
+def rank(accuracy: float, loss: float) -> tuple[float, float]:
+    """The order of validations, the highest being the best: of equally accurate ones, that with the lower loss."""
+    return accuracy, -loss if math.isfinite(loss) else -math.inf
 
 
 class Checkpoint(NamedTuple):

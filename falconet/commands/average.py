@@ -60,7 +60,7 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     screen.line(f"written to {to}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)
-        screen.line(f"{found.metric.name} of the average: {found.accuracy:.2f}%")
+        screen.line(f"{found.metric.name} of the average: {found.score:.2f}%")
     return 0
 
 

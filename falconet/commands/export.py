@@ -55,6 +55,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         model=classifier.model.cpu().eval(),
         preprocessing=classifier.preprocessing,
         class_names=classifier.class_names,
+        activation=classifier.activation,
         takes_pixels=asked.preprocessing if kind.takes_pixels is None else kind.takes_pixels,
         half=asked.half,
     )
@@ -212,6 +213,7 @@ def _about(graph: Graph, asked: Export, device: torch.device) -> dict[str, Any]:
             "meaning": graph.describe_input(),
         },
         "output": {"name": OUTPUT, "type": "float32", "shape": ["N", len(graph.class_names)], "meaning": "logits"},
+        "probabilities": graph.activation,
         "precision": "fp16" if graph.half else "fp32",
         "machine": f"{platform.machine()}, {_machine(device)}",
         "versions": {"falconet": __version__, **{name: version(name) for name in libraries}},

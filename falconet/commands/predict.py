@@ -45,7 +45,8 @@ def run(loaded: Loaded[PredictOptions]) -> int:
 
     with ExitStack() as held:
         out = held.enter_context(_output(asked.output, is_wanted=lambda: count > 0))
-        sheet = held.enter_context(closing(_sheet(asked, out)))
+        several = classifier.several_labels
+        sheet = held.enter_context(closing(_sheet(asked, out, several=several)))
         embeddings = None
         if asked.embeddings:
             with named_option("embeddings"):
@@ -64,14 +65,16 @@ def run(loaded: Loaded[PredictOptions]) -> int:
             answered = [row for row in rows if not row.problem]
             count += len(answered)
             predictions = [
-                predicted(row.logits, classifier.class_names, top=asked.top, name=row.photo.name) for row in answered
+                predicted(row.logits, classifier.class_names, top=asked.top, several=several, name=row.photo.name)
+                for row in answered
             ]
             sheet.add(predictions)
             for row, prediction in zip(answered, predictions, strict=True):
                 if embeddings:
                     embeddings.add(row.photo.name, row.features)
                 if links:
-                    links.add(row.photo, prediction.label)
+                    for label in prediction.labels:
+                        links.add(row.photo, label)
     if written := _written(asked, count):
         unread = f", {len(failed):,} not" if failed else ""
         say(f"{counted(count, 'photo')} answered{unread}; {written}")
@@ -135,8 +138,10 @@ class Sheet(Protocol):
     def close(self) -> None: ...
 
 
-def _sheet(asked: Predict, out: TextIO) -> Sheet:
-    return JsonSheet(out) if asked.json else CsvSheet(out, asked.top) if asked.csv else TableSheet(out)
+def _sheet(asked: Predict, out: TextIO, *, several: bool) -> Sheet:
+    if asked.json:
+        return JsonSheet(out, several=several)
+    return CsvSheet(out, asked.top, several=several) if asked.csv else TableSheet(out)
 
 
 class TableSheet:
@@ -171,13 +176,15 @@ def _short(label: str) -> str:
 class JsonSheet:
     """An array with one object per photo, each on its own line."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out, self._before = out, "[\n"
+    def __init__(self, out: TextIO, *, several: bool) -> None:
+        """`several`: photos have any number of labels, so they are listed."""
+        self._out, self._several, self._before = out, several, "[\n"
 
     def add(self, predictions: Sequence[Prediction]) -> None:
         for each in predictions:
             row = {
                 "path": each.name,
+                **({"labels": each.labels} if self._several else {}),
                 "label": each.label,
                 "probability": each.probability,
                 "top": [guess._asdict() for guess in each.top],
@@ -192,14 +199,16 @@ class JsonSheet:
 class CsvSheet:
     """One row per photo; further classes are in further columns."""
 
-    def __init__(self, out: TextIO, top: int) -> None:
-        self._writer = csv.writer(out)
+    def __init__(self, out: TextIO, top: int, *, several: bool) -> None:
+        """`several`: photos have any number of labels, so they are in a column of their own, as tables have them."""
+        self._writer, self._top, self._several = csv.writer(out), top, several
         more = [f"{column}_{number}" for number in range(2, top + 1) for column in ("label", "probability")]
-        self._writer.writerow(["path", "label", "probability", *more])
+        self._writer.writerow(["path", *(["labels"] if several else []), "label", "probability", *more])
 
     def add(self, predictions: Sequence[Prediction]) -> None:
         for each in predictions:
-            self._writer.writerow([each.name, *(value for guess in each.top for value in guess)])
+            labels = ["|".join(each.labels)] if self._several else []
+            self._writer.writerow([each.name, *labels, *(value for guess in each.top[: self._top] for value in guess)])
 
     def close(self) -> None:
         """Nothing is left to write."""

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from falconet import writing
 from falconet.config.commands import SearchOptions
@@ -34,12 +36,13 @@ from falconet.config.spaces import Choices, Space, spaces_in
 from falconet.errors import ConfigError, Interrupted
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION
 from falconet.train.run_folder import CONFIG, METRICS, SUMMARY
 
 TRAIN = (sys.executable, "-m", "falconet", "train")
 DATABASE, BEST, TABLE = "study.db", "best.yaml", "trials.csv"
 SPACE = "space"  # the study's attribute
-SCORE = "validation/accuracy"
+SCORES = {metric.key: metric for metric in (ACCURACY, MEAN_AVERAGE_PRECISION)}  # a run has one of them
 BEGINNING = 60  # seconds within which a new trial has opened its log
 POLLED = 0.2  # seconds between looks at a trial's metrics
 STARTUP = 4  # trials to compare with before the first is pruned
@@ -117,7 +120,7 @@ class Search:
         return TrialState.FAIL, scores, lines[-1] if lines else f"exit code {process.returncode}"
 
     def _watch(self, trial: Trial, process: "subprocess.Popen[bytes]", home: Path, scores: list[float]) -> bool:
-        """Report each epoch's accuracy until the trial ends or is pruned; returns whether it was pruned."""
+        """Report each epoch's score until the trial ends or is pruned; returns whether it was pruned."""
         while process.poll() is None:
             time.sleep(POLLED)
             for score in _scores(home)[len(scores) :]:
@@ -131,18 +134,20 @@ class Search:
 def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna.Study:
     """The study in a folder, new or continued with the same space."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    folder.mkdir(parents=True, exist_ok=True)
-    storage = RDBStorage(
-        f"sqlite:///{folder / DATABASE}",
-        engine_kwargs={"connect_args": {"timeout": 60}},  # seconds that a worker waits for another's write
-    )
-    study = optuna.create_study(
-        study_name="falconet",
-        storage=storage,
-        direction="maximize",
-        load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP) if prune else optuna.pruners.NopPruner(),
-    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        study = optuna.create_study(
+            study_name="falconet",
+            storage=_storage(folder / DATABASE),
+            direction="maximize",
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP) if prune else optuna.pruners.NopPruner(),
+        )
+    except OSError as error:
+        raise ConfigError(f"--study: {folder}: {error.strerror}; expected a folder that you may write") from None
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"--study: {folder / DATABASE}: is no study ({why}); expected another folder") from None
     stated = {name: str(space) for name, space in spaces.items()}
     stored = study.user_attrs.get(SPACE, stated)
     if stored != stated:
@@ -150,6 +155,12 @@ def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna
         raise ConfigError(f"--study: {folder} searches {before}; expected the same, or another folder")
     study.set_user_attr(SPACE, stated)
     return study
+
+
+def _storage(database: Path) -> RDBStorage:
+    address = sqlalchemy.URL.create("sqlite", database=str(database))  # which escapes what a path may hold
+    waits = {"connect_args": {"timeout": 60}}  # seconds for another worker's write
+    return RDBStorage(address.render_as_string(hide_password=False), engine_kwargs=waits)
 
 
 def _shown(value: object) -> str:
@@ -170,13 +181,23 @@ def _chosen(trial: Trial, name: str, space: Space) -> str:
 
 
 def _scores(home: Path) -> list[float]:
-    """The validation accuracies that a run has written so far; an unfinished last line is left for the next look."""
+    """The scores of the validations that a run has written so far: of the weights or their average, the better."""
+    found = [(row, metric) for row in _rows(home) for key, metric in SCORES.items() if key in row]
+    return [max(float(row[metric.key]), float(row.get(metric.average_key, 0.0))) for row, metric in found]
+
+
+def _metric(home: Path) -> str:
+    """What those scores are."""
+    return next((metric.name for row in _rows(home) for key, metric in SCORES.items() if key in row), ACCURACY.name)
+
+
+def _rows(home: Path) -> list[dict[str, Any]]:
+    """What a run has logged so far; an unfinished last line is left for the next look."""
     try:
         lines = (home / METRICS).read_bytes().split(b"\n")[:-1]
     except OSError:
         return []
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return [float(row[SCORE]) for row in rows if SCORE in row]
+    return [json.loads(line) for line in lines]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -240,7 +261,10 @@ def _log(folder: Path, number: int) -> Path:
 def _conclude(study: optuna.Study, folder: Path, spaces: Mapping[str, Space], say: Say) -> int:
     """The table of all trials, on the screen and as CSV, and the config of the best one."""
     trials = sorted(_finished(study), key=lambda trial: -(trial.value if trial.value is not None else -1))
-    header = ["trial", "accuracy", "state", "epochs", "seconds", *spaces]
+    metric = next(
+        (_metric(folder / f"trial-{trial.number}") for trial in trials if trial.value is not None), ACCURACY.name
+    )
+    header = ["trial", metric, "state", "epochs", "seconds", *spaces]
     rows = [
         [
             str(trial.number),

@@ -27,9 +27,10 @@ from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
 from falconet.train.evaluate import evaluate
+from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
 from falconet.train.placement import sharded_step
-from falconet.train.step import LocalStep, Loss, Moving, PlainMove
+from falconet.train.step import LocalStep, Moving, PlainMove
 
 IMAGES, SIZE, CLASSES = 4, 8, 3  # of a micro-batch
 TOLERANCE = 1e-4  # relative; TF32 and the order of summation stay well below, a wrong sum does not

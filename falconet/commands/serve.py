@@ -32,6 +32,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             class_names=classifier.class_names,
             output=str(predictor.dtype).removeprefix("torch."),
             max_batch=max_batch,
+            activation=classifier.activation,
         )
         policy = Policy(
             max_batch=max_batch,

@@ -19,7 +19,7 @@ from falconet.models import views
 from falconet.report.console import Counting, Say, Screen
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
 from falconet.train import breakdown, evaluate, saved_model
-from falconet.train.breakdown import Breakdown, Collected
+from falconet.train.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
@@ -32,15 +32,22 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
     style = conventions.style(RunLog(screen.line, output.parent))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line):
+            evaluate.require_accuracy(opened.images, "falconet validate")
             style.validated(_validated(_timed(opened, stated, screen.line)))
         return 0
-    rows, details, better = [], [], []
+    rows: list[Accuracy] = []
+    details: list[dict[str, object]] = []
+    better: list[Breakdown | Precisions] = []
     for opened in _opened(loaded, screen.line):
-        answers, images = Collected(), len(opened.images.validation)
+        answers, images, is_one = Collected(), len(opened.images.validation), opened.images.label_sets is None
         with Counting(f"validating {opened.name}", total=images) as counting:
-            observe = breakdown.several(answers.add, _counted(counting, images))
-            _, found, _ = _timed(opened, stated, screen.line, observe)
-        parts = Breakdown.of(answers.read(), opened.class_names)
+            observers = [*([answers.add] if is_one else []), _counted(counting, images)]
+            _, found, _ = _timed(opened, stated, screen.line, breakdown.several(*observers))
+        parts = (
+            Breakdown.of(answers.read(), opened.class_names)
+            if is_one
+            else Precisions(opened.class_names, found.by_class)
+        )
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
@@ -76,7 +83,10 @@ def _timed(opened: saved_model.Opened, stated: ValidateOptions, say: Say, observ
         if path is not None and opened.is_better:
             with named_option("predictions"):
                 file = held.enter_context(breakdown.open_predictions(path))
-            written = breakdown.Predictions(file, opened.images.validation, opened.class_names)
+            source, names, sets = opened.images.validation, opened.class_names, opened.images.label_sets
+            written = (
+                Predictions(file, source, names) if sets is None else MultiLabelPredictions(file, source, names, sets)
+            )
             observe = breakdown.several(observe, written.add)
         start = time.perf_counter()
         found = saved_model.measure(opened, say, observe)
@@ -89,7 +99,7 @@ def _validated(measured: Measured) -> Validated:
         name=opened.name,
         update=opened.update,
         epoch=float(opened.epoch.partition(" ")[0] or 0),
-        accuracy=found.accuracy,
+        accuracy=found.score,
         loss=found.loss,
         images=found.images,
         seconds=seconds,

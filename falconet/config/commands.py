@@ -285,7 +285,9 @@ class DoctorOptions(Command):
 class DataBenchOptions(Command):
     """Measure each step of the input pipeline, and name the slowest."""
 
-    example = "falconet data bench --data folder --data-dir photos --model resnet50"
+    example = "falconet data bench photos --model resnet50"
+    arguments = ("data-dir",)
+    needs_arguments = False
     common = (
         *(
             "data",

@@ -37,8 +37,8 @@ INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 IMPLIED = "implied by --data-dir"
-LOWERED = ("micro-batch-size",)  # what the start of a run makes smaller if the config for photos asks for too much
-FOUND = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
+LOWERED = ("micro-batch-size", "warmup-epoch")  # the config for photos asks for at most so much; the start settles it
+MEASURED = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
@@ -199,7 +199,7 @@ def unsettled(line: Sequence[Setting]) -> set[str]:
     """The options that a recipe, or --lr auto, leaves to the start of the run, which makes numbers of them."""
     final = {setting.bare: setting for setting in line}
     automatic = {name for name, each in final.items() if each.values == ("auto",)}
-    open_ = {name for name in automatic if final[name].source != LINE or name in FOUND}
+    open_ = {name for name in automatic if final[name].source != LINE or name in MEASURED}
     return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS)}
 
 

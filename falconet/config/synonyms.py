@@ -17,8 +17,15 @@ OPTIONS = {
     **dict.fromkeys(("arch", "a", "model-name", "backbone", "net", "network", "m"), "model"),
     **dict.fromkeys(("num-classes", "nb-classes", "nc"), "classes"),
     **dict.fromkeys(("data-path", "dataset-path", "root", "train-dir", "dataset-dir", "source", "path"), "data-dir"),
+    **dict.fromkeys(("images", "image-dir", "img-dir", "photos", "folder"), "data-dir"),
+    **dict.fromkeys(("cache", "cache-images"), "dataset-cache"),
+    **dict.fromkeys(("drop", "dropout", "drop-rate"), "efficientnet-dropout"),
+    **dict.fromkeys(("drop-path", "drop-path-rate"), "efficientnet-drop-path"),
+    **dict.fromkeys(("lrf", "lr-end", "lr-final"), "lr-end-ratio"),
     **dict.fromkeys(("dataset", "ds"), "data"),
-    **dict.fromkeys(("val-split", "validation-split", "valid-pct", "test-size"), "val-fraction"),
+    **dict.fromkeys(
+        ("val", "split", "val-split", "validation-split", "valid-pct", "test-size", "val-pct"), "val-fraction"
+    ),
     **dict.fromkeys(("opt", "optim"), "optimizer"),
     **dict.fromkeys(("wd", "l2"), "weight-decay"),
     **dict.fromkeys(("sched", "scheduler", "lr-scheduler", "schedule"), "lr-schedule"),
@@ -30,6 +37,7 @@ OPTIONS = {
     **dict.fromkeys(("mixup", "mix-up"), "mixup-alpha"),
     **dict.fromkeys(("cutmix", "cutmix-alpha"), "cutmix-lambda-high"),
     **dict.fromkeys(("aa", "auto-augment-policy", "ra-magnitude", "randaugment", "rand-augment"), "auto-augment"),
+    **dict.fromkeys(("ra", "rand", "rand-aug", "ta", "ta-wide", "trivialaugment", "autoaugment"), "auto-augment"),
     **dict.fromkeys(("reprob", "random-erase", "erasing", "re-prob"), "random-erasing"),
     **dict.fromkeys(("vflip", "flipud", "flip-ud"), "vertical-flip"),
     **dict.fromkeys(("hflip", "fliplr", "flip-lr", "augmentation", "augmentations"), "augment"),
@@ -37,22 +45,24 @@ OPTIONS = {
     **dict.fromkeys(("ra-reps", "ra-sampler", "aug-repeats"), "repeated-augmentation"),
     **dict.fromkeys(("model-ema", "ema", "model-ema-decay", "ema-decay"), "ema-half-life"),
     **dict.fromkeys(("class-weight", "weighted-loss"), "class-weights"),
-    **dict.fromkeys(("freeze-layers", "freeze-at", "freeze-backbone"), "freeze"),
+    **dict.fromkeys(("freeze-layers", "freeze-at"), "freeze"),
+    **dict.fromkeys(("freeze-backbone", "linear-probe"), "freeze backbone"),
     **dict.fromkeys(("freeze-epochs", "unfreeze"), "unfreeze-after"),
     **dict.fromkeys(("llrd", "layerwise-lr-decay", "lr-layer-decay"), "layer-decay"),
     **dict.fromkeys(("pretrained-path", "from-pretrained", "pretrain", "finetune", "imagenet-weights"), "pretrained"),
-    **dict.fromkeys(("weights", "load", "ckpt", "ckpt-path"), "init-path"),
+    **dict.fromkeys(("weights", "load"), "pretrained"),
+    **dict.fromkeys(("ckpt", "ckpt-path"), "init-path"),
     **dict.fromkeys(("amp", "fp16", "half", "mixed-precision"), "precision 16.32"),
     **dict.fromkeys(("bf16", "bfloat16"), "precision bf16.32"),
     **dict.fromkeys(("fp32", "float32"), "precision 32.32"),
-    **dict.fromkeys(("gpus", "gpu", "num-gpus", "nproc-per-node", "nproc", "world-size"), "replicas"),
+    **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node", "nproc", "world-size"), "replicas"),
     **dict.fromkeys(("no-cuda", "cpu"), "device cpu"),
-    **dict.fromkeys(("cuda", "use-cuda"), "device cuda"),
+    **dict.fromkeys(("gpu", "cuda", "use-cuda"), "device cuda"),
     **dict.fromkeys(
         ("accum", "grad-accum-steps", "accumulate-grad-batches", "accumulation-steps"), "gradient-accumulation"
     ),
     **dict.fromkeys(
-        ("output", "output-dir", "save-dir", "project", "out", "log-dir", "logdir", "experiment"), "run-dir"
+        ("output", "output-dir", "save-dir", "save", "project", "out", "log-dir", "logdir", "experiment"), "run-dir"
     ),
     **dict.fromkeys(("name", "exp-name", "run-name", "tag"), "name-suffix"),
     **dict.fromkeys(("random-seed", "random-state", "manual-seed"), "seed"),
@@ -70,6 +80,11 @@ CHOICES = {
         **{"fp16": "16.16", "float16": "16.16", "half": "16.16", "amp": "16.32", "mixed": "16.32", "16": "16.32"},
         **{"fp32": "32.32", "float32": "32.32", "single": "32.32", "32": "32.32"},
         **{"bf16": "bf16.32", "bfloat16": "bf16.32"},
+    },
+    "auto-augment": {
+        **dict.fromkeys(("rand", "ra", "randaug"), "randaugment"),
+        **dict.fromkeys(("ta", "ta_wide", "trivial", "trivialaugmentwide"), "trivialaugment"),
+        **dict.fromkeys(("aa", "v0", "original"), "autoaugment"),
     },
     "optimizer": {"adam": "adamw", "momentum": "sgd"},
     "data": {"cifar-10": "cifar10", "cifar-100": "cifar100", "image_folder": "folder", "imagefolder": "folder"},
@@ -100,7 +115,8 @@ def choice_meant(option: str, value: str) -> str | None:
     """The choice that another program's word stands for."""
     if option == "device" and value.replace(",", "").removeprefix("cuda:").isdigit():
         return "cuda"  # CUDA_VISIBLE_DEVICES says which
-    return CHOICES.get(option, {}).get(value.lower())
+    words, word = CHOICES.get(option, {}), value.lower()
+    return words.get(word) or words.get(word.partition("-")[0])  # timm's rand-m9-mstd0.5
 
 
 def command_meant(name: str, commands: Collection[str]) -> str | None:

@@ -24,6 +24,7 @@ from falconet.errors import CheckpointError, ConfigError, DataError, named_optio
 from falconet.models import zoo
 from falconet.parallel.world import cores
 from falconet.report.console import counted
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
 IMAGENET_CLASSES = 1000
@@ -36,7 +37,8 @@ DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and ga
 
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
 MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
-MOST_BAD = 5  # broken photos named in a line
+MOST_BAD = 5  # broken photos that are named
+MOST_SHOWN = 48  # characters of class names in a line
 BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
 UseObjects = Literal["no", "if there", "yes"]
@@ -56,6 +58,11 @@ class Dataset(Splits):
     @property
     def classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def metric(self) -> Metric:
+        """What a validation measures."""
+        return ACCURACY if self.label_sets is None else MEAN_AVERAGE_PRECISION
 
     def normalise(self, device: torch.device) -> Normalise:
         """What the device does to the images it gets."""
@@ -91,20 +98,34 @@ class Dataset(Splits):
     def found(self) -> list[str]:
         """What photos were found and how they are divided, in two lines, then what to know about them."""
         if not self.where:
-            return [f"note: {note}" for note in self._bad()]
+            return self._bad()
         labels = np.concatenate((self.train.labels, self.validation.labels))
         counts = self._counts(labels)
         fewest, most = int(counts.min()), int(counts.max())
         each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
         classes, photos = counted(self.classes, "class"), counted(len(labels), "photo")
         parts = f"{len(self.train):,} to train, {len(self.validation):,} to validate"
+        several = "" if self.label_sets is None else ", any number of labels each"
         split = "split" if self.held_out is None else "split by file name"
-        share = "" if self.held_out is None else f" (--val-fraction {self.held_out:g})"
+        share = "" if self.held_out is None else f" ({self._met()}--val-fraction {self.held_out:g})"
         return [
-            f"{self.where}: {classes}, {photos} ({each} per class){self._sizes()}, {self.layout}",
+            f"{self.where}: {classes} ({self._shown_classes()}), {photos} ({each} per class){several}{self._sizes()},"
+            f" {self.layout}{self._boxes()}",
             f"{split}: {parts}{share}",
-            *(f"note: {note}" for note in (*self.notes, *self._bad())),
+            *(f"note: {note}" for note in self.notes),
+            *self._bad(),
         ]
+
+    def _met(self) -> str:
+        """The share that validates, where it is another than the one asked for."""
+        met = 100 * len(self.validation) / max(1, len(self.train) + len(self.validation))
+        return "" if self.held_out is None or round(met) == round(100 * self.held_out) else f"{met:.0f} %, for "
+
+    def _shown_classes(self) -> str:
+        """The first classes, as many as a line takes: a folder that should not be one is noticed here."""
+        lengths = np.cumsum([len(name) + 2 for name in self.class_names])
+        shown = self.class_names[: max(1, int(np.searchsorted(lengths, MOST_SHOWN, side="right")))]
+        return ", ".join((*shown, "...") if len(shown) < self.classes else shown)
 
     def _counts(self, labels: IntArray) -> IntArray:
         """Images of each class."""
@@ -120,26 +141,33 @@ class Dataset(Splits):
         return f", {' to '.join(ends)}"
 
     def _bad(self) -> list[str]:
-        """One line on photos that cannot be used."""
+        """A note on photos that cannot be used, and the first of them."""
         lines = self.check.lines()
         if not lines:
             return []
-        more = f"; {len(lines) - MOST_BAD:,} more in {BAD_PHOTOS} of the run folder" if len(lines) > MOST_BAD else ""
-        return [f"skipped {counted(len(lines), 'broken photo')}: {'; '.join(lines[:MOST_BAD])}{more}"]
+        more = [f"  and {len(lines) - MOST_BAD:,} more"] if len(lines) > MOST_BAD else []
+        headline = f"note: skipped {counted(len(lines), 'broken photo')}; {BAD_PHOTOS} in the run folder lists all"
+        return [headline, *(f"  {line}" for line in lines[:MOST_BAD]), *more]
+
+    def shape(self) -> str:
+        """The size of the images."""
+        size, trained = self.preprocessing.image_size, self.training.image_size
+        return f"{size} x {size}" + (f" and {trained} x {trained} in training" if trained != size else "")
 
     def describe(self) -> str:
-        size, trained = self.preprocessing.image_size, self.training.image_size
-        less = f" and {trained} x {trained} in training" if trained != size else ""
         return (
             f"{len(self.train):,} training and {counted(len(self.validation), 'validation image')} of"
-            f" {counted(self.classes, 'class')}, {size} x {size}{less}{self._stored()}"
+            f" {counted(self.classes, 'class')}, {self.shape()}{self._stored()}"
         )
 
     def _stored(self) -> str:
-        """The layout of photos, and how many have boxes for crops to overlap."""
+        """The layout of photos, and how many have boxes."""
+        return f", from {self.layout}{self._boxes()}" if self.layout else ""
+
+    def _boxes(self) -> str:
+        """How many photos have boxes for crops to overlap."""
         objects = getattr(self.train, "objects", None)
-        boxes = f", {objects.annotated:,} of them with boxes" if objects is not None else ""
-        return f", from {self.layout}{boxes}" if self.layout else ""
+        return "" if objects is None else f", {objects.annotated:,} of them with boxes"
 
     def left_out(self) -> tuple[str, ...]:
         """The validation photos that no accuracy counts, because their files are broken."""
@@ -161,6 +189,8 @@ class Dataset(Splits):
                 + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
                 + "; expected some in val/, or two photos or more of each class"
             )
+        if self.label_sets is not None and not self._counts(self.validation.labels).any():
+            raise DataError(f"{self.where}: none of the photos to validate on has a label; expected some that have one")
         if self.classes < 2:
             raise DataError(
                 f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
@@ -176,27 +206,35 @@ class Dataset(Splits):
         if len(bad) > limit:
             shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
             with named_option("bad_images_allowed"):
-                raise DataError(f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed: {shown}")
+                raise DataError(
+                    f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed; expected"
+                    f" fewer, or {len(bad)} here: {shown}"
+                )
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]
             raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
 
-    def of_classes(self, class_names: tuple[str, ...], *, where: str) -> "Dataset":
+    def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        is_part = (
-            isinstance(self.train, FileSource) and self.label_sets is None and {*self.class_names} < {*class_names}
-        )
-        if not is_part:
-            self.check_classes(class_names, where=where)
+        is_alike = several == (self.label_sets is not None) and {*self.class_names} < {*class_names}
+        if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
+            self.check_classes(class_names, where=where, several=several)
             return self
-        assert isinstance(self.train, FileSource)
-        assert isinstance(self.validation, FileSource)
-        train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
-        return replace(self, train=train, validation=validation)
+        if self.label_sets is None:
+            train, validation = (source.renumbered(class_names) for source in (self.train, self.validation))
+            return replace(self, train=train, validation=validation)
+        sets = np.zeros((len(self.label_sets), len(class_names)), np.bool_)
+        sets[:, [class_names.index(name) for name in self.class_names]] = self.label_sets
+        train, validation = (replace(source, class_names=class_names) for source in (self.train, self.validation))
+        return replace(self, train=train, validation=validation, label_sets=sets)
 
-    def check_classes(self, class_names: tuple[str, ...], *, where: str) -> None:
-        """Require the classes that a checkpoint was trained on."""
+    def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
+        """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""
+        got = self.label_sets is not None
+        if several not in (None, got):
+            words = {False: "one label per photo", True: "several labels per photo"}
+            raise CheckpointError(f"{where}: was trained on photos with {words[not got]}, the data has {words[got]}")
         if self.class_names != class_names:
             pairs = zip(self.class_names, class_names, strict=False)
             example = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -308,8 +346,6 @@ def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
     except tfrecord.MissingKeyError:
         with named_option("tfrecord_keys"):
             raise
-    if splits.label_sets is not None:
-        raise DataError(f"{data.data_dir}: photos with several labels cannot be trained yet; expected one label each")
     if use_objects == "no":
         return bounding_boxes.without_objects(splits)
     look = bounding_boxes.with_objects if use_objects == "yes" else bounding_boxes.with_objects_if_there

@@ -10,20 +10,21 @@ import numpy as np
 from falconet.config.fields import require_photos
 from falconet.data.keyed import IntArray, Purpose, uniform
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
-from falconet.data.sources import folder, packed, table, tar, tfrecord
-from falconet.data.sources.table import Labelled
+from falconet.data.sources import folder, packed, photo_table, tar, tfrecord
+from falconet.data.sources.photo_table import Labelled
 from falconet.data.storage import BoolArray, FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import counted
 
 INNER = "imagenet-data"  # a subfolder that the TensorFlow program used as well
 FOLDERS = "class folders"
+MOST_SUSPECTED = 10  # classes that are looked into
 MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack to photos/photos/
 
 
 @dataclass(frozen=True)
 class Division:
-    """How unsplit photos are split: each by its name, so that it never changes sides."""
+    """How unsplit photos are split: each by its name, so that it stays on its side."""
 
     share: float = 0.2  # of each class, to validate
     seed: int = 0
@@ -45,6 +46,10 @@ def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tf
 
 def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
     require_photos(path)
+    if folder.is_run(path):
+        raise DataError(f"{path}: is a run folder; expected photos, or `falconet restore {path}`, which continues it")
+    if path.is_file() and path.suffix.lower() in folder.image_extensions():
+        raise DataError(f"{path}: is a photo; expected the folder with a folder per class, or a table")
     if path.is_file():
         return _from_tables(path.parent, {"all": path}, division)
     inner, notes = _unwrapped(path)
@@ -73,8 +78,8 @@ def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Sp
 
 def _from_folders(place: Path, division: Division) -> Splits:
     """Tables, validation folders alone, or unsplit class folders; else what was expected."""
-    tables, parts = table.find(place), folder.split_folders(place)
-    if tables.is_named_so and table.names_photos(place, tables.paths):
+    tables, parts = photo_table.find(place), folder.split_folders(place)
+    if tables.is_named_so and photo_table.names_photos(place, tables.paths):
         return _from_tables(place, tables.paths, division)
     if "train" not in parts and "validation" in parts and folder.subfolders(place / parts["validation"]):
         return _from_split_folders(place, parts, division)
@@ -86,8 +91,9 @@ def _from_folders(place: Path, division: Division) -> Splits:
                 *found.notes(),
                 *(f"{path}: unused, because the photos are in class folders" for path in tables.paths.values()),
                 *_beside(place),
+                *_datasets(place, source.class_names),
             ]
-            return _split(Labelled(source, FOLDERS, notes=tuple(notes)), division)
+            return _split(Labelled(source, FOLDERS, source.names, notes=tuple(notes)), division)
     if tables.paths:
         return _from_tables(place, tables.paths, division)
     raise DataError(_unknown(place))
@@ -102,12 +108,24 @@ def _beside(place: Path) -> list[str]:
     return [f"{other}: unused, because it is beside the folder given; {place.absolute().parent} would validate on it"]
 
 
+def _datasets(place: Path, classes: Sequence[str]) -> list[str]:
+    """A note on classes that look like datasets: the folder given may be the one above."""
+    found = [
+        place / name
+        for name in classes[:MOST_SUSPECTED]
+        if {"train", "validation"} <= {*folder.split_folders(place / name)}
+    ]
+    return [
+        f"{path}: a class here, but it holds train/ and val/; did you mean `falconet train {path}`?" for path in found
+    ]
+
+
 def _unwrapped(path: Path) -> tuple[Path, list[str]]:
     """The folder within folders that hold nothing but one other, and a note about it."""
     place = path
     for _ in range(MOST_WRAPPERS):
         inner = folder.subfolders(place)
-        if len(inner) != 1 or folder.split_folders(place) or table.find(place).paths or folder.has_photos(place):
+        if len(inner) != 1 or folder.split_folders(place) or photo_table.find(place).paths or folder.has_photos(place):
             break
         if not folder.subfolders(place / inner[0]) or folder.has_photos(place / inner[0]):
             break  # a class, or the one level too few that `_unknown` explains
@@ -128,7 +146,7 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
     if "train" not in sources:
         return splits_of(None, sources["validation"], layout=FOLDERS, notes=tuple(notes))
     if "validation" not in sources:
-        return _split(Labelled(sources["train"], FOLDERS, notes=tuple(notes)), division)
+        return _split(Labelled(sources["train"], FOLDERS, sources["train"].names, notes=tuple(notes)), division)
     train = sources["train"]
     for name in sources["validation"].class_names:
         if name not in train.class_names:
@@ -143,14 +161,14 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
 
 
 def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Splits:
-    found = table.load(place, paths)
+    found = photo_table.load(place, paths)
     return _split(found, division) if found.validates is None else _divided(found, found.validates)
 
 
 def _split(found: Labelled, division: Division) -> Splits:
     """Photos that are not split yet, split by their names."""
     labels = found.source.labels if found.label_sets is None else None
-    validates = held_out(found.source.names, labels, division)
+    validates = held_out(found.keys, labels, division)
     return replace(_divided(found, validates), held_out=division.share)
 
 
@@ -160,9 +178,10 @@ def _divided(found: Labelled, validates: BoolArray) -> Splits:
 
 
 def held_out(names: Names, labels: IntArray | None, division: Division) -> BoolArray:
-    """Which photos validate. A photo's name and the seed decide alone, whatever other photos there are.
+    """Which photos validate. A photo's name and the seed decide, whatever other photos there are.
 
-    With labels, a class of two or more photos keeps at least one on each side.
+    The exception is a class of two or more photos that are all on one side: it keeps at least one on each, so that a
+    photo moves until others are added.
     """
     digests = [hashlib.blake2b(names.coded(index), digest_size=8).digest() for index in range(len(names))]
     numbers = np.frombuffer(b"".join(digests), "<i8").astype(np.int64)

@@ -1,6 +1,7 @@
 """Mixup and cutmix: drawn on the host, applied on the device."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from falconet.config.options import Augmentation
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
+
+Targets = Callable[[Tensor], Tensor]  # labels (N) to the targets of unmixed images, a row each; zeros for -1
 
 
 class Mix(NamedTuple):
@@ -90,19 +93,14 @@ def _exponential(uniform: float) -> float:
     return 1 + math.log(least + uniform * (1 - least)) / 4
 
 
-def one_hot(labels: Tensor, *, classes: int) -> Tensor:  # N x classes, float32
-    """Targets of unmixed images; a label of -1 gives a row of zeros. Unlike torch's, it never waits for the device."""
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
-
-
-def apply(images: Tensor, labels: Tensor, mix: Mix | None, *, classes: int) -> tuple[Tensor, Tensor]:
-    """Mixed images (N x 3 x H x W, floating) and soft targets (N x classes, float32): mixup first, then cutmix.
+def apply(images: Tensor, labels: Tensor, mix: Mix | None, *, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Mixed images (N x 3 x H x W, floating) and soft targets (N rows, float32): mixup first, then cutmix.
 
     Mixup's partner is the previous image, cutmix's the one before that, so with both an image has up to four labels. An
     image labelled -1 gets a row of zeros, and what it gives to a partner counts for nothing. Shapes are static and
     nothing waits for the device, so that this can be captured in a graph.
     """
-    return mixed_images(images, mix), mixed_targets(labels, mix, classes=classes, side=images.shape[-1])
+    return mixed_images(images, mix), mixed_targets(labels, mix, targets=targets, side=images.shape[-1])
 
 
 def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
@@ -118,16 +116,16 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
     return torch.where(inside, _rolled(images, 2), images)
 
 
-def mixed_targets(labels: Tensor, mix: Mix | None, *, classes: int, side: int) -> Tensor:
+def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: int) -> Tensor:
     """The targets' half of `apply`, for images of side x side pixels."""
-    targets = one_hot(labels, classes=classes)
+    rows = targets(labels)
     if mix is None:
-        return targets
-    targets = torch.lerp(_rolled(targets, 1), targets, mix.mixup[:, None])
+        return rows
+    rows = torch.lerp(_rolled(rows, 1), rows, mix.mixup[:, None])
     top, bottom, left, right = mix.box.unbind()
     kept = 1 - (bottom - top) * (right - left) / (side * side)
-    targets = torch.lerp(_rolled(targets, 2), targets, kept)
-    return targets * (labels >= 0)[:, None]
+    rows = torch.lerp(_rolled(rows, 2), rows, kept)
+    return rows * (labels >= 0)[:, None]
 
 
 def _rolled(batch: Tensor, by: int) -> Tensor:

@@ -176,6 +176,7 @@ def facts(graph: Graph) -> dict[str, str]:
         "class_names": json.dumps(graph.class_names),
         "preprocessing": json.dumps(graph.preprocessing.to_json()),
         "input": graph.describe_input(),
+        "probabilities": graph.activation,
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from falconet.config.options import Model
 from falconet.data.preprocessing import Preprocessing, normaliser
 from falconet.errors import CheckpointError, memory_shortage
+from falconet.infer.prediction import Activation
 
 INPUT, OUTPUT = "images", "logits"
 Pixels = npt.NDArray[np.uint8]  # N x S x S x 3
@@ -52,6 +53,7 @@ class Graph:
     model: nn.Module  # in fp32
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
+    activation: Activation = "softmax"  # that makes probabilities of its scores
     takes_pixels: bool = False  # whether it normalises its input itself
     half: bool = False  # whether it computes in fp16
 
@@ -95,7 +97,7 @@ class Graph:
         return f"(pixel / 255 - {mean}) / {std}"
 
     def describe_output(self) -> str:
-        return f"{OUTPUT}, float32 [N, {len(self.class_names)}], before the softmax"
+        return f"{OUTPUT}, float32 [N, {len(self.class_names)}], before the {self.activation}"
 
     def traced(self, *, half: bool) -> torch.export.ExportedProgram:
         """The function as a graph of torch's operators, for any number of images."""

@@ -21,6 +21,7 @@ from falconet.data.dataset import Dataset
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.infer.prediction import Activation
 from falconet.models import views, zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
@@ -43,6 +44,7 @@ class Classifier:
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
     checkpoint: Path | None = None  # where it is from
     tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
+    several_labels: bool = False  # whether an image has any number of the classes
 
     @property
     def batch(self) -> int:
@@ -53,6 +55,11 @@ class Classifier:
     def scorer(self) -> nn.Module:
         """The model over the views of its test-time augmentation."""
         return views.averaged(self.model, self.tta).eval()
+
+    @property
+    def activation(self) -> Activation:
+        """What makes probabilities of its scores."""
+        return "sigmoid" if self.several_labels else "softmax"
 
     def images(self, source: FileSource) -> Dataset:
         """Photos as validation images, prepared as in the run's validation."""
@@ -148,7 +155,8 @@ def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classif
     with named_option("image_size"):
         zoo.check_image_size(name, size)
     made = replace(made, image_size=size, resize=max(size, size * made.resize // made.image_size))
-    return _classifier(asked, opened.model, made, opened.class_names, name=name)
+    classifier = _classifier(asked, opened.model, made, opened.class_names, name=name)
+    return replace(classifier, several_labels=opened.several_labels)
 
 
 def _fitting(weights: Weights, note: Say) -> str:
@@ -171,7 +179,7 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     stored = load_options(ValidateOptions, [], manifest.config).options
     made = _classifier(asked, model, preprocessing, manifest.class_names, data=stored.data)
-    return replace(made, checkpoint=folder, tta=stored.views.tta)
+    return replace(made, checkpoint=folder, tta=stored.views.tta, several_labels=manifest.several_labels)
 
 
 def _classifier(

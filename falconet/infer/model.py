@@ -76,7 +76,7 @@ class Model:
 
     @property
     def module(self) -> nn.Module:
-        """On `device`, in evaluation mode: N x 3 x S x S to N x classes, scores before the softmax."""
+        """On `device`, in evaluation mode: N x 3 x S x S to N x classes, scores before the softmax, or the sigmoid."""
         return self.classifier.model
 
     @property
@@ -111,8 +111,8 @@ class Model:
         tensor that `transform` made. A folder in a list stands for all photos in it, however deep; those that cannot be
         read are left out with a warning. Any other picture that cannot be read raises DataError.
 
-        `top`: classes per prediction. `batch_size`: images in one forward pass; None: as in the run's validation, or
-        fewer if there are fewer pictures.
+        `top`: classes per prediction; a model for several labels adds further ones of 0.5 or more. `batch_size`: images
+        in one forward pass; None: as in the run's validation, or fewer if there are fewer pictures.
         """
         if top < 1:
             raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
@@ -122,7 +122,8 @@ class Model:
             (prediction,) = self.predict([pictures], top=top, batch_size=batch_size)
             return prediction
         rows = self._scores(list(pictures), batch_size=batch_size)
-        return [predicted(row.logits, self.class_names, top=top, name=row.name) for row in rows]
+        several = self.classifier.several_labels
+        return [predicted(row.logits, self.class_names, top=top, several=several, name=row.name) for row in rows]
 
     def embeddings(
         self, pictures: Sequence[Picture], *, batch_size: int | None = None

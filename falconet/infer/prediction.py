@@ -1,11 +1,13 @@
 """Predictions: the classes of an image with their probabilities, the most probable first."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+Activation = Literal["softmax", "sigmoid"]  # what makes probabilities of scores
 
 
 class Guess(NamedTuple):
@@ -25,6 +27,7 @@ class Prediction:
     top: tuple[Guess, ...]  # the most probable first
     name: str = ""  # of the file, if it was one
     probabilities: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # of every class, in order
+    labels: tuple[str, ...] = ()  # the most probable class; of a model for several labels, those of 0.5 or more
 
     @property
     def label(self) -> str:
@@ -41,9 +44,17 @@ class Prediction:
         return f"<{name}{', '.join(map(str, self.top))}>"
 
 
-def predicted(logits: Tensor, class_names: tuple[str, ...], *, top: int, name: str = "") -> Prediction:
-    """The prediction of one row of scores; equal probabilities keep the order of the classes."""
-    probabilities = logits.double().softmax(dim=0).numpy()
-    order = np.argsort(-probabilities, kind="stable")[:top].tolist()
+def predicted(
+    logits: Tensor, class_names: tuple[str, ...], *, top: int, several: bool = False, name: str = ""
+) -> Prediction:
+    """The prediction of one row of scores; equal probabilities keep the order of the classes.
+
+    `several`: an image has any number of the classes. Each then has a probability of its own, and all classes of 0.5 or
+    more are among the `top`, however many they are.
+    """
+    scores = logits.double()
+    probabilities = (scores.sigmoid() if several else scores.softmax(dim=0)).numpy()
+    present = int((scores >= 0).sum()) if several else 1
+    order = np.argsort(-probabilities, kind="stable")[: max(top, present)].tolist()
     guesses = tuple(Guess(class_names[number], float(probabilities[number])) for number in order)
-    return Prediction(guesses, name, probabilities)
+    return Prediction(guesses, name, probabilities, tuple(guess.label for guess in guesses[:present]))

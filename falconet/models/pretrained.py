@@ -1,6 +1,7 @@
 """Weights that timm and torchvision publish: which they are, what they were trained on, how timm's are fetched."""
 
 import math
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -13,6 +14,7 @@ from falconet.errors import CheckpointError
 from falconet.models.zoo import TIMM_PREFIX
 
 FILE = "model.safetensors"
+TORCHVISION_FILE = re.compile(r".+-[0-9a-f]{8,10}\.pth")
 IMAGENET_CLASSES = 1000
 REACHED_WITHIN = 3.0  # seconds; Hugging Face's library tries for most of a minute
 # torchvision's first weights of the ResNets, as in the PyTorch program; for the rest, timm's for the same layers.
@@ -66,6 +68,11 @@ def is_published(name: str) -> bool:
     return True
 
 
+def download_line(name: str) -> str:
+    """The command that downloads a model's published weights into the folder that it is typed in."""
+    return f"hf download {published(name).repository} {FILE} --local-dir ."
+
+
 def imagenet_classes(classes: int) -> tuple[str, ...]:
     """The names of ImageNet's class folders, by number; empty: not so many classes."""
     from timm.data.imagenet_info import ImageNetInfo
@@ -83,7 +90,9 @@ def imagenet_descriptions() -> tuple[str, ...]:
 
 def torchvision_config(file: str) -> dict[str, Any] | None:
     """What torchvision states about weights that it publishes under this file name, in timm's terms."""
-    from torchvision import models
+    if not TORCHVISION_FILE.fullmatch(file):
+        return None
+    from torchvision import models  # also imports torch's compiler: three seconds
 
     for name in models.list_models(module=models):
         for weights in models.get_model_weights(name):
@@ -111,13 +120,14 @@ def fetch(weights: Published) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if constants.HF_HUB_OFFLINE or not _reached(constants.ENDPOINT):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise CheckpointError(f"{weights.repository} is not in the Hugging Face cache, and {why}")
+        server = urllib.parse.urlsplit(constants.ENDPOINT).netloc
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{server} cannot be reached"
+        raise CheckpointError(f"the weights {weights.repository} are not in the Hugging Face cache, and {why}")
     try:
         return Path(huggingface_hub.hf_hub_download(weights.repository, FILE))
     except (OSError, HTTPError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{weights.repository} cannot be downloaded: {lines[0]}") from error
+        raise CheckpointError(f"the weights {weights.repository} cannot be downloaded: {lines[0]}") from error
 
 
 def _reached(endpoint: str) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 from falconet import exits
 from falconet.errors import printable
@@ -23,6 +24,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]  # takes a line
 PSEUDO = "OMPI_COMM_WORLD_RANK"  # Open MPI gives processes a terminal even when their output goes to a file
 GLANCE = 0.1  # seconds between updates of the bar
+ECHO = 4  # columns right of a bar, for the ^C that a terminal shows there: a bar that wraps cannot be erased
 SILENCE = 10.0  # seconds between lines of a counter without a terminal
 
 
@@ -60,6 +62,23 @@ class Lines(Console):
         self.quiet = self.is_closed = True
 
 
+class Bar(Progress):
+    """A progress bar that leaves some columns of the terminal free."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        return map(Narrower, super().get_renderables())
+
+
+class Narrower:
+    """What is not drawn in the last columns of the terminal."""
+
+    def __init__(self, drawn: RenderableType) -> None:
+        self._drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        return console.render(self._drawn, options.update_width(max(1, options.max_width - ECHO)))
+
+
 def _inert(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
@@ -77,7 +96,7 @@ class Screen:
         self._aside: Lines | None = None
         is_live = self.console.is_terminal and not self.console.is_dumb_terminal and PSEUDO not in os.environ
         self._cell = CellLine(self.console) if is_notebook(self.console.file) else None
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:3.0f}%"),
@@ -141,11 +160,15 @@ class Screen:
         note = doing or _in_words(self._pace)
         done = self._pace.epoch_total if doing else self._pace.epoch_done
         text = f"{self._epoch}  {100 if doing else self._pace.percent:3.0f}%  {note}".lstrip()
-        self._bar.update(self._task, completed=done, note=note)
+        self._bar.update(self._task, completed=done, note=note, visible=True)
         if self._cell:
             self._cell.show(text)
         elif self._bar.disable and self._heartbeat is not None and now - self._printed >= self._heartbeat:
             self.line(text)
+
+    def hide(self) -> None:
+        """Hide the bar until there is something to count again."""
+        self._bar.update(self._task, visible=False, refresh=True)
 
     def end(self) -> None:
         if self._cell:
@@ -203,7 +226,7 @@ class Counting:
         """`console`: that of lines which are printed meanwhile, above the counter."""
         self._console = console or Lines(stderr=True, highlight=False, soft_wrap=True, force_jupyter=False)
         self._quiet = quiet
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:,.0f}"),

@@ -15,9 +15,30 @@ class Metric:
 
     name: str
     short: str  # in the heads of columns
+    of_training: str = ""  # what is counted in training, if that is something else
+
+    @property
+    def training(self) -> str:
+        """What is counted in training."""
+        return self.of_training or self.name
+
+    @property
+    def training_head(self) -> str:
+        return self.of_training or f"train {self.short}"
+
+    @property
+    def key(self) -> str:
+        """Its name among the metrics of a run."""
+        return f"validation/{self.name}"
+
+    @property
+    def average_key(self) -> str:
+        """The same for the moving average."""
+        return f"validation_ema/{self.name}"
 
 
 ACCURACY = Metric("accuracy", "acc")
+MEAN_AVERAGE_PRECISION = Metric("mAP", "mAP", of_training="exact")  # of photos with several labels
 
 
 def span(seconds: float) -> str:
@@ -70,14 +91,14 @@ class EpochTable:
         self._widths = {
             "epoch": max(7, 2 * len(str(epochs)) + 1),
             "train loss": 10,
-            f"train {metric.short}": 9,
+            metric.training_head: 9,
             **({"val loss": 8, f"val {metric.short}": 7} if validates else {}),
             **({f"ema {metric.short}": 7} if validates and averages else {}),
             "lr": 8,
             "images/s": 8,
             "time": 6,
         }
-        self._metric = metric.short
+        self._metric = metric
         self._gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= NARROW else " "
 
     def header(self) -> str:
@@ -87,10 +108,10 @@ class EpochTable:
         cells = {
             "epoch": f"{100 * (row.epoch % 1):.0f}%" if row.is_within else f"{in_short(row.epoch)}/{self._epochs}",
             "train loss": _cell(row.train_loss, loss),
-            f"train {self._metric}": _cell(row.train_score, _percent),
+            self._metric.training_head: _cell(row.train_score, _percent),
             "val loss": _cell(row.loss, loss),
-            f"val {self._metric}": _cell(row.score, _percent),
-            f"ema {self._metric}": _cell(row.average_score, _percent),
+            f"val {self._metric.short}": _cell(row.score, _percent),
+            f"ema {self._metric.short}": _cell(row.average_score, _percent),
             "lr": _cell(row.lr, "{:.3g}".format),
             "images/s": _cell(row.images_per_second, rate),
             "time": span(row.seconds),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from falconet.data.preprocessing import Preprocessing
+from falconet.infer.prediction import Activation
 from falconet.infer.predictor import Pixels, Scores
 from falconet.serve import json_body
 
@@ -33,6 +34,7 @@ class Served:
     class_names: tuple[str, ...]
     output: str  # numpy's name for the dtype of the scores
     max_batch: int
+    activation: Activation = "softmax"  # that makes probabilities of the scores
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -118,6 +120,7 @@ def metadata(served: Served) -> dict[str, object]:
         "parameters": {
             "max_batch_size": served.max_batch,
             "class_names": list(served.class_names),
+            "probabilities": served.activation,
             "preprocessing": served.preprocessing.to_json(),
         },
     }

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from falconet.data.keyed import IntArray
-from falconet.data.storage import ArraySource, Source
+from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.errors import ConfigError, printable
+from falconet.report.console import counted
+from falconet.report.epochs import ACCURACY
+from falconet.train.average_precision import ClassPrecision
 from falconet.train.evaluate import TOP, Evaluation, Observe
 
 BINS = 15  # of the calibration error, as in Guo et al., 2017
@@ -169,6 +172,34 @@ class Breakdown:
         }
 
 
+@dataclass(frozen=True)
+class Precisions:
+    """Photos with several labels: how well the model ranks those of each class."""
+
+    class_names: tuple[str, ...]
+    by_class: tuple[ClassPrecision, ...]
+
+    def worst(self) -> list[tuple[float, str, int]]:
+        """The classes that photos have, the least average precision first, with their photos."""
+        pairs = zip(self.class_names, self.by_class, strict=True)
+        known = [(each.average_precision, name, each.images) for name, each in pairs]
+        return sorted((found, name, images) for found, name, images in known if found is not None)
+
+    def lines(self) -> Iterator[str]:
+        """For a person: the worst classes."""
+        worst = self.worst()
+        which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
+        yield ""
+        yield f"average precision by class{which}:"
+        width = max(len(_short(name)) for _, name, _ in worst[:MOST_SHOWN])
+        for found, name, images in worst[:MOST_SHOWN]:
+            yield f"  {_short(name):{width}}  {found:6.2f}%  {counted(images, 'photo')}"
+
+    def to_json(self) -> dict[str, object]:
+        pairs = zip(self.class_names, self.by_class, strict=True)
+        return {"several_labels": True, "per_class": [{"class": name, **vars(each)} for name, each in pairs]}
+
+
 def _bins(answers: Answers) -> list[Bin]:
     """Equal ranges of confidence, each with its upper end; an answer without a finite confidence is in none."""
     hits, confidence = answers.labels == answers.predicted, answers.confidence.astype(np.float64)
@@ -197,21 +228,53 @@ class Predictions:
         self._writer, self._source, self._names = csv.writer(file), source, class_names
         self._done = 0  # images
         self._top = min(TOP, len(class_names))
-        more = [f"{column}_{place}" for place in range(2, self._top + 1) for column in ("predicted", "probability")]
-        self._writer.writerow(["path", "label", "predicted", "probability", *more])
+        self._writer.writerow(["path", *self._columns()])
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        classes, probabilities = best(logits, self._top)
-        rows = zip(labels.tolist(), classes.tolist(), probabilities.tolist(), strict=True)
-        for number, (label, predicted, sure) in enumerate(rows, start=self._done):
+        rows = zip(labels.tolist(), self._answers(logits), strict=True)
+        for number, (label, answers) in enumerate(rows, start=self._done):
             if label >= 0:
-                pairs = zip(predicted, sure, strict=True)
-                answers = [cell for one, share in pairs for cell in (self._names[one], f"{share:.6f}")]
-                self._writer.writerow([self._where(number), self._names[label], *answers])
+                self._writer.writerow([self._where(number), self._label(label), *answers])
         self._done += len(labels)
+
+    def _columns(self) -> list[str]:
+        more = [f"{column}_{place}" for place in range(2, self._top + 1) for column in ("predicted", "probability")]
+        return ["label", "predicted", "probability", *more]
+
+    def _label(self, label: int) -> str:
+        return self._names[label]
+
+    def _answers(self, logits: Tensor) -> Iterator[list[str]]:
+        """The cells of each image after its label."""
+        classes, probabilities = best(logits, self._top)
+        for predicted, sure in zip(classes.tolist(), probabilities.tolist(), strict=True):
+            pairs = zip(predicted, sure, strict=True)
+            yield [cell for one, share in pairs for cell in (self._names[one], f"{share:.6f}")]
 
     def _where(self, number: int) -> str:
         return str(number) if isinstance(self._source, ArraySource) else self._source.where(number)
+
+
+class MultiLabelPredictions(Predictions):
+    """The same for photos with several labels: those they have, those predicted, and the probability of each class."""
+
+    def __init__(self, file: TextIO, source: Source, class_names: Sequence[str], sets: BoolArray) -> None:
+        self._sets = sets
+        super().__init__(file, source, class_names)
+
+    def _columns(self) -> list[str]:
+        return ["labels", "predicted", *self._names]
+
+    def _label(self, label: int) -> str:
+        return self._joined(self._sets[label].tolist())
+
+    def _answers(self, logits: Tensor) -> Iterator[list[str]]:
+        for row, scores in zip(logits.float().sigmoid().tolist(), (logits >= 0).tolist(), strict=True):
+            yield [self._joined(scores), *(f"{share:.6f}" for share in row)]
+
+    def _joined(self, present: Sequence[bool]) -> str:
+        """As tables of labels have them."""
+        return "|".join(name for name, is_present in zip(self._names, present, strict=True) if is_present)
 
 
 def open_predictions(path: Path) -> TextIO:
@@ -222,17 +285,23 @@ def open_predictions(path: Path) -> TextIO:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def measured_json(name: str, epoch: str, found: Evaluation, parts: Breakdown) -> dict[str, object]:
+def measured_json(name: str, epoch: str, found: Evaluation, parts: Breakdown | Precisions) -> dict[str, object]:
     """One model in validation.json."""
     return {
         "checkpoint": name,
         "epoch": epoch,
         "images": found.images,
-        found.metric.name: found.accuracy,
-        **({"top5_accuracy": found.top5_accuracy} if len(parts.class_names) > TOP else {}),
+        found.metric.name: found.score,
+        **_detail(found, classes=len(parts.class_names)),
         "loss": found.loss if math.isfinite(found.loss) else None,
         **parts.to_json(),
     }
+
+
+def _detail(found: Evaluation, *, classes: int) -> dict[str, float]:
+    if found.metric is not ACCURACY:
+        return {found.metric.training: found.accuracy}
+    return {"top5_accuracy": found.top5_accuracy} if classes > TOP else {}
 
 
 def several(*observers: Observe) -> Observe:

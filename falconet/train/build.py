@@ -48,7 +48,9 @@ from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
+from falconet.report.styles import FALCONET
 from falconet.train import processes, saved_model
+from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
@@ -112,6 +114,19 @@ def workspace_share(options: commands.TrainOptions, grid: Grid) -> float | None:
     return share_of(shares, stage=grid.stages.rank, stages=grid.stages.size)
 
 
+def _check_labels(images: Dataset, launch: Launch) -> None:
+    """Refuse what is not defined for photos with several labels."""
+    if images.label_sets is None:
+        return
+    if launch.loaded.options.training.sampler == "balanced":
+        raise ConfigError(
+            "--sampler: got 'balanced', but photos with several labels have no one class to draw by; expected"
+            " --class-weights balanced"
+        )
+    if launch.conventions is not FALCONET:
+        require_accuracy(images, "falconet train")
+
+
 class BuiltPhase:
     """One phase of a run in this process: what was decided for it, and how its parts are built."""
 
@@ -135,6 +150,7 @@ class BuiltPhase:
             replica=site.grid.replicas.rank,
         )
         self.full_size: Dataset = before.full_size if before else opened or self._open_images()
+        _check_labels(self.full_size, launch)
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         self.plan: Plan = plan_of(
             self.phase,

@@ -7,7 +7,8 @@ from typing import Any
 from falconet.checkpoint import initial_weights
 from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
-from falconet.config.load import Loaded, Options
+from falconet.config.fields import value_or
+from falconet.config.load import LOWERED, Loaded, Options
 from falconet.config.recipes import PHOTOS, source_of
 from falconet.config.settings import CHECKPOINT, WEIGHTS
 from falconet.data.dataset import open_dataset
@@ -51,7 +52,8 @@ def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = Tru
         if asked != "published":
             expected = "a safetensors or torch file, a checkpoint or a run folder"
         elif pretrained.is_published(name):
-            expected = f"a network, its {FILE} as --pretrained PATH, a cache that has it in HF_HOME, {otherwise}"
+            file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
+            expected = f"a network, {file}, {otherwise}"
         else:
             expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
         raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
@@ -91,10 +93,10 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
 
 
 def _with_length(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
-    """With epochs for the number of images, and with a batch that they fill, unless the line states one."""
+    """With epochs for the number of images, and a batch and a warm-up that suit them, unless the line states those."""
     options = loaded.options
-    is_open = loaded.sources.get("micro-batch-size") == source_of(PHOTOS)
-    if options.training.epoch != "auto" and not is_open:
+    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
+    if options.training.epoch != "auto" and not any(is_open.values()):
         return loaded
     images = open_dataset(
         options.data,
@@ -107,15 +109,29 @@ def _with_length(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Train
     )
     if options.training.epoch == "auto":
         options = replace(options, training=replace(options.training, epoch=epochs_for(len(images.train))))
-    if is_open:
+    if is_open["micro-batch-size"]:
         micro_batch = min(options.data.micro_batch, batch_for(len(images.train)))
         options = replace(options, data=replace(options.data, micro_batch_size=micro_batch))
+    if is_open["warmup-epoch"]:
+        batch = (
+            options.data.micro_batch * options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
+        )
+        per_epoch = max(1, len(images.train) // batch)
+        updates = options.training.updates or options.training.epochs * per_epoch
+        warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
+        options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
     return replace(loaded, options=options)
 
 
 def batch_for(images: int) -> int:
     """The largest power of two that makes four updates of an epoch, or eight images if it cannot."""
     return 1 << (max(images // 4, min(images, 8), 1).bit_length() - 1)
+
+
+def warmup_for(epochs: float, *, updates: int, per_epoch: int) -> float:
+    """Epochs of warm-up, at most a tenth of the updates; none if only the first update, at rate 0, would be in it."""
+    warmup = min(epochs, round(updates / per_epoch / 10, 4))
+    return warmup if warmup * per_epoch > 1 else 0.0
 
 
 def epochs_for(images: int) -> int:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet import writing
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import rank
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, options
 from falconet.config.fields import value_or
@@ -24,6 +25,7 @@ from falconet.data.image_files import BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Normalise
+from falconet.data.storage import BoolArray
 from falconet.errors import (
     ConfigError,
     DataError,
@@ -41,9 +43,12 @@ from falconet.models.batch_statistics import misfit
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
-from falconet.report.epochs import ACCURACY, Metric
+from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.report.styles import Validated
+from falconet.train import average_precision
+from falconet.train.average_precision import ClassPrecision, Scores
 from falconet.train.log import Output
+from falconet.train.loss import MultiLabelLoss
 from falconet.train.plan import Plan
 
 TOP = 5  # classes among which the right one counts too
@@ -83,12 +88,18 @@ class Evaluation:
     top1: int
     top5: int
     loss: float  # mean over the images
-    metric: Metric = ACCURACY  # what `accuracy` is
+    metric: Metric = ACCURACY  # what `score` is
     left_out: tuple[str, ...] = ()  # images that this process could not read
+    by_class: tuple[ClassPrecision, ...] = ()  # of images with several labels
+
+    @property
+    def score(self) -> float:
+        """By which models are compared, in percent: the accuracy, or the mean average precision."""
+        return self.accuracy if self.metric is ACCURACY else average_precision.mean(self.by_class) or 0.0
 
     @property
     def accuracy(self) -> float:
-        """In percent."""
+        """In percent; of images with several labels, those for which all labels are right."""
         return 100.0 * self.top1 / self.images
 
     @property
@@ -97,7 +108,12 @@ class Evaluation:
         return 100.0 * self.top5 / self.images
 
     def __repr__(self) -> str:
-        return f"<{self.metric.name} {self.accuracy:.2f} % of {counted(self.images, 'image')}, loss {self.loss:.4f}>"
+        return f"<{self.metric.name} {self.score:.2f} % of {counted(self.images, 'image')}, loss {self.loss:.4f}>"
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Its place among other evaluations; the highest is the best."""
+        return rank(self.score, self.loss)
 
     def warning(self, what: str) -> str | None:
         """A warning if the loss is not finite, even where the accuracy looks fine."""
@@ -128,16 +144,18 @@ def evaluate(
     world: World,
     stopping: Callable[[], bool] = never,
     observe: Observe = overlook,
+    tally: "Tally | None" = None,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
-    `observe` is called with this process's batches, in the order of their images.
+    `tally`: a new one that counts them; None: that of images with one label. `observe` is called with this process's
+    batches, in the order of their images.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
     """
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    tally = tally or Tally(world)
     left, failed = False, None
     try:
         for batch in batches:
@@ -146,13 +164,65 @@ def evaluate(
                 break
             images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
             logits = regime.run(model, normalise(images))
-            totals += count(logits, labels)
+            tally.add(logits, labels)
             observe(logits, labels)
     except FAILURES as error:
         if world.size == 1:
             raise
         failed = error  # the others learn of it at the sum, where they wait
-    return summed(totals, world, left=left, failed=failed)
+    return tally.result(left=left, failed=failed)
+
+
+class Tally:
+    """Counts the images of a validation, each with one label."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        self._totals += count(logits, labels)
+
+    def result(self, *, left: bool, failed: Exception | None = None) -> Evaluation:
+        """What all processes counted; see `summed`."""
+        return summed(self._totals, self.world, left=left, failed=failed)
+
+
+class MultiLabelTally(Tally):
+    """The same for images with several labels, whose scores are kept until the end to rank them."""
+
+    def __init__(self, world: World, sets: BoolArray) -> None:
+        super().__init__(world)
+        self._sets, self._scores = sets, Scores()
+        self._loss = MultiLabelLoss(sets.shape[1], sets=torch.from_numpy(sets).to(world.device))
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        losses = self._loss(logits.double(), self._loss.targets(labels).double()).sum()
+        right = self._loss.correct(logits, labels).double()
+        self._totals += torch.stack(((labels >= 0).sum().double(), right, right, losses))
+        self._scores.add(logits, labels)
+
+    def result(self, *, left: bool, failed: Exception | None = None) -> Evaluation:
+        found = super().result(left=left, failed=failed)
+        by_class = self._scores.by_class(self._sets, self.world)
+        if average_precision.mean(by_class) is None:
+            unlabelled = DataError("validation: none of the images has a label, so there is no mean average precision")
+            raise unlabelled if self.world.size == 1 else FailedTogetherError(unlabelled)
+        return replace(found, metric=MEAN_AVERAGE_PRECISION, by_class=tuple(by_class))
+
+
+def require_accuracy(images: Dataset, program: str) -> None:
+    """Refuse photos with several labels to programs that print an accuracy; `program`: what takes them."""
+    if images.label_sets is not None:
+        raise ConfigError(
+            f"{images.where or images.kind}: photos with several labels, for which this program has no accuracy;"
+            f" expected `{program}`"
+        )
+
+
+def tally_of(images: Dataset, world: World) -> Tally:
+    """A new tally of validation images."""
+    return Tally(world) if images.label_sets is None else MultiLabelTally(world, images.label_sets)
 
 
 def summed(totals: Tensor, world: World, *, left: bool, failed: Exception | None = None) -> Evaluation:
@@ -255,7 +325,14 @@ def evaluator(
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         batches, model = loader.batches(), views.averaged(model, tta)
         found = evaluate(
-            model, batches, normalise=normalise, regime=regime, world=world, stopping=stopping, observe=observe
+            model,
+            batches,
+            normalise=normalise,
+            regime=regime,
+            world=world,
+            stopping=stopping,
+            observe=observe,
+            tally=tally_of(images, world),
         )
         return replace(found, left_out=(*checked, *bad.names))
 
@@ -307,6 +384,7 @@ class Validation:
                 averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
         except Interrupted:
             return False
+        self.output.screen.hide()
         self.left_out, self.metric = found.left_out, found.metric
         self.output.measurements.write(
             update,
@@ -314,8 +392,9 @@ class Validation:
             | {"validation/seconds": seconds}
             | (_named("validation_ema", averaged) if averaged else {}),
         )
-        average = averaged.accuracy if averaged else None
-        is_best = self.output.measurements.score(update, max(found.accuracy, average or 0.0))
+        average = averaged.score if averaged else None
+        better = max((found, averaged), key=lambda each: each.rank) if averaged else found
+        is_best = self.output.measurements.score(update, better.score, better.loss)
         validated = self._validated(found, seconds, self.checkpoint_name())
         self.output.style.validated(replace(validated, average=average, is_best=is_best))
         self._warn(found, "validation")
@@ -358,7 +437,7 @@ class Validation:
             name=name,
             update=update,
             epoch=self.plan.epoch_at(update),
-            accuracy=found.accuracy,
+            accuracy=found.score,
             loss=found.loss,
             images=found.images,
             seconds=seconds,
@@ -367,16 +446,16 @@ class Validation:
 
 
 def _named(group: str, found: Evaluation) -> dict[str, float]:
+    is_one = found.metric is ACCURACY
     return {
-        f"{group}/accuracy": found.accuracy,
-        f"{group}/top5_accuracy": found.top5_accuracy,
+        f"{group}/{found.metric.name}": found.score,
+        **({f"{group}/top5_accuracy": found.top5_accuracy} if is_one else {f"{group}/exact": found.accuracy}),
         f"{group}/loss": found.loss,
         f"{group}/images": found.images,
     }
 
 
 ACCURACIES_FILE = "validation.csv"
-ACCURACY_COLUMNS = ("checkpoint", "epoch", "top1", "top5", "loss", "images", "best")
 AccuracyRow = dict[str, str]
 
 
@@ -389,16 +468,23 @@ class Accuracy:
     found: Evaluation
     classes: int
 
+    def cells(self) -> AccuracyRow:
+        """What is measured, in percent."""
+        found = self.found
+        if found.metric is not ACCURACY:
+            return {found.metric.name: f"{found.score:.2f}", found.metric.training: f"{found.accuracy:.2f}"}
+        # Of five classes or fewer, the top 5 are always right.
+        return {"top1": f"{found.accuracy:.2f}", "top5": f"{found.top5_accuracy:.2f}" if self.classes > TOP else ""}
+
 
 def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
-    """One row per model; the best is marked by its exact accuracy, not by the two decimals shown."""
-    best = max(accuracies, key=lambda each: (each.found.accuracy, each.found.top5_accuracy))
+    """One row per model; the best is marked by its exact score, not by the two decimals shown, then by its loss."""
+    best = max(accuracies, key=lambda each: each.found.rank)
     return [
         {
             "checkpoint": each.name,
             "epoch": each.epoch,
-            "top1": f"{each.found.accuracy:.2f}",
-            "top5": f"{each.found.top5_accuracy:.2f}" if each.classes > TOP else "",  # else it is always 100
+            **each.cells(),
             "loss": f"{each.found.loss:.4f}",
             "images": str(each.found.images),
             "best": "best" if each is best else "",
@@ -409,7 +495,7 @@ def tabulate_accuracies(accuracies: Sequence[Accuracy]) -> list[AccuracyRow]:
 
 def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
     """Print a table in plain text, without empty columns; one row alone is not called the best."""
-    shown = [name for name in ACCURACY_COLUMNS if any(row[name] for row in rows)]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
     shown = [name for name in shown if name != "best" or len(rows) > 1]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
     for cells in ({name: name for name in shown}, *rows):
@@ -419,7 +505,7 @@ def show_accuracies(rows: Sequence[AccuracyRow], say: Say) -> None:
 def write_accuracies(rows: Sequence[AccuracyRow], path: Path, *, option: str, named: bool = False) -> None:
     """Write the table as CSV; see `write_result`."""
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, ACCURACY_COLUMNS)
+    writer = csv.DictWriter(file, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     write_result(file.getvalue(), path, option=option, named=named)

@@ -13,6 +13,7 @@ from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
+from falconet.report.epochs import ACCURACY, Metric
 from falconet.report.mlperf import Submission, tensor_name
 from falconet.report.sinks import Sink, WeightSink, count_histograms, no_histograms, read_histograms
 from falconet.report.styles import Facts, Point, RunLog, Style
@@ -42,6 +43,7 @@ class Log:
     state: TrainState
     output: Output
     first_skipped: Callable[[], str | None] = lambda: None  # the layer that made updates skip since the last call
+    metric: Metric = ACCURACY  # what validations measure
     also: Sequence[Callable[[int], None]] = ()  # called with the number of updates at every log point
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Log:
             {
                 "epoch": self.plan.epoch_at(update),
                 "train/loss": totals.mean_loss,
-                "train/accuracy": totals.accuracy,
+                f"train/{self.metric.training}": totals.accuracy,
                 "train/lr": self.plan.lr(update - 1),
                 "train/images_per_second": rate.images_per_second,
                 "train/waiting_percent": rate.waiting_percent,
@@ -177,6 +179,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             stages=rules.stages_of(options.parallel),
             image_size=built.images.training.image_size,
             epochs=built.plan.last_epoch,
+            metric=built.images.metric,
             validates=built.plan.validation_mode != "none",
             averages=options.optimizer.ema_half_life is not None,
             restored=built.restored.folder if built.restored else None,

@@ -14,6 +14,7 @@ from falconet import writing
 from falconet.data.buffers import Batch
 from falconet.data.keyed import FloatArray
 from falconet.errors import ConfigError
+from falconet.report.console import Counting
 from falconet.train.build import BuiltPhase, Site
 from falconet.train.placement import TrainingLoader
 from falconet.train.processes import Launch
@@ -57,19 +58,21 @@ def settled(launch: Launch, rate: float) -> Launch:
 
 def find(launch: Launch, site: Site) -> Finding:
     """Train a copy of the run while the rate grows from 1e-6 to 10, until its loss diverges."""
-    built = BuiltPhase(launch, site)
+    built = BuiltPhase(_as_it_starts(launch), site)
     state, loader = built.new_state(), built.placement.loader()
     step, updates = built.step(state), _updates(loader)
     rates = [LOWEST * (HIGHEST / LOWEST) ** (number / (UPDATES - 1)) for number in range(UPDATES)]
     losses: list[float] = []
     try:
-        for number, (rate, micro_batches) in enumerate(zip(rates, updates, strict=False)):
-            site.world.at(f"update {number + 1} of the range test")
-            loss = step(micro_batches, update=number, lr=rate).loss.double()
-            losses.append(float(site.world.sum(loss)) / built.plan.replicas)
-            curve = smooth(losses)
-            if not math.isfinite(losses[-1]) or losses[-1] > DIVERGED * curve.min():
-                break
+        with Counting("trying learning rates", total=UPDATES, quiet=not site.world.is_first) as counting:
+            for number, (rate, micro_batches) in enumerate(zip(rates, updates, strict=False)):
+                site.world.at(f"update {number + 1} of the range test")
+                loss = step(micro_batches, update=number, lr=rate).loss.double()
+                losses.append(float(site.world.sum(loss)) / built.plan.replicas)
+                counting.add()
+                curve = smooth(losses)
+                if not math.isfinite(losses[-1]) or losses[-1] > DIVERGED * curve.min():
+                    break
     finally:
         loader.close()
     del built, state, step
@@ -82,6 +85,13 @@ def find(launch: Launch, site: Site) -> Finding:
         losses=tuple(finite),
         smoothed=tuple(curve.tolist()),
     )
+
+
+def _as_it_starts(launch: Launch) -> Launch:
+    """The run with its frozen layers frozen throughout, because the test counts other updates than the run."""
+    loaded = launch.loaded
+    options = replace(loaded.options, training=replace(loaded.options.training, unfreeze_after=None))
+    return replace(launch, loaded=replace(loaded, options=options))
 
 
 def _updates(loader: TrainingLoader) -> Iterator[Sequence[Batch]]:

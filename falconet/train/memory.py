@@ -40,7 +40,7 @@ AHEAD = 2  # updates whose images are on the device: the one in use, and the nex
 class Need:
     """Predicted bytes of training."""
 
-    fixed: int  # weights, gradients, optimizer state, and the images of the next update
+    fixed: int  # weights, their casts, gradients, optimizer state, and the images of the next update
     per_image: int  # of a micro-batch
 
     def of(self, micro_batch: int) -> int:
@@ -48,26 +48,44 @@ class Need:
 
 
 def predicted(built: BuiltPhase, state: TrainState) -> Need | None:
-    """From what the backward pass of one image needs; None: a stage of a pipeline, or recomputed layers by name.
+    """From what the backward pass of an image needs; None: a stage of a pipeline, or recomputed layers by name.
 
-    Convolution workspaces come on top, and what the allocator cannot use.
+    Convolution workspaces come on top, and what the allocator cannot use: rather too little than a needless warning.
     """
-    placement, setup = built.placement, built.placement.setup
+    placement, shape = built.placement, built.shape
     if not isinstance(placement, WholeModel):
         return None
-    side, device = built.images.training.image_size, setup.device
-    one = _black(1, side, device)
-    saved = _saved(state.model, lambda: setup.regime.run(state.model, setup.normalise(one)))
-    activations = sum(saved)
+    side = built.images.training.image_size
+    casts, growth = _kept(built, state.model)
+    activations = sum(growth)
     if placement.recomputation:
         if placement.recomputation.activations is None:
             return None
-        activations = placement.recomputation.activations // built.shape.micro_batch
+        activations = placement.recomputation.activations // shape.micro_batch
     pixels = 3 * side * side
-    images = built.shape.micro_batch * built.shape.accumulation
+    images = shape.micro_batch * shape.accumulation
     weights = training_bytes(state.model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
-    # Beside the activations: the input as float32, and the gradients of one layer's input and output.
-    return Need(fixed=weights + AHEAD * images * pixels, per_image=activations + 4 * pixels + 2 * max(saved, default=0))
+    # Beside the activations: the input as float32, and the gradient of one layer.
+    per_image = activations + 4 * pixels + max(growth, default=0)
+    return Need(fixed=weights + casts + AHEAD * images * pixels, per_image=per_image)
+
+
+def _kept(built: BuiltPhase, model: nn.Module) -> tuple[int, list[int]]:
+    """Bytes that a backward pass needs for any number of images, such as autocast's weights, and for each image.
+
+    The latter by tensor. Found from one and two images, but never more than a micro-batch: of one, all are the image's.
+    """
+    setup, side = built.placement.setup, built.images.training.image_size
+
+    def saved(images: int) -> list[int]:
+        black = _black(images, side, setup.device)
+        return _saved(model, lambda: setup.regime.run(model, setup.normalise(black)))
+
+    one = saved(1)
+    if built.shape.micro_batch == 1:
+        return 0, one
+    growth = [more - less for less, more in zip(one, saved(2), strict=True)]
+    return sum(one) - sum(growth), growth
 
 
 def _saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[int]:

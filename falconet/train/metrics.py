@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from falconet.checkpoint.manifest import rank
 from falconet.checkpoint.state import Progress, Totals, TrainState
 from falconet.errors import DivergedError
 from falconet.parallel.data_parallel import Replicas
@@ -73,6 +74,7 @@ class Best(NamedTuple):
 
     accuracy: float  # percent
     update: int
+    loss: float = math.inf  # checkpoints of older versions do not state it
 
 
 class Measurements:
@@ -93,12 +95,12 @@ class Measurements:
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
         self._sink.write(update, metrics)
 
-    def score(self, update: int, accuracy: float) -> bool:
-        """Note the accuracy by which checkpoints are compared, in percent; whether it is the best so far."""
-        self._current["score"] = accuracy
-        if self.best is not None and accuracy <= self.best.accuracy:
+    def score(self, update: int, accuracy: float, loss: float) -> bool:
+        """Note what checkpoints are compared by, accuracy in percent and then loss; whether it is the best so far."""
+        self._current |= {"score": accuracy, "score_loss": loss}
+        if self.best is not None and rank(accuracy, loss) <= rank(self.best.accuracy, self.best.loss):
             return False
-        self.best = Best(accuracy, update)
+        self.best = Best(accuracy, update, loss)
         return True
 
     def for_checkpoint(self, update: int) -> dict[str, object]:

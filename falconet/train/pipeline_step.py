@@ -31,9 +31,10 @@ from falconet.parallel.grid import Grid, SeveralStages, Stages
 from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
-from falconet.train.evaluate import Evaluation, Measure, count, never, summed
+from falconet.train.evaluate import Evaluation, Measure, Tally, never, tally_of
+from falconet.train.loss import Loss
 from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
-from falconet.train.step import Loss, Moving, Update
+from falconet.train.step import Moving, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,9 @@ class PipelinedStep:
         """The root of one micro-batch's backward pass, on the last stage; computed as LocalStep does."""
         labels, mix = self._feeding.read(row[0])
         side = self._feeding.image_size
-        targets = mixing.mixed_targets(labels, mix, classes=self._loss.classes, side=side)
+        targets = mixing.mixed_targets(labels, mix, targets=self._loss.targets, side=side)
         loss = self._loss(logits, targets).sum() / self._images
-        self._parts.append((loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()))
+        self._parts.append((loss.detach(), self._loss.correct(logits, labels), (labels >= 0).sum()))
         return self._moving.move.root(loss)
 
 
@@ -190,6 +191,7 @@ def evaluate_stages(
     forward: Forward,
     grid: Grid,
     stopping: Callable[[], bool] = never,
+    tally: Tally | None = None,
 ) -> Evaluation:
     """`evaluate` for a pipeline: the first stage's batches count, other stages get as many with any content.
 
@@ -198,7 +200,7 @@ def evaluate_stages(
     model.eval()
     world = grid.world
     run = forward.stage(model, is_last=place.is_last)
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    tally = tally or Tally(world)
     left, vote = False, grid.stages.vote()
     for batch in batches:
         left = vote(stopping())
@@ -208,8 +210,8 @@ def evaluate_stages(
         given = [forward.normalise(batch.images)] if place.is_first else []
         logits = relay(run, place, given)
         if logits is not None:
-            totals += count(logits, labels)
-    return summed(totals, world, left=left)
+            tally.add(logits, labels)
+    return tally.result(left=left)
 
 
 @torch.no_grad()
@@ -387,7 +389,15 @@ class StagedModel:
             return iter([nothing] * loader.batches_per_replica)
 
         def measure_stages(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-            found = evaluate_stages(model, batches(), place, forward=self._forward, grid=setup.grid, stopping=stopping)
+            found = evaluate_stages(
+                model,
+                batches(),
+                place,
+                forward=self._forward,
+                grid=setup.grid,
+                stopping=stopping,
+                tally=tally_of(setup.images, setup.grid.world),
+            )
             checked = setup.images.left_out() if setup.grid.world.is_first else ()
             return replace(found, left_out=(*checked, *bad.names))
 

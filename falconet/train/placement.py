@@ -35,7 +35,8 @@ from falconet.parallel.zero import ShardedReplicas
 from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Measure
-from falconet.train.step import Elsewhere, LocalStep, Loss, Move, Moving, PlainMove, ScaledMove, Step, WeightedLoss
+from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
+from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, ScaledMove, Step
 
 GIB = 2**30
 TrainingLoader = Loader | SyntheticLoader | IdleLoader
@@ -61,7 +62,7 @@ class Setup:
         model = build_model(self.options.model, classes=self.images.classes, seed=self.options.run.seed)
         if self.initial is not None:
             saved_model.load_initial(model, self.initial, name=self.options.model.model, note=self.note)
-        if self.pretrained is not None and not self.options.run.plan:  # a plan needs no weights
+        if self.pretrained is not None and self.pretrained.is_here:  # a plan downloads none
             with named_option("pretrained"):
                 self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         frozen = self._frozen(model)
@@ -92,7 +93,16 @@ class Setup:
     @property
     def loss(self) -> Loss:
         classes, smoothing = self.images.classes, self.options.augmentation.label_smoothing
-        if self.options.training.class_weights == "none":
+        is_weighted, sets = self.options.training.class_weights != "none", self.images.label_sets
+        if sets is not None:
+            present = presence_weights(self.images.train.labels, sets) if is_weighted else None
+            return MultiLabelLoss(
+                classes,
+                smoothing,
+                sets=torch.from_numpy(sets).to(self.device),
+                weights=None if present is None else torch.tensor(present, device=self.device),
+            )
+        if not is_weighted:
             return Loss(classes, smoothing)
         weights = torch.tensor(class_weights(self.images.train.labels, classes), device=self.device)
         return WeightedLoss(classes, smoothing, weights=weights)

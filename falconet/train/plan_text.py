@@ -4,7 +4,7 @@ import torch
 
 from falconet.config import commands, options, rules
 from falconet.config.rules import PHOTOS
-from falconet.data import input
+from falconet.data import input, native
 from falconet.data.order import class_weights
 from falconet.errors import named_option
 from falconet.models import views
@@ -21,6 +21,33 @@ def describe(built: BuiltPhase) -> list[str]:
     return [_heading(built), *(_whole(built) if built.phase.number == 1 else _changes(built))]
 
 
+def brief(built: BuiltPhase) -> list[str]:
+    """The plan without what only plan.txt and `--plan` show; of one for photos, the usual in two lines.
+
+    That Pillow decodes photos is always printed: it costs time.
+    """
+    asked, device = built.options, built.site.world.device
+    details = [
+        *(_decoding(built) if native.library() else []),
+        *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
+    ]
+    if not built.images.where or built.phase.count > 1:
+        return [line for line in describe(built) if line not in details]
+    details += [
+        *(_images(built), _machine(built), _optimizer(built)),
+        *_numerics(asked, regime=built.regime, device=device),
+        *built.plan.lines(),
+    ]
+    by_updates, plan = asked.training.updates is not None, built.plan
+    length = counted(plan.updates, "update") if by_updates else counted(plan.last_epoch, "epoch")
+    return [
+        *(line for line in describe(built) if line not in details),
+        f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"
+        f" {asked.optimizer.optimizer} at {asked.learning_rate.peak:g}",
+        f"device {device}, precision {built.regime.name}; --plan shows all of the plan",
+    ]
+
+
 def _heading(built: BuiltPhase) -> str:
     phase, side = built.phase, built.images.training.image_size
     first, last = built.plan.epochs_before + 1, built.plan.last_epoch
@@ -31,11 +58,10 @@ def _heading(built: BuiltPhase) -> str:
 def _whole(built: BuiltPhase) -> list[str]:
     asked, device = built.options, built.site.world.device
     is_synthetic, others = asked.data.data == "synthetic", asked.validation.validate_checkpoints
-    state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
     lines = [
         f"model {asked.model.model}, {built.placement.parameters:,} parameters",
         *built.images.found(),
-        f"data {asked.data.data}: {built.images.describe()}, augment {_augment(built)}",
+        _images(built),
         *_decoding(built),
         _machine(built),
         *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
@@ -47,11 +73,18 @@ def _whole(built: BuiltPhase) -> list[str]:
         *_balance(built),
         *_views(asked),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
-        f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}",
+        _optimizer(built),
     ]
     if is_synthetic and asked.validation.validation_mode != "none":
         lines.append("note: synthetic data has no validation images, so nothing is validated")
     return lines
+
+
+def _images(built: BuiltPhase) -> str:
+    """What the model gets; of the user's own photos, everything else has been printed."""
+    images = built.images
+    words = f"images {images.shape()}" if images.where else f"data {images.kind}: {images.describe()}"
+    return f"{words}, augment {_augment(built)}"
 
 
 def _changes(built: BuiltPhase) -> list[str]:
@@ -160,6 +193,12 @@ def _balance(built: BuiltPhase) -> list[str]:
         weights = [weight for weight in class_weights(labels, built.images.classes) if weight]
         lines.append(f"class weights balanced: {min(weights):.3g} to {max(weights):.3g}")
     return lines
+
+
+def _optimizer(built: BuiltPhase) -> str:
+    asked, device = built.options, built.site.world.device
+    state = _optimizer_state(asked.parallel, device, replicas=built.launch.division.replicas)
+    return f"optimizer {asked.optimizer.optimizer}{_layer_decay(asked.optimizer)}{state}, seed {asked.run.seed}"
 
 
 def _layer_decay(rule: options.Optimizer) -> str:

@@ -28,6 +28,7 @@ from falconet.report.styles import FALCONET, Conventions
 from falconet.train import defaults, run_folder
 from falconet.train.plan import Phase
 
+STARTED = ("pretrained", "init-path")  # used once, by the first start of a run
 MOST_DIGITS = 15  # of a number in a checkpoint's config
 Restored = Checkpoint | None
 Options = Loaded[commands.TrainOptions]
@@ -45,6 +46,11 @@ class Launch:
     initial: InitialWeights | None = None  # pretrained weights of a new run
     conventions: Conventions = FALCONET
     notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
+
+    def stored(self) -> dict[str, dict[str, Any]]:
+        """The options that its checkpoints state; a continued run still started with the weights it once named."""
+        first = self.restored.manifest.config if self.restored else {}
+        return self.loaded.table() | {name: first[name] for name in STARTED if name in first}
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
@@ -304,7 +310,7 @@ def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
 
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
-FOUND = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
+FITTED = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
 
 
 def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
@@ -317,7 +323,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
         is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)
-        is_open = is_open or (asked["micro-batch-size"] == "auto" and name in FOUND)
+        is_open = is_open or (asked["micro-batch-size"] == "auto" and name in FITTED)
         if name not in INVOCATION and not is_open and asked.get(name) != stored.get(name):
             raise ConfigError(
                 f"--resume: {folder} was trained with --{name} {_shown(stored.get(name))}, but this command line has"

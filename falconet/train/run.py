@@ -14,7 +14,7 @@ import torch
 
 from falconet import writing
 from falconet.checkpoint import disk
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import SEVERAL_LABELS, Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
@@ -26,6 +26,7 @@ from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are, counted
 from falconet.report.mlperf import MlperfLog
+from falconet.report.styles import FALCONET
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
@@ -102,10 +103,13 @@ def _carried_out(launch: Launch) -> int:
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
         built = deque(build.phases_built(launch, site, opened=opened))
         plan = [line for each in built for line in plan_text.describe(each)]
-        plan += [finding.line()] if finding else []
+        found_rate = [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        for line in [*plan, *(f"note: {note}" for note in notes)]:
+        is_whole = options.run.plan or launch.conventions is not FALCONET  # the originals' users always see all of it
+        shown = plan if is_whole else [line for each in built for line in plan_text.brief(each)]
+        for line in [*shown, *found_rate, *(f"note: {note}" for note in notes)]:
             screen.line(line)
+        plan += found_rate
         if options.run.plan:
             screen.line("")
             screen.line(launch.loaded.to_yaml().rstrip())
@@ -119,6 +123,7 @@ def _carried_out(launch: Launch) -> int:
             folder = _open_folder(launch, plan, held, bad)
             if finding:
                 finding.write(folder)
+                screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
             return folder
 
         return _run_phases(built, open_folder, began=began)
@@ -185,7 +190,7 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         screen.line(f"phase {built.phase.number} of {built.phase.count} starts with {handed.averaged}")
     elif built.restored:
         folder, manifest = built.restored
-        built.images.check_classes(manifest.class_names, where=str(folder))
+        built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
@@ -448,8 +453,9 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
         run=mark,
         content={
             "class_names": list(images.class_names),
+            **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
             "preprocessing": images.preprocessing.to_json(),
-            "config": built.launch.loaded.table(),
+            "config": built.launch.stored(),
             "plan": built.plan.lines(),
             "initial_weights": _initial_weights(built.launch),
             "runtime": {
@@ -476,6 +482,7 @@ def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Outp
         state=state,
         output=output,
         first_skipped=lambda: built.offender.read(trained),
+        metric=built.images.metric,
         also=also,
     )
 
@@ -489,6 +496,7 @@ def _validation(built: BuiltPhase, state: TrainState, saving: Saving, *, stoppin
         batch=evaluate.validation_batch(built.options),
         checkpoint_name=saving.name,
         stopping=stopping,
+        metric=built.images.metric,
     )
 
 

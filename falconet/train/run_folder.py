@@ -61,7 +61,7 @@ def how_to_continue(folder: Path, checkpoints: Path) -> str:
 
 def restore_line(folder: Path, checkpoints: Path) -> str:
     """The command names the run folder, and its checkpoints too where they lie elsewhere."""
-    command = ["falconet", "restore", "--checkpoint-input-path"]
+    command = ["falconet", "restore"]
     if checkpoints in (folder, folder / "checkpoints"):
         return shlex.join([*command, str(folder)])
     return shlex.join([*command, str(checkpoints), "--run-dir", str(folder)])
@@ -293,9 +293,6 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
 
-SCORES = ("validation/accuracy", "validation_ema/accuracy")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """What is known of a phase after its last update."""
@@ -322,7 +319,7 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "peak_memory_bytes": ending.peak_memory,
         "memory_bytes": ending.memory.to_json(),
         "metrics": measured.latest,
-        "best": {"validation_accuracy": best.accuracy, "update": best.update} if best else None,
+        "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
@@ -334,10 +331,11 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     """The summary for a person: the result, where it is, and what to do with it."""
     measured, lines = log.output.measurements, {}
     if measured.best:
-        score, update = measured.best
+        score, update, _ = measured.best
         is_here = update > log.plan.updates_before
         when = f"after epoch {in_short(log.plan.epoch_at(update))} ({BEST})" if is_here else "in an earlier phase"
-        last = [measured.latest[name] for name in SCORES if name in measured.latest]
+        scores = (ending.metric.key, ending.metric.average_key)
+        last = [measured.latest[name] for name in scores if name in measured.latest]
         later = f", {max(last):.2f}% at the end" if last and update != log.plan.updates else ""
         lines[f"best {ending.metric.name}"] = f"{score:.2f}% {when}{later}"
     if log.ended_early:
@@ -354,7 +352,9 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     lines["run folder"] = str(folder)
     if ending.is_last and log.plan.validation_mode != "none":
         is_inside = ending.checkpoints in (folder, folder / "checkpoints")
-        lines["next"] = shlex.join(["falconet", "validate", str(folder if is_inside else ending.checkpoints)])
+        run = shlex.quote(str(folder if is_inside else ending.checkpoints))
+        lines["next"] = f"falconet predict {run} photo.jpg"
+        lines[" "] = f"falconet validate {run}"
     return lines
 
 

@@ -214,7 +214,7 @@ class Saving:
         self.output.screen.line(text)
 
     def _prune(self) -> None:
-        format.prune(self.folder, keep=self.kept, best="score", in_turn=self.was_due, run=self.identity.run)
+        format.prune(self.folder, keep=self.kept, in_turn=self.was_due, run=self.identity.run)
 
     def _content(self, update: int) -> dict[str, Any]:
         epoch, updates = self.plan.place(update)

@@ -100,7 +100,7 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
     trained = load_options(TrainOptions, [], manifest.config).options
     data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
     images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
-    return options, images.of_classes(manifest.class_names, where=folder.name)
+    return options, images.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:
@@ -271,7 +271,7 @@ def _fitting(path: Path, saving: Saving, images: Dataset) -> Iterator[Path]:
             manifest = format.verify(folder)
             if manifest.model != trained.model:
                 raise CheckpointError(f"{folder}: holds {manifest.model}, expected {trained.model}, which was trained")
-            images.check_classes(manifest.class_names, where=str(folder))
+            images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         except CheckpointError as error:
             saving.output.screen.line(f"skipped {error}")
             continue

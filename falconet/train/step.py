@@ -1,4 +1,4 @@
-"""One update of the weights: the loss, how gradients move weights, and the step of a whole model."""
+"""One update of the weights: how gradients move weights, and the step of a whole model."""
 
 import math
 import time
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile
@@ -27,33 +26,7 @@ from falconet.parallel.zero import ShardedReplicas
 from falconet.report import trace
 from falconet.report.throughput import HostMoments, Moments, Stopwatch
 from falconet.report.trace import BEFORE, TRACED
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Cross-entropy against soft targets: 1 - s of the targets, s of the mean over all classes, per image."""
-
-    classes: int
-    smoothing: float = 0.0
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits, targets: N x classes; a row of zeros gives a loss of 0. Result: N."""
-        return -(self.smoothed(targets) * F.log_softmax(logits, dim=1)).sum(1)
-
-    def smoothed(self, targets: Tensor) -> Tensor:
-        """What the logarithms are weighted by; N x classes."""
-        return targets * (1.0 - self.smoothing) + targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedLoss(Loss):
-    """The same with a weight for each class, as in torch's cross-entropy before it is divided."""
-
-    weights: Tensor  # classes, on the device
-
-    def smoothed(self, targets: Tensor) -> Tensor:
-        return super().smoothed(targets) * self.weights
-
+from falconet.train.loss import Loss
 
 SEEDS = 1 << 63  # torch takes seeds below this
 
@@ -212,7 +185,7 @@ class Update(NamedTuple):
     """What one update did. The tensors stay on the device, because reading them waits for it."""
 
     loss: Tensor  # mean over the images
-    correct: Tensor  # images with the right top class
+    correct: Tensor  # images with the right top class, or with exactly the right labels
     images: Tensor  # images that counted
     skipped: Tensor  # 1 if a gradient was not finite and the weights did not move, else 0
 
@@ -239,13 +212,13 @@ class LocalStep:
 
     def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
-        inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, classes=self.loss.classes)
+        inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, targets=self.loss.targets)
         logits = self.regime.run(self.moving.model, inputs)
         # A sum over images, divided once by their number: the gradient is the same however they are split.
         loss = self.loss(logits, targets).sum() / images
         self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
         self.moving.move.passed()
-        return loss.detach(), (logits.argmax(1) == batch.labels).sum(), (batch.labels >= 0).sum()
+        return loss.detach(), self.loss.correct(logits, batch.labels), (batch.labels >= 0).sum()
 
 
 class DeviceMoments:

@@ -57,12 +57,13 @@ class StopRequest:
         if self.requested:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
             raise KeyboardInterrupt
-        self._request(f"{signal.Signals(number).name}: finishing this update, then saving; repeat it to stop at once")
+        again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self._request(f"stopping after this update, then saving ({again} again: at once)")
 
     def _hang_up(self, _number: int, _frame: FrameType | None) -> None:
         """The system sends it, and then the shell: a second one does not mean to stop at once."""
         if not self.requested:
-            self._request("SIGHUP: finishing this update, then saving")
+            self._request("the terminal is gone: stopping after this update, then saving")
 
     def _request(self, note: str) -> None:
         self.requested = True

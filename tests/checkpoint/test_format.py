@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -489,6 +490,31 @@ def test_the_best_the_last_or_the_one_of_an_epoch_is_chosen(run):
     assert format.choose(run / "checkpoints", "best", pytest.fail).manifest.progress.epoch == 2
 
 
+@pytest.fixture
+def perfect(tmp_path):
+    """Four checkpoints that get every photo right, the first of an older version that did not store the loss."""
+    for epoch, loss in enumerate((None, 0.5, 0.1, 0.2), start=1):
+        metrics = {"score": 100.0, "validation_accuracy": 100.0} | ({} if loss is None else {"score_loss": loss})
+        saved(tmp_path / f"epoch_{epoch}", epoch, metrics=metrics)
+    return tmp_path
+
+
+def test_of_equally_accurate_checkpoints_the_lowest_loss_is_chosen(perfect):
+    assert format.choose(perfect, "best", pytest.fail).folder.name == "epoch_3"
+
+
+def test_of_equally_accurate_checkpoints_pruning_keeps_the_lowest_loss(perfect):
+    assert [path.name for path in format.prune(perfect, keep=1)] == ["epoch_1", "epoch_2"]
+
+
+@pytest.mark.parametrize(
+    ("best", "read"),
+    [([90.0, 4], (90.0, 4, math.inf)), ([90.0, 4, 0.5], (90.0, 4, 0.5)), (None, None), (["x", 4], None)],
+)
+def test_the_best_validation_of_older_checkpoints_is_read_too(tmp_path, best, read):
+    assert format.read_manifest(saved(tmp_path / "a", best=best)).best == read
+
+
 def test_a_path_to_one_checkpoint_is_that_checkpoint(run):
     path = run / "checkpoints/epoch_1"
     for which in ("best", "last", 1):
@@ -529,6 +555,9 @@ def test_a_damaged_checkpoint_of_an_epoch_is_refused(run):
     [
         ({"validation_accuracy": 80.0, "validation_ema_accuracy": 90.0, "score": 90.0}, "ema"),
         ({"validation_accuracy": 90.0, "validation_ema_accuracy": 80.0, "score": 90.0}, "model"),
+        ({"validation_accuracy": 90.0, "validation_loss": 0.5, "score": 90.0}, "model"),
+        ({"validation_accuracy": 90.0, "validation_loss": 0.5, "score": 90.0, "score_loss": 0.5}, "model"),
+        ({"validation_accuracy": 90.0, "validation_loss": 0.5, "score": 90.0, "score_loss": 0.4}, "ema"),
         ({}, "model"),
     ],
 )

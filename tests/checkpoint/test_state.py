@@ -17,7 +17,8 @@ from falconet.errors import CheckpointError
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
-from falconet.train.step import LocalStep, Loss, Moving, PlainMove
+from falconet.train.loss import Loss
+from falconet.train.step import LocalStep, Moving, PlainMove
 
 OPTIMIZERS = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]
 CONTENT = {"model": "m", "classes": 4, "progress": {"epoch": 0, "images": 0, "update": 0}}

@@ -55,6 +55,7 @@ def test_every_config_does_one_update_on_generated_data(falconet, monkeypatch, n
         f"train --config {name} --data generated --image-size 32 --classes 10 --iterations 1 --micro-batch-size 3"
         " --gradient-accumulation 1 --replicas 1 --batchnorm-span 1 --pipeline-splits --epoch 1 --warmup-epoch 0"
         " --validation-mode none --weight-avg-strategy none --device cpu --threads 1 --dataloader-workers 0"
+        " --pretrained none"
     )
     assert answer.code == 0, answer.err
     assert "1 update = 1 epoch x 1 update; 3 images" in answer.out

@@ -34,6 +34,14 @@ def test_stages_of_photos_are_measured_and_the_slowest_named(falconet, split):
     assert all(rate > 0 for name, rate in written["stages"].items() if name != COPY)
 
 
+@pytest.mark.usefixtures("image_folder")
+@pytest.mark.parametrize("folder", ["photos", "--data-dir photos"])
+def test_a_folder_alone_means_photos_as_in_training(falconet, folder):
+    answer = falconet(f"data bench {folder} --image-size 32 {FAST}")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("data folder: ")
+
+
 def test_every_stage_is_measured_once_however_late_its_threads_start(falconet):
     """On a busy machine they begin when the seconds are over: here they always do."""
     answer = falconet(

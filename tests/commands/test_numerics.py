@@ -158,7 +158,7 @@ MISTAKES = {
     "--recompute-mode manual --recompute-checkpoints (": "--recompute-checkpoints: '(' is not a regular expression",
     "--auto-loss-scaling --initial-loss-scaling 4 --loss-scaling 8": "--auto-loss-scaling: contradicts",
     "--initial-loss-scaling 3 --loss-scaling 8": "--initial-loss-scaling: got 3, which doubling does not bring to",
-    "--precision 16": "--precision: got '16', expected 16.16, 16.32, 32.32, bf16.bf16 or bf16.32",
+    "--precision 16": "got '16', expected auto, 16.16, 16.32, 32.32, bf16.bf16 or bf16.32; did you mean '16.32'?",
 }
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -35,10 +36,44 @@ def trained(falconet, heap):
 def test_what_was_found_is_printed_before_training(trained):
     lines = trained.out.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("photos: "))
-    assert lines[at].startswith("photos: 2 classes, 24 photos (12 per class)")
+    assert lines[at].startswith("photos: 2 classes (dark, light), 24 photos (12 per class)")
     assert lines[at].endswith(", class folders")
     assert lines[at + 1].startswith("split by file name: ")
-    assert lines[at + 1].endswith(" to validate (--val-fraction 0.2)")
+    assert re.search(r" to validate \((\d+ %, for )?--val-fraction 0\.2\)$", lines[at + 1])
+
+
+def test_only_the_first_of_many_classes_are_named(falconet, heap):
+    for number in range(30):
+        shutil.copytree(heap / "dark", heap / f"class {number:02}")
+    out = falconet(f"train photos {SMALL} --plan").out
+    assert "photos: 32 classes (class 00, class 01, class 02, class 03, ...), 384 photos" in out
+
+
+def test_details_are_left_to_the_plan(falconet, trained):
+    details = ["loader: reads at most", "decoded by the native", "global batch 4"]
+    assert "1 epoch, 4 photos of 16 x 16 per update, " in trained.out
+    assert not any(detail in trained.out for detail in details)
+    assert trained.out.count(" to validate") == 1
+    plan = falconet(f"train photos {SMALL} --plan").out
+    written = Path("run/plan.txt").read_text()
+    assert details[0] in plan
+    assert details[0] in written
+    assert written in plan
+
+
+def test_runs_beside_photos_are_no_class(falconet, heap, trained):
+    shutil.move("run", heap / "runs/a")
+    Image.new("RGB", (20, 16)).save(heap / "runs/a/confusion.png")
+    shutil.copytree(heap / "runs/a", heap / "mine")
+    out = falconet(f"train photos {SMALL} --plan").out
+    assert "photos: 2 classes (dark, light), 24 photos" in out
+    assert "note: photos/mine: left out, because it holds runs\n" in out
+    assert "note: photos/runs: left out, because it holds runs\n" in out
+
+
+def test_photos_are_found_beside_their_runs(falconet, heap, trained):
+    shutil.move("run", "runs/a")
+    assert ".: 2 classes (dark, light), 24 photos" in falconet(f"train . {SMALL} --plan").out
 
 
 def spoil(heap, *names):
@@ -57,13 +92,24 @@ def test_broken_photos_are_listed_together_and_skipped(falconet, heap):
     spoil(heap, train[0], train[-1], validation[0])
     answer = falconet(f"train photos {SMALL} --run-dir run")
     assert answer.code == 0, answer.err
-    assert "photos: 2 classes, 21 photos (" in answer.out
+    assert "photos: 2 classes (dark, light), 21 photos (" in answer.out
     listed = [f"photos/{train[0]}: truncated (training)", f"photos/{train[-1]}: truncated (training)"]
     listed.append(f"photos/{validation[0]}: truncated (validation)")
-    assert f"note: skipped 3 broken photos: {'; '.join(listed)}" in answer.out.splitlines()
+    headline = "note: skipped 3 broken photos; bad_photos.txt in the run folder lists all\n"
+    assert headline + "".join(f"  {line}\n" for line in listed) in answer.out
     assert (heap.parent / "run/bad_photos.txt").read_text().splitlines() == listed
     left_out = f"left out of the validation, because they cannot be read: 1 image: photos/{validation[0]}"
     assert answer.out.splitlines()[-1] == left_out
+
+
+def test_of_many_broken_photos_five_are_named(falconet, heap):
+    train, _ = split(heap)
+    spoil(heap, *train[:7])
+    out = falconet(f"train photos {SMALL} --run-dir run --bad-images-allowed 7").out
+    headline = "note: skipped 7 broken photos; bad_photos.txt in the run folder lists all\n"
+    named = "".join(f"  photos/{name}: truncated (training)\n" for name in train[:5])
+    assert f"{headline}{named}  and 2 more\n" in out
+    assert len((heap.parent / "run/bad_photos.txt").read_text().splitlines()) == 7
 
 
 def test_a_run_with_broken_photos_is_restored_bit_for_bit(falconet, heap, monkeypatch):
@@ -89,8 +135,8 @@ def test_more_broken_photos_than_allowed_stop_the_run_before_it_starts(falconet,
     if code:
         number = {"0": 0, "1": 1, "5%": 0}[allowed]
         assert answer.err.splitlines()[-1] == (
-            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed:"
-            f" photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
+            f"falconet train: --bad-images-allowed: 2 of {len(train)} training photos are broken, {number} are allowed;"
+            f" expected fewer, or 2 here: photos/{train[0]}: truncated; photos/{train[-1]}: truncated"
         )
         assert not (heap.parent / "run").exists()
 
@@ -146,7 +192,7 @@ def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap, tw
     spoil(heap, train[0])
     answer = falconet(f"train photos {SMALL} --micro-batch-size 2 --replicas 2 --run-dir run")
     assert answer.code == 0, answer.err
-    assert answer.out.count("skipped 1 broken photo: ") == 1
+    assert answer.out.count("skipped 1 broken photo; ") == 1
 
 
 def validated(answer):
@@ -161,9 +207,9 @@ def test_validation_uses_the_photos_that_training_held_out(falconet, trained):
     held_out = int(re.search(r"(\d+) to validate", trained.out)[1])
     answer = falconet("validate --checkpoint-input-path run")
     assert validated(answer) == held_out
+    share = f"{100 * held_out / 24:.0f} %, for --val-fraction 0.2"
     assert (
-        answer.out.splitlines()[1]
-        == f"split by file name: {24 - held_out} to train, {held_out} to validate (--val-fraction 0.2)"
+        answer.out.splitlines()[1] == f"split by file name: {24 - held_out} to train, {held_out} to validate ({share})"
     )
     assert validated(falconet("validate --checkpoint-input-path run --val-fraction 1")) == 24
 
@@ -201,10 +247,6 @@ MISTAKES = {
     "only validation": (
         only_validated,
         "photos: no photos to train on, only 24 to validate; expected train/ as well, or `falconet validate`",
-    ),
-    "several labels": (
-        lambda root: (root / "labels.csv").write_text("image,label\ndark/1.jpg,dark|old\nlight/2.jpg,light\n"),
-        "photos: photos with several labels cannot be trained yet; expected one label each",
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from falconet.commands import bench_infer
 from falconet.models import zoo
 
 LINE = "bench infer --model resnet18 --data generated --micro-batch-size 1 --iterations 6 --image-size 32 --threads 1"
-ABSENT = "timm/resnet18.tv_in1k is not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
+ABSENT = "the weights timm/resnet18.tv_in1k are not in the Hugging Face cache, and HF_HUB_OFFLINE is set"
 
 
 @pytest.fixture

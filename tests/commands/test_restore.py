@@ -226,5 +226,5 @@ def test_full_disk_at_the_end_is_an_error_and_the_older_checkpoint_stays_whole(f
     answer = falconet(f"train {TINY} --run-dir r --epoch 2")
     assert answer.code == 1
     assert "cannot save r/checkpoints/resnet8-cifar_generated_2: No space left on device; gave up after" in answer.err
-    assert "; to continue: falconet restore --checkpoint-input-path r\n" in answer.err
+    assert "; to continue: falconet restore r\n" in answer.err
     assert format.verify(format.newest_whole(Path("r"), note=print)).progress.epoch == 1

@@ -21,7 +21,8 @@ if rate > 0.09:
 with (home / "metrics.jsonl").open("w") as file:
     for epoch in range(3):
         time.sleep(PAUSE)
-        print(json.dumps({"validation/accuracy": 1000 * rate + epoch}), file=file, flush=True)
+        score = 1000 * rate + epoch
+        print(json.dumps({"validation/accuracy": score, "validation_ema/accuracy": score + 1}), file=file, flush=True)
 """
 
 
@@ -60,6 +61,23 @@ def test_a_wrong_space_is_one_line(falconet, line):
     assert answer.err.count("\n") == 1
 
 
+def test_a_study_that_cannot_be_opened_is_one_line(falconet, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/study.db").write_text("not a database")
+    for name, why in {"file": "expected a folder that you may write", "broken": "is no study"}.items():
+        answer = falconet(f"search --lr 0.01,0.02 --study {name}")
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+        assert f"--study: {name}" in answer.err
+        assert why in answer.err
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_folder_of_any_name_holds_a_study(falconet, tmp_path):
+    assert falconet("search --lr 0.01,0.02 --budget 1 --study odd?s#t%20/é").code == 0
+    assert (tmp_path / "odd?s#t%20/é/study.db").is_file()
+
+
 def trials(folder):
     with (folder / "trials.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -75,6 +93,9 @@ def test_the_best_trial_leaves_its_config(falconet, tmp_path):
     assert (tmp_path / "study/best.yaml").read_text() == f"lr: {float(best['lr'])}\n"
     assert {row["micro-batch-size"] for row in rows} <= {"32", "64"}
     assert f"best: trial {best['trial']}, {float(best['accuracy']):.2f} %" in answer.out
+    assert float(best["accuracy"]) == pytest.approx(
+        1000 * float(best["lr"]) + 2 + 1, abs=0.01
+    )  # the average's, after 3
 
 
 @pytest.mark.usefixtures("trainer")

@@ -56,10 +56,13 @@ def test_each_epoch_is_a_row_and_the_end_says_what_is_where_and_what_comes_next(
         assert shown[3] == f"{validation['validation/loss']:.4f}"
         assert shown[4] == f"{validation['validation/accuracy']:.2f}%"
     assert blank == ""
-    best = max(numbers[1::2], key=lambda each: each["validation/accuracy"])
+    best = max(numbers[1::2], key=lambda each: (each["validation/accuracy"], -each["validation/loss"]))
     assert f"\nbest accuracy        {best['validation/accuracy']:.2f}% after epoch {best['update'] // 4} (*)" in out
     assert f"\nbest checkpoint      r/checkpoints/resnet8-cifar_generated_{best['update'] // 4}\n" in out
-    assert out.endswith("\nrun folder           r\nnext                 falconet validate r\n")
+    assert out.endswith(
+        "\nrun folder           r\nnext                 falconet predict r photo.jpg\n"
+        "                     falconet validate r\n"
+    )
 
 
 @pytest.mark.parametrize("line", ["train", "restore"])
@@ -166,7 +169,7 @@ def test_second_run_in_the_same_folder_is_refused(falconet):
     before = sorted(Path("r").rglob("*"))
     answer = falconet(f"train {TINY} --run-dir r")
     assert answer.code == 2
-    assert "--run-dir: r already holds a run; `falconet restore --checkpoint-input-path r`" in answer.err
+    assert "--run-dir: r already holds a run; `falconet restore r`" in answer.err
     assert sorted(Path("r").rglob("*")) == before
 
 
@@ -218,7 +221,7 @@ def test_interrupted_run_saves_reports_how_to_continue_and_exits_130(tmp_path, n
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
-    assert "to continue: falconet restore --checkpoint-input-path r" in out
+    assert "to continue: falconet restore r" in out
     saved = Path(re.search(r"^saved (.*)$", out, re.M).group(1))
     update = format.verify(tmp_path / saved).progress.update
     answer = falconet(f"restore --checkpoint-input-path r --epoch {update // 4 + 1}")
@@ -266,8 +269,7 @@ def test_disk_that_fills_up_reports_how_to_continue(falconet, monkeypatch):
     answer = falconet(f"train {TINY} --run-dir r")
     assert answer.code == 2
     assert answer.err == (
-        "falconet train: the disk is full (metrics.jsonl); make room; to continue: falconet restore"
-        " --checkpoint-input-path r\n"
+        "falconet train: the disk is full (metrics.jsonl); make room; to continue: falconet restore r\n"
     )
 
 
@@ -285,8 +287,7 @@ def test_a_second_signal_reports_what_is_lost(falconet, monkeypatch, saved):
     answer = falconet(f"train {TINY} --run-dir r --checkpoint-save-freq {1 if saved else 2}")
     assert (answer.code, answer.err) == (130, "")
     lost = (
-        "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore"
-        " --checkpoint-input-path r"
+        "3 updates lost since r/checkpoints/resnet8-cifar_generated_1; to continue: falconet restore r"
         if saved
         else "7 updates lost; there is no checkpoint to continue from; the same command starts over"
     )
@@ -308,7 +309,7 @@ def test_second_signal_while_saving_reports_what_is_lost(falconet, monkeypatch):
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-1] == (
         "stopped at once: 0 updates lost since r/checkpoints/resnet8-cifar_generated_0+00003;"
-        " to continue: falconet restore --checkpoint-input-path r"
+        " to continue: falconet restore r"
     )
 
 

@@ -19,6 +19,17 @@ LINES = {
     "train --device cuda:1": "; did you mean 'cuda'?",
     "train --precision fp16": "; did you mean '16.16'?",
     "train epochs=5": "got 'epochs=5', expected options with dashes; did you mean '--epoch 5'?",
+    "train --val 0.1": "unknown option --val; did you mean '--val-fraction'?",
+    "train --split 0.1": "unknown option --split; did you mean '--val-fraction'?",
+    "train --gpu 0": "unknown option --gpu; did you mean '--device cuda'?",
+    "train --freeze-backbone": "unknown option --freeze-backbone; did you mean '--freeze backbone'?",
+    "train --weights w.pth": "unknown option --weights; did you mean '--pretrained'?",
+    "train --save runs": "unknown option --save; did you mean '--run-dir'?",
+    "predict --save sorted": "unknown option --save; did you mean '--save-dir'?",
+    "train --ta-wide": "unknown option --ta-wide; did you mean '--auto-augment'?",
+    "train --auto-augment ta_wide": "; did you mean 'trivialaugment'?",
+    "train --auto-augment rand-m9-mstd0.5": "; did you mean 'randaugment'?",
+    "train --conf c.yaml": "unknown option --conf; did you mean '--config'?",
     "version": "'version' is not a command; did you mean 'falconet --version'?",
     "val": "'val' is not a command; did you mean 'falconet validate'?",
     "fit": "'fit' is not a command; did you mean 'falconet train'?",
@@ -31,6 +42,13 @@ def test_other_programs_words_are_known(falconet, line):
     assert answer.code == 2
     assert LINES[line] in answer.err
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["predict --conf 0.5", "train --verbose", "validate --quiet", "export --gpuid 0"])
+def test_nothing_is_suggested_for_a_word_that_is_like_none(falconet, line):
+    answer = falconet(line)
+    assert answer.code == 2
+    assert answer.err.endswith(f": unknown option {line.split()[1]}\n")
 
 
 def test_every_suggested_option_exists():

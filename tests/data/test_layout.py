@@ -106,6 +106,22 @@ def test_a_wrapper_folder_may_be_divided(tmp_path, validation):
     assert splits.notes == (f"the photos are in {tmp_path}/photos, the only folder in {tmp_path}",)
 
 
+def test_a_dataset_among_the_classes_is_noted(tmp_path):
+    photos(tmp_path, "other/", "split/train/cat/", "split/val/cat/", count=3)
+    expected = f"{tmp_path}/split: a class here, but it holds train/ and val/; did you mean `falconet train"
+    assert layout.load_photos(tmp_path).notes == (f"{expected} {tmp_path}/split`?",)
+
+
+def test_a_photo_and_a_run_are_no_folders_of_photos(tmp_path):
+    photos(tmp_path, "one.png")
+    with pytest.raises(DataError, match=r"one\.png: is a photo; expected the folder"):
+        layout.load_photos(tmp_path / "one.png")
+    for name in ("config.yaml", "plan.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=f"{tmp_path}: is a run folder; expected photos, or `falconet restore"):
+        layout.load_photos(tmp_path)
+
+
 def test_a_class_may_be_called_test(tmp_path):
     photos(tmp_path, "control/", "test/", count=5)
     assert layout.load_photos(tmp_path).class_names == ("control", "test")

@@ -37,5 +37,5 @@ def test_missing_network_is_reported_at_once(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a closed port
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    with pytest.raises(CheckpointError, match=r"timm/resnet18.tv_in1k is not in .* http://127.0.0.1:9 cannot be"):
+    with pytest.raises(CheckpointError, match=r"timm/resnet18.tv_in1k are not in .* and 127.0.0.1:9 cannot be"):
         pretrained.fetch(pretrained.published("resnet18"))

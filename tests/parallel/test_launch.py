@@ -156,7 +156,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
         process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert (code, err) == (130, "")
-    assert out.count("to continue: falconet restore --checkpoint-input-path r") == 1
+    assert out.count("to continue: falconet restore r") == 1
     assert len(format.checkpoints_in(tmp_path / "r")) == 1
     assert all(map(is_gone, workers))
 
@@ -168,7 +168,7 @@ def test_a_second_interrupt_stops_all_at_once_and_reports_what_is_lost(tmp_path)
     wait_for(lambda: 2 in updates(tmp_path / "r"), "update 2")
     workers = children(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    assert any("SIGINT: finishing this update, then saving" in line for line in process.stdout)
+    assert any("stopping after this update, then saving (Ctrl-C again" in line for line in process.stdout)
     os.killpg(process.pid, signal.SIGINT)
     code, out, err = finish(process)
     assert (code, err) == (130, "")

@@ -145,6 +145,37 @@ def test_the_bar_is_erased_when_the_screen_ends():
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
+def test_the_bar_leaves_room_for_the_echo_of_ctrl_c():
+    screen, text = terminal()
+    begin(screen, total=4)
+    for _ in screen.counts(range(4), epoch="epoch 1/1", total=4, done=0):
+        screen.show(0.5)
+    screen.end()
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", text.getvalue())]
+    assert max(map(len, drawn)) == 116, "of 120 columns"
+
+
+def test_the_bar_is_hidden_after_a_validation_until_the_next_update():
+    clock = Clock()
+    screen, text = terminal(clock)
+    begin(screen, total=4)
+    updates = screen.counts(range(4), epoch="epoch 1/1", total=4, done=0)
+    next(updates)
+    clock.now += 1
+    screen.glance("validating")
+    while "validating" not in text.getvalue():  # another thread draws it
+        time.sleep(0.01)
+    screen.hide()
+    shown = len(text.getvalue())
+    screen.line("a row")
+    assert "epoch 1/1" not in text.getvalue()[shown:]
+    clock.now += 1
+    next(updates)
+    while "epoch 1/1" not in text.getvalue()[shown:]:
+        time.sleep(0.01)
+    screen.end()
+
+
 def test_the_bar_advances_when_an_update_is_done_not_when_it_starts():
     clock = Clock()
     screen, text = terminal(clock)

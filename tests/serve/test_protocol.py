@@ -290,6 +290,7 @@ def test_metadata_has_what_clients_look_for():
     assert found["inputs"] == [{"name": "input_0", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
     assert found["outputs"] == [{"name": "output_0", "datatype": "FP32", "shape": [-1, CLASSES]}]
     assert found["parameters"]["class_names"] == list("abcde")
+    assert found["parameters"]["probabilities"] == "softmax"
     assert found["parameters"]["preprocessing"]["mean"] == [0.5, 0.4, 0.3]
     assert configuration(SERVED, max_delay=0.002)["dynamic_batching"] == {"max_queue_delay_microseconds": 2000}
 

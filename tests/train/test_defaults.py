@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from falconet.train import defaults
-from falconet.train.defaults import FEWEST_EPOCHS, MOST_EPOCHS, batch_for, epochs_for
+from falconet.train.defaults import FEWEST_EPOCHS, MOST_EPOCHS, batch_for, epochs_for, warmup_for
 from layouts import CLASSES, class_folders
 
 SMALL = "--model resnet10 --image-size 32 --micro-batch-size 4"
@@ -58,12 +58,41 @@ def test_few_photos_are_trained_in_small_batches(images, batch):
     assert batch_for(images) == batch
 
 
+@pytest.mark.parametrize(
+    ("updates", "per_epoch", "warmup"),
+    [(410, 10, 1), (50, 10, 0.5), (100, 100, 0.1), (10, 10, 0), (60, 1, 0), (1, 33, 0)],
+)
+def test_a_warm_up_is_a_tenth_of_short_runs_and_never_one_update_alone(updates, per_epoch, warmup):
+    assert warmup_for(1, updates=updates, per_epoch=per_epoch) == warmup
+
+
+def test_one_epoch_of_photos_is_not_all_warm_up(falconet, tmp_path):
+    class_folders(tmp_path / "photos", train=24, validation=1)
+    line = "train photos --model resnet10 --image-size 32 --pretrained none --micro-batch-size 2"
+    assert planned(falconet(f"{line} --plan"))["warmup-epoch"] == 1
+    assert planned(falconet(f"{line} --epoch 1 --plan"))["warmup-epoch"] == 0.1
+    assert planned(falconet(f"{line} --epoch 1 --warmup-epoch 1 --plan"))["warmup-epoch"] == 1  # the line's
+    assert planned(falconet(f"{line} --updates 18 --plan"))["warmup-epoch"] == 0.05
+
+
+def test_a_dozen_photos_learn_in_their_first_epoch(falconet, tmp_path):
+    class_folders(tmp_path / "photos", train=4, validation=1)
+    line = "train photos --model resnet10 --image-size 32 --pretrained none --epoch 20 --run-dir run --resume"
+    assert planned(falconet(f"{line} --plan"))["warmup-epoch"] == 0
+    assert falconet(f"{line.replace('20', '1')}").code == 0
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert first["train/lr"] == 5e-4
+    again = falconet(f"{line.replace('20', '1')}")
+    assert again.code == 0, again.err
+    assert "nothing left to train" in again.out
+
+
 def test_a_dozen_photos_just_train_and_resume_when_there_are_more(falconet, tmp_path):
     class_folders(tmp_path / "photos", train=4, validation=1)
     line = "train photos --model resnet10 --image-size 32 --pretrained none --updates 1 --run-dir run --resume"
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    assert "micro-batch 8 " in answer.out
+    assert ", 8 photos of " in answer.out
     for number in range(60):
         shutil.copyfile(
             *(tmp_path / f"photos/train/{CLASSES[0]}/{CLASSES[0]}_{name}.JPEG" for name in (0, 100 + number))

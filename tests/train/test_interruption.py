@@ -34,7 +34,7 @@ def test_the_printed_command_finds_the_checkpoints_and_the_run_folder(falconet, 
 def test_the_printed_command_is_quoted_for_any_folder_name():
     folder = Path("mein Lauf; 'zwei'")
     line = run_folder.restore_line(folder, folder / "checkpoints")
-    assert shlex.split(line) == ["falconet", "restore", "--checkpoint-input-path", str(folder)]
+    assert shlex.split(line) == ["falconet", "restore", str(folder)]
 
 
 def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
@@ -66,7 +66,7 @@ def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch)
     monkeypatch.setattr(run, "begin", second_interrupted)
     answer = falconet(f"train {HALF} --run-dir r")
     assert (answer.code, answer.err) == (130, "")
-    assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore --checkpoint-input-path r"
+    assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore r"
 
 
 @pytest.mark.run

@@ -227,7 +227,7 @@ def test_a_validation_is_written_printed_and_compared_with_the_best(desk):
     for _ in range(4):
         at.train(1.0)
         at.validation.run()
-    assert at.output.measurements.best == (90.0, 2)  # of two equal ones the earlier
+    assert at.output.measurements.best == (90.0, 2, 1.5)  # of two equal ones the earlier
     assert at.notes[0] == (
         1,
         {
@@ -246,12 +246,34 @@ def test_a_validation_is_written_printed_and_compared_with_the_best(desk):
     ]
 
 
+def test_of_equally_accurate_validations_the_lowest_loss_is_the_best(desk):
+    at = desk()
+    at.accuracies = [found(200, loss=loss) for loss in (0.5, 0.1, 0.2, float("nan"))] + [found(199, loss=0.01)]
+    marked = []
+    for _ in range(5):
+        at.train(1.0)
+        at.validation.run()
+        marked.append(at.rows[-1][-1] == "*")
+    assert marked == [True, True, False, False, False]
+    assert at.output.measurements.best == (100.0, 2, 0.1)
+
+
+def test_a_moving_average_that_is_as_accurate_counts_with_its_lower_loss(desk):
+    at = desk(ema=True)
+    at.accuracies = [found(200, loss=0.5), found(200, loss=0.3)]
+    at.train(1.0)
+    at.validation.run()
+    assert at.output.measurements.best == (100.0, 1, 0.3)
+    at.saving.save()
+    assert format.verify(at.saving.finish()).better_stem == "ema"
+
+
 def test_the_moving_average_is_validated_too_and_may_be_the_best(desk):
     at = desk(ema=True)
     at.accuracies = [found(100), found(120)]
     at.train(1.0)
     at.validation.run()
-    assert at.output.measurements.best == (60.0, 1)
+    assert at.output.measurements.best == (60.0, 1, 1.5)
     assert at.notes[0][1]["validation_ema/accuracy"] == 60.0
     assert at.notes[0][1]["validation/accuracy"] == 50.0
     assert at.rows[0][4:6] == ["50.00%", "60.00%"]
@@ -299,7 +321,7 @@ def test_a_checkpoint_stores_progress_totals_and_metrics_of_its_update_only(desk
     assert first.metrics["validation_accuracy"] == first.metrics["score"] == 75.0
     assert first.metrics["train_loss"] == 1.5
     assert second.metrics == {}
-    assert second.content["best"] == [75.0, 2]
+    assert second.content["best"] == [75.0, 2, 1.5]
     assert Progress.from_json(second.meter) == at.progress
     assert second.class_names == ("x", "y", "z")
 
@@ -438,7 +460,7 @@ def test_what_a_validation_finds_is_added_to_a_checkpoint_already_written(desk):
         assert late.files == early.files
         assert late.meter["unvalidated"] is False
     assert late.metrics["validation_accuracy"] == late.metrics["score"] == 50.0
-    assert late.content["best"] == [75.0, UPDATES]
+    assert late.content["best"] == [75.0, UPDATES, 1.5]
     assert updates_saved(at) == [UPDATES, 2 * UPDATES]  # the best and the newest
 
 

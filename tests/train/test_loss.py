@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.train.step import Loss
+from falconet.train.loss import Loss
 
 SMOOTHINGS = [0.0, 0.1, 0.9, 1.0]
 

@@ -44,6 +44,23 @@ def test_the_points_and_a_plot_are_in_the_run_folder(falconet):
     assert [len(line.get("points").split()) for line in lines] == [len(points["rates"])] * 2
 
 
+def test_layers_that_are_frozen_at_first_stay_so_in_the_range_test(falconet):
+    line = f"train {DIGITS} --epoch 2 --updates 1 --optimizer adamw --lr auto --freeze backbone"
+    for run, extra in (("r", "--unfreeze-after 1"), ("frozen", "")):
+        answer = falconet(f"{line} {extra} --run-dir {run}")
+        assert answer.code == 0, answer.err
+    assert len(found()["rates"]) > 1437 // 32  # more than an epoch
+    assert found() == found("frozen")
+
+
+def test_the_screen_names_the_plot_and_counts_the_rates(falconet, monkeypatch):
+    monkeypatch.setattr("falconet.report.console.SILENCE", 0.0)
+    answer = falconet(f"train {TINY} --lr auto --run-dir r")
+    assert answer.code == 0, answer.err
+    assert "the loss at each learning rate: r/lr_finder.svg\n" in answer.out
+    assert f"trying learning rates: 1 of {UPDATES}\n" in answer.err
+
+
 def test_another_run_finds_the_same_rate_and_a_resumed_one_does_not_look_again(falconet):
     line = f"train {TINY} --lr auto --resume --run-dir"
     assert falconet(f"{line} r").code == falconet(f"{line} again").code == 0

@@ -15,9 +15,9 @@ from falconet.models import pretrained, zoo
 NAME, REPOSITORY = "mobilenet-v3-small", "timm/mobilenetv3_small_100.lamb_in1k"
 LINE = f"train photos --model {NAME} --image-size 32 --micro-batch-size 4 --updates 1 --run-dir run --threads 1"
 ABSENT = (
-    f"falconet train: --pretrained: {REPOSITORY} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; expected"
-    " a network, its model.safetensors as --pretrained PATH, a cache that has it in HF_HOME, or --pretrained none to"
-    " train from scratch\n"
+    f"falconet train: --pretrained: the weights {REPOSITORY} are not in the Hugging Face cache, and HF_HUB_OFFLINE is"
+    f" set; expected a network, --pretrained model.safetensors after `hf download {REPOSITORY} model.safetensors"
+    " --local-dir .` on another machine, or --pretrained none to train from scratch\n"
 )
 
 pytestmark = pytest.mark.usefixtures("image_folder")
@@ -70,9 +70,8 @@ def test_validation_of_the_run_uses_the_stored_preparation(falconet):
     assert trained.code == 0, trained.err
     measured = falconet("validate --checkpoint-input-path run --device cpu")
     assert measured.code == 0, measured.err
-    accuracy = trained.out.partition("Accuracy on test set: ")[2].partition("%")[0]
-    assert accuracy
-    assert accuracy in measured.out
+    accuracy = json.loads(Path("run/summary.json").read_text())["best"]["validation_accuracy"]
+    assert f"{accuracy:.2f}" in measured.out
 
 
 @pytest.mark.usefixtures("cache")
@@ -89,6 +88,33 @@ def test_restored_and_resumed_runs_read_no_weights(falconet, monkeypatch):
     assert manifest["initial_weights"] == REPOSITORY
     assert manifest["config"]["interpolation"] == {"value": "bicubic", "source": "pretrained weights"}
     assert falconet(LINE.replace("--updates 1", "--updates 2") + " --resume").code == 0
+
+
+@pytest.mark.parametrize("extra", ["--plan", ""])
+def test_a_file_that_does_not_fit_is_refused_by_the_plan_too(falconet, extra):
+    torch.save(zoo.build("resnet10", classes=2, seed=1).state_dict(), "other.pth")
+    answer = falconet(f"{LINE} --pretrained other.pth {extra}")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert f"--pretrained: other.pth does not fit {NAME}: " in answer.err
+    assert "these weights fit resnet10 with 2 classes" in answer.err
+    assert len(answer.err) < 1000
+
+
+@pytest.mark.parametrize("option", ["--pretrained", "--init-path"])
+def test_a_restored_run_still_names_the_file_it_started_with(falconet, option):
+    torch.save(zoo.build(NAME, classes=2, seed=1).state_dict(), "mine.pth")
+    none = "" if option == "--pretrained" else " --pretrained none"
+    line = f"{LINE}{none} {option} mine.pth --resume"
+    started = falconet(line)
+    assert started.code == 0, started.err
+    assert falconet("restore run --updates 2").code == 0
+    Path("mine.pth").unlink()  # not read again
+    again = falconet(line.replace("--updates 1", "--updates 2"))
+    assert again.code == 0, again.err
+    assert "nothing left to train" in again.out
+    other = falconet(line.replace("--updates 1", "--updates 2").replace("mine.pth", "other.pth"))
+    assert other.code == 2
+    assert f"was trained with {option} mine.pth, but this command line has other.pth" in other.err
 
 
 @pytest.mark.parametrize("asked", ["", "--pretrained", "--pretrained auto", "--pretrained published"])

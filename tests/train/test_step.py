@@ -15,7 +15,8 @@ from falconet.numerics.loss_scale import FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
-from falconet.train.step import LocalStep, Loss, Moving, PlainMove, ScaledMove, ShownStep, Update
+from falconet.train.loss import Loss
+from falconet.train.step import LocalStep, Moving, PlainMove, ScaledMove, ShownStep, Update
 
 CLASSES = 4
 PREPROCESSING = Preprocessing(image_size=8, resize=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))

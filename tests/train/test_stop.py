@@ -34,7 +34,8 @@ def test_the_first_signal_sets_a_flag_and_prints_a_line(number):
         assert not stop.requested
         send(number)
         assert stop.requested
-    assert notes == [f"{number.name}: finishing this update, then saving; repeat it to stop at once"]
+    again = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert notes == [f"stopping after this update, then saving ({again} again: at once)"]
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(SIGNALS, SIGNALS)))
@@ -64,7 +65,7 @@ def test_a_lost_terminal_requests_a_stop_but_never_forces_one(hang_up):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-    assert notes == ["SIGHUP: finishing this update, then saving"]
+    assert notes == ["the terminal is gone: stopping after this update, then saving"]
 
 
 def test_under_nohup_a_hangup_is_ignored(hang_up):

@@ -33,6 +33,8 @@ LOOSE = -1  # the label of a photo directly in the root
 MOST_REPORTED = 5  # skipped entries, by name
 # What operating systems and network disks leave beside photos; "@eaDir" holds thumbnails.
 CLUTTER = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
+RUN = ("config.yaml", "plan.txt")  # files of a run folder: what else is in it was not photographed
+RUNS = "runs"  # where run folders are, by default
 # Formats that Pillow recognises and cannot decode by itself, and a page description.
 UNDECODABLE = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"})
 # Files that a person takes for photos, and Pillow cannot read.
@@ -76,6 +78,7 @@ class Listed:
         notes = [f"{self.root / name}: no photo in it, so it is not a class" for name in empty[:MOST_REPORTED]]
         if len(empty) > MOST_REPORTED:
             notes.append(f"{self.root}: {are(len(empty) - MOST_REPORTED, 'more folder')} without a photo")
+        notes += [f"{path}: left out, because it holds runs" for path in run_folders(self.root)[:MOST_REPORTED]]
         if self.loose and self.folders:
             notes.append(f"{self.root}: {are(self.loose, 'photo')} in no class folder, and skipped")
         return (*notes, *unread_notes(self))
@@ -191,11 +194,35 @@ def validates_by_name(place: Path) -> bool:
 
 
 def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
-    """By name, without hidden entries and what systems leave behind."""
+    """By name, without hidden entries, what systems leave behind, and run folders."""
     return sorted(
-        (entry for entry in entries if not entry.name.startswith(".") and entry.name not in CLUTTER),
+        (
+            entry
+            for entry in entries
+            if not entry.name.startswith(".") and entry.name not in CLUTTER and not _is_run(entry)
+        ),
         key=lambda entry: entry.name,
     )
+
+
+def run_folders(root: Path) -> list[Path]:
+    """The folders that hold a run of ours, or runs."""
+    with os.scandir(root) as entries:
+        return sorted(Path(entry.path) for entry in entries if _is_run(entry))
+
+
+def _is_run(entry: "os.DirEntry[str]") -> bool:
+    if not entry.is_dir(follow_symlinks=False):
+        return False
+    found = [Path(entry.path)]
+    if entry.name == RUNS:
+        found += found[0].iterdir()
+    return any(map(is_run, found))
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is the folder of a run."""
+    return all((path / name).is_file() for name in RUN)
 
 
 def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:

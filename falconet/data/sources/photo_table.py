@@ -40,6 +40,7 @@ class Labelled:
 
     source: FileSource
     layout: str  # in words
+    keys: Names  # N, by which photos are split: no other photo changes them
     validates: BoolArray | None = None  # None: not divided
     label_sets: BoolArray | None = None  # sets x classes, if photos have several labels or none
     notes: tuple[str, ...] = ()
@@ -129,12 +130,13 @@ def load(place: Path, paths: Mapping[str, Path]) -> Labelled:
         rows = [row for row in rows if row.part != "test"]
     notes += folder.unread_notes(photos.listed)
     classes, sets, numbers = _numbered(place, rows)
-    root, names = _rooted(place, [row.photo for row in rows])
+    found = [row.photo for row in rows]
+    root, names = _rooted(place, found)
     source = FileSource(root, Names.of(names), numbers, classes)
     parts = [row.part for row in rows]
     validates = None if {*parts} <= {None, "train"} else np.array([part != "train" for part in parts])
     layout = "photos listed in " + " and ".join(path.name for path in used)
-    return Labelled(source, layout, validates=validates, label_sets=sets, notes=tuple(notes))
+    return Labelled(source, layout, _keys(place, found), validates=validates, label_sets=sets, notes=tuple(notes))
 
 
 class Row(NamedTuple):
@@ -231,6 +233,12 @@ def _rooted(place: Path, photos: list[str]) -> tuple[Path, list[str]]:
     paths = [os.path.join(place.absolute(), photo) for photo in photos]  # noqa: PTH118, likewise
     root = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
     return Path(root), [os.path.relpath(path, root) for path in paths]
+
+
+def _keys(place: Path, photos: list[str]) -> Names:
+    """Paths from the table's folder: the root of all photos moves with the first row that names one elsewhere."""
+    folder_of_table = place.absolute()
+    return Names.of([os.path.relpath(each, folder_of_table) if os.path.isabs(each) else each for each in photos])  # noqa: PTH117
 
 
 class Photos:

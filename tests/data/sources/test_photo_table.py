@@ -108,6 +108,22 @@ def test_photos_elsewhere_are_found_by_their_paths(tmp_path):
     assert all(path.exists() for path in paths)
 
 
+def test_a_row_for_a_photo_elsewhere_moves_no_other_photo(tmp_path):
+    for number in range(40):
+        photo(tmp_path, f"here/{number}.png")
+    photo(tmp_path, "elsewhere/new.png")
+    rows = ["path,label", *(f"{number}.png,{'cat' if number % 2 else 'dog'}" for number in range(40))]
+
+    def validated():
+        splits = layout.load_photos(tmp_path / "here", HALF)
+        return {splits.validation.path(index) for index in range(len(splits.validation))}
+
+    write(tmp_path, "here/labels.csv", *rows)
+    before = validated()
+    write(tmp_path, "here/labels.csv", *rows, "../elsewhere/new.png,cat")
+    assert validated() - {tmp_path / "elsewhere/new.png"} == before
+
+
 @pytest.mark.parametrize(
     ("column", "values"),
     [
