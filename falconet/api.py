@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,14 +18,13 @@ from falconet.checkpoint.format import Which
 from falconet.commands import inputs, predict
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
+from falconet.config.fields import options_of
 from falconet.config.load import Loaded, read_line
 from falconet.config.options import MODELS
 from falconet.config.recipes import PHOTOS
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
-from falconet.data.sources.folder import Listing, image_names
-from falconet.data.storage import FileSource
-from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError, did_you_mean
+from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier
 from falconet.infer.model import Model
@@ -35,8 +35,6 @@ from falconet.train.evaluate import Evaluation, evaluator, never
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
-
-VALIDATION = ("val", "valid", "validation", "test")
 
 
 def train(photos: str | Path | None = None, **options: object) -> "Run":
@@ -87,16 +85,17 @@ def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: o
 
 
 def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None) -> Evaluation:
-    """Measure a model's accuracy, as `falconet validate` does: every photo is counted once.
+    """Measure a model's accuracy, as `falconet validate` does, with the run's test-time augmentation.
 
-    `photos`: a folder with a folder per class, or one with such a folder in `val` or `test`; None: the validation
-    images of the run.
+    `photos`: what `--data-dir` takes. Of a folder that holds training photos too, only the others are counted, and all
+    of one that is called `val` or `test`. None: the validation images of the run.
     """
     with settings_kept():
         opened = model if isinstance(model, Model) else load(model)
         about, say = opened.classifier, Screen().line
-        images = _own_images(about) if photos is None else _images(about, Path(photos))
-        measure = evaluator(images, about.data, regime=about.regime, world=World(device=about.device), note=say)
+        images = _images(about, photos)
+        world = World(device=about.device)
+        measure = evaluator(images, about.data, regime=about.regime, world=world, note=say, tta=about.tta)
         return measure(about.model, never)
 
 
@@ -157,8 +156,9 @@ def _line(command: type[Command], words: tuple[object, ...], options: Mapping[st
     argv = [str(word) for word in words]
     for field, value in options.items():
         name = field.replace("_", "-")
-        if value is None:
-            continue
+        option = options_of(command).get(name)
+        if value is None and option and option.default is not None:
+            raise ConfigError(f"--{name}: got None, expected {option.expected()}")
         if isinstance(value, bool):
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list | tuple):
@@ -177,40 +177,18 @@ def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
     return inputs.load(TrainOptions, [*line, Setting("run-dir", (str(folder),), LINE)])
 
 
-def _own_images(about: Classifier) -> Dataset:
-    """The images of the run that the model is from."""
-    if about.checkpoint is None:
+def _images(about: Classifier, photos: str | Path | None) -> Dataset:
+    """The images that `falconet validate` measures the model on."""
+    if about.checkpoint is not None:
+        line = [] if photos is None else [Setting("data-dir", (str(photos),), LINE)]
+        return saved_model.images_of(about.checkpoint, format.read_manifest(about.checkpoint), line)[1]
+    if photos is None:
         raise ConfigError(f"{about.name} is from no run, and has no validation images; expected a folder of photos")
-    opened = next(saved_model.open_checkpoint(about.checkpoint, []))
-    return opened.images
-
-
-def _images(about: Classifier, folder: Path) -> Dataset:
-    """All photos of a folder per class."""
-    if about.several_labels:
-        raise ConfigError(
-            f"{about.name} was trained on photos with several labels, which a folder per class does not give; expected"
-            " no folder, for the validation images of the run"
-        )
-    root = next((folder / name for name in VALIDATION if (folder / name).is_dir()), folder)
-    if not root.is_dir():
-        raise DataError(f"{root}: no such folder; expected one with a folder per class")
-    names = list(image_names(str(root), "", Listing(), linked=True))
-    labels = []
-    for name in names:
-        label, inside, _ = name.partition("/")
-        if not inside:
-            raise DataError(f"{root / name}: is in no class folder; expected one of those of the model's classes")
-        if label not in about.class_names:
-            meant = did_you_mean(label, about.class_names)
-            raise DataError(f"{root / label}: is not a class of the model{meant}")
-        labels.append(about.class_names.index(label))
-    if not names:
-        raise DataError(f"{root}: no photos in this folder")
-    source = FileSource.of(
-        root, names=[name.partition("/")[2] for name in names], labels=labels, class_names=about.class_names
-    )
-    return about.images(source)
+    size = about.preprocessing.image_size
+    data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size)
+    images = saved_model.foreign_images(data, model=about.name)
+    images = images.of_classes(about.class_names, where=about.name, several=about.several_labels)
+    return replace(images, preprocessing=about.preprocessing, training=about.preprocessing)
 
 
 @contextlib.contextmanager

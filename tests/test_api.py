@@ -64,7 +64,7 @@ def test_a_run_is_that_of_the_command_line_and_can_be_repeated():
 
 
 def test_a_run_without_a_folder_gets_one_and_has_its_metrics():
-    run = fn.train(**TINY, mixup_alpha=None, ema_half_life=1, tensorboard=False)
+    run = fn.train(**TINY, ema_half_life=1, tensorboard=False)
     assert run.folder.parent == Path("runs")
     assert [row["epoch"] for row in run.metrics] == [1, 2]
     assert {"update", "train/loss", "validation/accuracy", "validation_ema/accuracy"} <= run.metrics[0].keys()
@@ -208,6 +208,20 @@ def test_what_is_no_picture_is_refused_in_one_line(photos, picture, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("named", "message"), [({"top": 0}, "top: got 0"), ({"batch_size": 0}, "batch_size: got 0")])
+def test_sizes_of_nothing_are_refused(photos, named, message):
+    with pytest.raises(fn.UserError, match=f"{message}, expected a whole number, at least 1"):
+        fn.load("r").predict([photos / "val/dark/0.png"], **named)
+
+
+def test_none_removes_what_a_config_sets(image_folder):
+    line = {**TINY, "data": "folder", "epoch": 1}
+    fn.train("photos", model="resnet8-cifar", **line, ema_half_life=None, run_dir="r")
+    assert "ema" not in format.read_manifest(fn.Run("r").best.checkpoint).stems
+    with pytest.raises(fn.UserError, match="--micro-batch-size: got None, expected"):
+        fn.train("photos", **{**line, "micro_batch_size": None})
+
+
 def test_accuracy_is_that_of_the_run(photos):
     run = fn.Run("r")
     expected = run.metrics[-1]
@@ -220,9 +234,26 @@ def test_accuracy_is_that_of_the_run(photos):
         assert found.images == 8
         assert found.accuracy == expected["validation/accuracy"]
         assert found.loss == pytest.approx(expected["validation/loss"], rel=1e-6)
+    assert repr(fn.evaluate("r")) == f"<accuracy {found.accuracy:.2f} % of 8 images, loss {found.loss:.4f}>"
     (photos / "val/dark").rename(photos / "val/drak")
-    with pytest.raises(fn.UserError, match=r"val/drak: is not a class of the model; did you mean 'dark'\?"):
+    with pytest.raises(fn.UserError, match="drak"):
         fn.evaluate("r", photos)
+
+
+def test_a_folder_with_training_photos_is_split_as_validate_splits_it(image_folder):
+    shutil.copytree(image_folder / "train", "mine")
+    shutil.copytree(image_folder / "train", "kept/test")
+    line = "--model resnet8-cifar --image-size 16 --micro-batch-size 4 --epoch 1 --threads 1 --device cpu --seed 3"
+    assert main(f"train mine {line} --warmup-epoch 0 --run-dir r".split()) == 0
+    model = fn.load("r")
+    for found in (fn.evaluate(model), fn.evaluate(model, "mine")):
+        assert found.images == 6
+        assert found.loss == pytest.approx(fn.Run("r").metrics[-1]["validation/loss"], rel=1e-6)
+    assert fn.evaluate(model, "kept/test").images == 24
+    shutil.copy(fn.Run("r").best.checkpoint / "model.safetensors", "w.safetensors")
+    weights = fn.load("w.safetensors", model="resnet8-cifar", image_size=16)
+    with pytest.raises(fn.UserError, match="was trained on 2 classes"):
+        fn.evaluate(weights, "mine")
 
 
 def test_models_come_from_checkpoints_weights_and_names(photos):

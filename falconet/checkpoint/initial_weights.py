@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
-from falconet.checkpoint.manifest import MANIFEST, read_manifest
-from falconet.checkpoint.origin import find_origin, own_origin
+from falconet.checkpoint.manifest import MANIFEST, Manifest
+from falconet.checkpoint.origin import find_origin
 from falconet.config.options import Data, Model
+from falconet.config.settings import DEFAULT
 from falconet.data.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -35,6 +36,12 @@ Asked = Literal["published"] | Path
 CONFIG = "config.json"  # beside the weights in a repository of timm's on the Hugging Face hub
 MOST_CONFIG = 1 << 24  # bytes of it
 _OF_MODEL = frozenset(field.name.replace("_", "-") for field in fields(Model)) - {"model"}
+_OF_TRAINING = frozenset(  # options of a model that leave what its weights compute as it is
+    (
+        *("weight-init", "zero-init", "batchnorm-momentum", "disable-stable-batchnorm", "enable-fast-groupnorm"),
+        *("efficientnet-dropout", "efficientnet-drop-path", "proxy-recompute"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,8 @@ class Inputs:
     std: Channels
     interpolation: Interpolation
     crop_ratio: float  # of the short side, that validation's centre crop kept
+    antialias: bool = True
+    standardised: bool = False  # each image by its own mean and deviation
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -55,6 +64,8 @@ class Inputs:
             mean=self.mean,
             std=self.std,
             interpolation=self.interpolation,
+            antialias=self.antialias,
+            standardised=self.standardised,
         )
 
     def table(self, data: Data) -> dict[str, dict[str, Any]]:
@@ -151,7 +162,7 @@ def find(name: str, asked: Asked, *, fetched: bool = True) -> InitialWeights:
         raise CheckpointError(f"{asked}: no such file or folder")
     if asked.is_file() and not (asked.parent / MANIFEST).exists():
         return _of_file(asked, name)
-    return _of_checkpoint(asked.parent if asked.is_file() else asked)
+    return _of_checkpoint(asked)
 
 
 def _published(name: str, *, fetched: bool) -> InitialWeights:
@@ -188,15 +199,15 @@ def _of_file(path: Path, name: str) -> InitialWeights:
 
 
 def _of_checkpoint(path: Path) -> InitialWeights:
-    skipped: list[str] = []
-    folder = format.newest_whole(path, skipped.append)
-    manifest = read_manifest(folder)
+    """Those that predictions use: of a run the best checkpoint, and of its weights and their average the better."""
+    folder, manifest = format.choose(path.parent if path.is_file() else path, "best", lambda _: None)
+    stem = manifest.better_stem if path.is_dir() else "ema" if path.stem == "ema" else "model"
     try:
         stored = Preprocessing.from_json(manifest.preprocessing)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return InitialWeights(
-        source=str(folder),
+        source=f"{folder} (moving average)" if stem == "ema" else str(folder),
         classes=manifest.classes,
         class_names=manifest.class_names,
         inputs=Inputs(
@@ -205,13 +216,21 @@ def _of_checkpoint(path: Path) -> InitialWeights:
             std=stored.std,
             interpolation=stored.interpolation,
             crop_ratio=_ratio(stored),
+            antialias=stored.antialias,
+            standardised=stored.standardised,
         ),
         options={"antialias": {"value": stored.antialias}}
         | ({"normalization": {"value": "image"}} if stored.standardised else {})
-        | own_origin(manifest).table(),
-        read=lambda: format.read_tensors(folder, "model", verified=manifest),
+        | _model_options(manifest),
+        read=lambda: format.model_weights(folder, manifest, stem),
         several_labels=manifest.several_labels,
     )
+
+
+def _model_options(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """What the run stated about its model: other weights of the same shapes would compute something else."""
+    taken = manifest.config.keys() & (_OF_MODEL - _OF_TRAINING)
+    return {name: manifest.config[name] for name in sorted(taken) if manifest.config[name].get("source") != DEFAULT}
 
 
 def _ratio(stored: Preprocessing) -> float:

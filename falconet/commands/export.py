@@ -19,9 +19,9 @@ import torch
 from falconet import __version__, writing
 from falconet.checkpoint import format
 from falconet.checkpoint.disk import aside, move_into_place, sweep
-from falconet.config.commands import ExportOptions
-from falconet.config.load import Loaded, unused_notes
-from falconet.config.options import Data, Export, Model
+from falconet.config.commands import ExportOptions, TrainOptions
+from falconet.config.load import Loaded, load_options, unused_notes
+from falconet.config.options import Export, Model
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED
@@ -30,7 +30,7 @@ from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
 from falconet.infer.classifier import Classifier, open_model
-from falconet.models import zoo
+from falconet.models import views, zoo
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
@@ -46,6 +46,8 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     target = asked.output or home / FOLDER / asked.format
     _require_free(target, overwrite=asked.overwrite)
     classifier, options = _opened(loaded, screen.line)
+    if classifier.tta != "none":
+        screen.line(f"note: the run's validations average {views.describe(classifier.tta)}; the export computes one")
     kind = FORMATS[asked.format]
     graph = Graph(
         name=classifier.name,
@@ -57,11 +59,10 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         takes_pixels=asked.preprocessing if kind.takes_pixels is None else kind.takes_pixels,
         half=asked.half,
     )
-    photos = _photos(loaded.options, graph, classifier.data, screen.line)
+    photos = _photos(loaded.options, graph, classifier, screen.line)
     device = classifier.device if kind.on_device else torch.device("cpu")
     if asked.output is None:
         writing.subfolder(home, FOLDER)  # not through a link: a run folder may come from another person
-    target.parent.mkdir(parents=True, exist_ok=True)
     with _temporary(target) as folder:
         with named_option("format"):
             kind.write(graph, folder, device)
@@ -86,6 +87,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         files = {str(path.relative_to(folder)): _flushed(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         record = {
             **_about(graph, asked, device),
+            "validated_with_tta": classifier.tta,  # which the export does not do
             "parity": parity.to_json(),
             "latency_ms": {f"batch of {size}": each for size, each in times.items()},
             "files": files,
@@ -130,15 +132,29 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"--output: {target} exists and is not an export; expected another name")
     if not overwrite:
         raise ConfigError(f"{target} holds an export; expected --overwrite to replace it, or another --output")
+    for name in _added(target):
+        raise ConfigError(f"--overwrite: {target} also holds {name}, which is not the export's; expected another name")
 
 
-def _photos(options: ExportOptions, graph: Graph, data: Data, note: Say) -> Photos:
+def _added(target: Path) -> Iterator[str]:
+    """The files beside those of an export."""
+    try:
+        own = {RECORD, *json.loads((target / RECORD).read_bytes())["files"]}
+    except (ValueError, LookupError, TypeError):
+        own = set()
+    names = (str(path.relative_to(target)) for path in sorted(target.rglob("*")) if not path.is_dir())
+    return (name for name in names if name not in own)
+
+
+def _photos(options: ExportOptions, graph: Graph, classifier: Classifier, note: Say) -> Photos:
     """What the scores are compared on: the photos that are named, the run's validation images, or noise."""
     if options.export.photos is not None:
         with named_option("photos"):
             return checks.photos_in(options.export.photos, graph, note)
-    path = options.input.checkpoint_input_path
-    found = None if path is None or path.is_file() else checks.validation_photos(data, graph, note)
+    if classifier.checkpoint is None:
+        return checks.noise(graph)
+    trained = load_options(TrainOptions, [], format.read_manifest(classifier.checkpoint).config).options
+    found = checks.validation_photos(classifier.data, graph, note, seed=trained.run.seed)  # which splits the photos
     return found or checks.noise(graph)
 
 
@@ -156,9 +172,13 @@ def _tolerance(asked: Export) -> float:
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
     """A hidden folder beside the target, gone at the end unless it was moved; what killed exports left goes too."""
-    sweep(target.parent)
     folder = aside(target, "tmp")
-    folder.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {target}: {error.strerror or error}") from None
     try:
         yield folder
     finally:

@@ -131,8 +131,15 @@ def _check_predicted(options: commands.PredictOptions) -> None:
             )
     if path is not None and not path.is_file():
         require_checkpoints(path)
+    for option, place in (("output", options.predict.output), ("embeddings", options.predict.embeddings)):
+        if place is not None and (place.suffix.lower() in PHOTOS or _is_one_of(place, options.predict.photos)):
+            raise ConfigError(f"--{option}: {place} would replace a photo; expected the name of another file")
     if not options.predict.photos:
         raise ConfigError("expected photos after the run: files, folders, or - for stdin")
+
+
+def _is_one_of(place: Path, words: Sequence[str]) -> bool:
+    return any(Path(word).exists() and place.exists() and place.samefile(word) for word in words)
 
 
 def _require_data(folder: Path) -> None:

@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -20,26 +22,29 @@ from falconet.infer.classifier import Classifier, open_model
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
-from falconet.report.console import Counting, Lines, Say, Screen
+from falconet.models import pretrained, views
+from falconet.report.console import Counting, Lines, Say, Screen, counted
 
-WIDEST = 60  # characters of a column; longer names push the rest of their row to the right
+WIDEST = 60  # characters of a column; longer classes are cut, longer names push their row to the right
 MOST_NAME = 255  # bytes of a file's name
 
 
 def run(loaded: Loaded[PredictOptions]) -> int:
     asked = loaded.options.predict
-    say = Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line
+    console = Lines(stderr=True, highlight=False, soft_wrap=True)
+    say = Screen(console).line
     classifier, options = open_classifier(loaded, say)
     for note in unused_notes(options, loaded.line):
         say(note)
     failed: list[str] = []
+    count = 0
 
     def problem(name: str, reason: str) -> None:
         failed.append(name)
         say(f"{name}: {reason}")
 
     with ExitStack() as held:
-        out = held.enter_context(_output(asked.output))
+        out = held.enter_context(_output(asked.output, is_wanted=lambda: count > 0))
         several = classifier.several_labels
         sheet = held.enter_context(closing(_sheet(asked, out, several=several)))
         embeddings = None
@@ -49,7 +54,7 @@ def run(loaded: Loaded[PredictOptions]) -> int:
                 embeddings = held.enter_context(EmbeddingFile(asked.embeddings))
         links = Links(asked.save_dir) if asked.save_dir else None
         # A table on the terminal shows the progress itself.
-        counting = held.enter_context(Counting("predicting", quiet=out.isatty()))
+        counting = held.enter_context(Counting("predicting", quiet=out.isatty(), console=console))
         found = photos.find(asked.photos, stdin=sys.stdin.buffer, held=held, problem=problem)
         batch = None if asked.batch_size == "auto" else asked.batch_size
         for rows in photos.scored(classifier, found, batch=batch, features=embeddings is not None):
@@ -58,6 +63,7 @@ def run(loaded: Loaded[PredictOptions]) -> int:
                 if row.problem:
                     problem(row.photo.name, row.problem)
             answered = [row for row in rows if not row.problem]
+            count += len(answered)
             predictions = [
                 predicted(row.logits, classifier.class_names, top=asked.top, several=several, name=row.photo.name)
                 for row in answered
@@ -69,31 +75,59 @@ def run(loaded: Loaded[PredictOptions]) -> int:
                 if links:
                     for label in prediction.labels:
                         links.add(row.photo, label)
+    if written := _written(asked, count):
+        unread = f", {len(failed):,} not" if failed else ""
+        say(f"{counted(count, 'photo')} answered{unread}; {written}")
     return FAILED if failed else DONE
+
+
+def _written(asked: Predict, count: int) -> str:
+    """What was written beside the screen, in words."""
+    if asked.output and not count:
+        return f"nothing written to {asked.output}"
+    links = f"{asked.save_dir}/ (links)" if asked.save_dir else None
+    places = [str(place) for place in (asked.output, links, asked.embeddings) if place]
+    return f"written: {', '.join(places)}" if places else ""
 
 
 def open_classifier(loaded: Loaded[PredictOptions], note: Say) -> tuple[Classifier, PredictOptions]:
     """The model of a run, or one with published weights or those of a file; the options with its defaults."""
     weights = loaded.options.pretrained.pretrained
     if weights == "none":
-        return open_model(PredictOptions, loaded.line, note)
-    with named_option("pretrained"):
-        return open_model(PredictOptions, loaded.line, note, weights=weights)
+        classifier, options = open_model(PredictOptions, loaded.line, note)
+    else:
+        with named_option("pretrained"):
+            classifier, options = open_model(PredictOptions, loaded.line, note, weights=weights)
+    if options.views.tta != "none":
+        note(f"averages the logits of {views.describe(options.views.tta)}")
+    return replace(classifier, tta=options.views.tta), options
 
 
 @contextmanager
-def _output(path: Path | None) -> Iterator[TextIO]:
-    """The file that was asked for, or stdout; names of files keep their bytes."""
+def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[TextIO]:
+    """The file that was asked for, or stdout; names of files keep their bytes.
+
+    An earlier file is replaced at the end, and only if it then `is_wanted`.
+    """
     if path is None:
         yield sys.stdout  # before a progress bar takes its place
         sys.stdout.flush()
         return
+    is_plain = path.is_file() or not path.exists()  # else a pipe or a device
+    place = path.resolve()
+    aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
     try:
-        file = path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+        file = aside.open("x" if is_plain else "w", encoding="utf-8", errors="surrogateescape", newline="")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+        if is_plain and is_wanted():
+            aside.replace(place)
+    finally:
+        if is_plain:
+            aside.unlink(missing_ok=True)
 
 
 class Sheet(Protocol):
@@ -118,18 +152,25 @@ class TableSheet:
 
     def add(self, predictions: Sequence[Prediction]) -> None:
         rows = [
-            ("" if number else printable(each.name), printable(guess.label), f"{100 * guess.probability:6.2f} %")
+            ("" if number else printable(each.name), _short(guess.label), f"{100 * guess.probability:6.2f} %")
             for each in predictions
             for number, guess in enumerate(each.top)
         ]
         self._left = max(self._left, *(min(len(name), WIDEST) for name, _, _ in rows), 0)
-        self._middle = max(self._middle, *(min(len(label), WIDEST) for _, label, _ in rows), 0)
+        self._middle = max(self._middle, *(len(label) for _, label, _ in rows), 0)
         for name, label, probability in rows:
             self._out.write(f"{name.ljust(self._left)}  {label.ljust(self._middle)}  {probability}\n")
         self._out.flush()
 
     def close(self) -> None:
         """Nothing is left to write."""
+
+
+def _short(label: str) -> str:
+    """A class as a column shows it: without the synonyms that ImageNet's have, in at most WIDEST characters."""
+    first, *others = printable(label).split(", ")
+    name = first if others and label in pretrained.imagenet_descriptions() else printable(label)
+    return name if len(name) <= WIDEST else f"{name[: WIDEST - 1]}…"
 
 
 class JsonSheet:

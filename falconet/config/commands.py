@@ -174,6 +174,7 @@ class PredictOptions(Command):
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
+    views: Views = field(default_factory=Views)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +229,7 @@ class ServeOptions(Command):
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)
+    views: Views = field(default_factory=Views)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,8 +220,14 @@ def _has_checkpoints(options: Any) -> bool:
     return path is not None and not path.is_file()
 
 
-def _has_no_checkpoints(options: Any) -> bool:
-    return not _has_checkpoints(options)
+def _opens_checkpoints(options: Any) -> bool:
+    """Whether prediction or export takes the model out of a folder of checkpoints."""
+    weights = options.pretrained.pretrained
+    return _has_checkpoints(options) or (weights not in ("none", "published") and not weights.is_file())
+
+
+def _opens_no_checkpoints(options: Any) -> bool:
+    return not _opens_checkpoints(options)
 
 
 _ONLY_IN_TRAINING = (
@@ -252,13 +258,13 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
     ),
     commands.PredictOptions: (
         *_NOT_TRAINED,
-        _NO_CHOICE,
-        *((name, "on a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
+        ("checkpoint", "without a folder to choose from", _opens_checkpoints),
+        *((name, "on a checkpoint, which has its own", _opens_no_checkpoints) for name in ("image-size", "classes")),
     ),
     commands.ExportOptions: (
         *_NOT_TRAINED,
-        _NO_CHOICE,
-        *((name, "with a checkpoint, which has its own", _has_no_checkpoints) for name in ("image-size", "classes")),
+        ("checkpoint", "without a folder to choose from", _opens_checkpoints),
+        *((name, "with a checkpoint, which has its own", _opens_no_checkpoints) for name in ("image-size", "classes")),
         ("precision", "on an export, which is fp32, or fp16 with --half", _never),
         ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
         ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),

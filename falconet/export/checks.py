@@ -36,13 +36,13 @@ class Photos:
     what: str
 
 
-def validation_photos(data: Data, graph: Graph, note: Say) -> Photos | None:
+def validation_photos(data: Data, graph: Graph, note: Say, *, seed: int) -> Photos | None:
     """Some of a run's validation images, evenly spread; None, with the reason noted, if they cannot be read here."""
     if data.data in ("generated", "synthetic"):
         return None
     try:
         require_local(data)  # what only a checkpoint names is never downloaded
-        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=0)
+        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=seed)
     except (DataError, ConfigError) as error:
         note(f"note: no validation images ({error})")
         return None

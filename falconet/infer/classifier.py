@@ -10,7 +10,7 @@ from torch import nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from falconet.checkpoint.origin import find_origin
 from falconet.config import options
 from falconet.config.commands import ValidateOptions
@@ -22,7 +22,7 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.infer.prediction import Activation
-from falconet.models import zoo
+from falconet.models import views, zoo
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
@@ -43,12 +43,18 @@ class Classifier:
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
     checkpoint: Path | None = None  # where it is from
+    tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
     several_labels: bool = False  # whether an image has any number of the classes
 
     @property
     def batch(self) -> int:
         """Images in one forward pass of the run's validation."""
         return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
+
+    @property
+    def scorer(self) -> nn.Module:
+        """The model over the views of its test-time augmentation."""
+        return views.averaged(self.model, self.tta).eval()
 
     @property
     def activation(self) -> Activation:
@@ -101,20 +107,20 @@ def open_model(
     `weights`: published ones, or those of a file, instead of the line's checkpoint.
     """
     asked = load_options(command, line).options
-    path, is_named = asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
-    if weights is None and path is None:
+    chosen, is_named = weights or asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    if chosen is None:
         if not is_named:
             raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
         return _untrained(asked, note), asked
-    if weights is None and path is not None and not path.is_file():
-        folder, manifest = format.choose(path, asked.choice.checkpoint, note)
+    if chosen != "published" and not chosen.is_file():
+        folder, manifest = format.choose(chosen, asked.choice.checkpoint, note)
         average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
         note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
         asked = load_options(command, line, manifest.config).options
         return _trained(asked, folder, manifest), asked
-    chosen = weights or path
-    assert chosen is not None
-    if chosen != "published" and chosen.is_file():
+    if chosen != "published" and (chosen.parent / MANIFEST).is_file():  # a file of a checkpoint
+        asked, is_named = load_options(command, line, read_manifest(chosen.parent).config).options, True
+    elif chosen != "published":
         origin = find_origin(read_file(chosen), model=asked.model.model if is_named else None)
         loaded = load_options(command, line, origin.table())
         if concluded := origin.line(loaded.sources):
@@ -171,9 +177,9 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     model = build_model(asked.model, classes=manifest.classes, seed=0)
     weights = format.model_weights(folder, manifest, manifest.better_stem)
     load_weights(model, weights, where=str(folder), name=asked.model.model)
-    data = load_options(ValidateOptions, [], manifest.config).options.data
-    made = _classifier(asked, model, preprocessing, manifest.class_names, data=data)
-    return replace(made, checkpoint=folder, several_labels=manifest.several_labels)
+    stored = load_options(ValidateOptions, [], manifest.config).options
+    made = _classifier(asked, model, preprocessing, manifest.class_names, data=stored.data)
+    return replace(made, checkpoint=folder, tta=stored.views.tta, several_labels=manifest.several_labels)
 
 
 def _classifier(

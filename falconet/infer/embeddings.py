@@ -34,19 +34,21 @@ def classifier_layer(model: nn.Module, classes: int) -> nn.Module:
 
 @contextmanager
 def tapped(model: nn.Module, classes: int) -> Iterator[Callable[[], Tensor | None]]:
-    """Within it, a function that returns the input of the classifier layer in the last forward pass, N x features.
+    """Within it, a function that returns what the classifier layer got since the last call, N x features.
 
-    The input of a convolution is averaged over its positions.
+    Of several views of the images it is that of the first, the images themselves. The input of a convolution is
+    averaged over its positions.
     """
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, values: tuple[Tensor, ...]) -> None:
         (features,) = values
-        seen[:] = [features.float().flatten(2).mean(2) if features.dim() > 2 else features.float()]
+        if not seen:
+            seen.append(features.float().flatten(2).mean(2) if features.dim() > 2 else features.float())
 
     hook = classifier_layer(model, classes).register_forward_pre_hook(keep)
     try:
-        yield lambda: seen[0] if seen else None
+        yield lambda: seen.pop() if seen else None
     finally:
         hook.remove()
 

@@ -21,7 +21,7 @@ from falconet.data.image_files import UnreadableImageError, open_rgb, to_rgb
 from falconet.data.preprocessing import Preprocessing, normaliser
 from falconet.data.readers import ArrayReader
 from falconet.data.storage import ArraySource, PixelArray
-from falconet.errors import DataError
+from falconet.errors import ConfigError, DataError
 from falconet.infer import photos
 from falconet.infer.classifier import Classifier
 from falconet.infer.embeddings import tapped
@@ -114,6 +114,8 @@ class Model:
         `top`: classes per prediction; a model for several labels adds further ones of 0.5 or more. `batch_size`: images
         in one forward pass; None: as in the run's validation, or fewer if there are fewer pictures.
         """
+        if top < 1:
+            raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
         if isinstance(pictures, str | os.PathLike) and Path(pictures).is_dir():
             raise DataError(f"{os.fspath(pictures)}: is a folder; expected a photo, or a list with the folder in it")
         if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
@@ -134,6 +136,8 @@ class Model:
         self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool = False
     ) -> Iterator[_Scores]:
         """Of files as validation reads them, of the others as `transform` makes them, in the order given."""
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size: got {batch_size}, expected a whole number, at least 1")
         found = list(_found(pictures))
         files = [photo for photo, _ in found if photo]
         read = itertools.chain.from_iterable(photos.scored(self.classifier, files, batch=batch_size, features=features))
@@ -152,13 +156,13 @@ class Model:
                 warnings.warn(f"{photo.name}: {row.problem}; left out", stacklevel=4)
 
     def _computed(self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool) -> Iterator[_Scores]:
-        about, batch = self.classifier, batch_size or self.classifier.batch
+        about, batch, scorer = self.classifier, batch_size or self.classifier.batch, self.classifier.scorer
         for first in range(0, len(pictures), batch):
             inputs = torch.stack([self._input(picture) for picture in pictures[first : first + batch]])
             there = inputs.to(about.device).contiguous(memory_format=torch.channels_last)
             with torch.inference_mode(), ExitStack() as held:
                 tap = held.enter_context(tapped(about.model, len(about.class_names))) if features else None
-                logits = about.regime.run(about.model, there).float().cpu()
+                logits = about.regime.run(scorer, there).float().cpu()
                 seen = tap() if tap else None
             kept = torch.empty(len(logits), 0) if seen is None else seen.cpu()
             yield from (_Scores("", *row) for row in zip(logits, kept, strict=True))

@@ -1,6 +1,7 @@
 """A predictor: pixels in, scores out, at a few fixed batch sizes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -31,13 +32,11 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 class Predictor:
     """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
-    def __init__(
-        self, classifier: Classifier, *, max_batch: int, captured: bool = True, tta: views.Kind = "none"
-    ) -> None:
+    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
         self.classifier = classifier
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
-        self._model = views.averaged(classifier.model, tta).eval()
+        self._model = classifier.scorer
         self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
 
     @property
@@ -125,6 +124,9 @@ class Lane:
 def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
     """Open the model that a server's line names; return it with the options, to which its checkpoint adds defaults."""
     classifier, options = open_model(ServeOptions, line, note)
+    classifier = replace(classifier, tta=options.views.tta)
+    if classifier.tta != "none":
+        note(f"averages the logits of {views.describe(classifier.tta)}")
     if options.serving.half_partial:
         allow_half_partials(classifier.device)
         note(describe_half_partials(classifier.device))

@@ -220,8 +220,12 @@ class CellLine:
 class Counting:
     """A counter, up to `total` if that is known; on stderr, so that it does not mix with output."""
 
-    def __init__(self, what: str, *, total: int | None = None, quiet: bool = False) -> None:
-        self._console = Lines(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, force_jupyter=False)
+    def __init__(
+        self, what: str, *, total: int | None = None, quiet: bool = False, console: Console | None = None
+    ) -> None:
+        """`console`: that of lines which are printed meanwhile, above the counter."""
+        self._console = console or Lines(stderr=True, highlight=False, soft_wrap=True, force_jupyter=False)
+        self._quiet = quiet
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -240,7 +244,7 @@ class Counting:
     def add(self, count: int = 1) -> None:
         self._count += count
         now = time.monotonic()
-        if now - self._shown < self._every:
+        if self._quiet or now - self._shown < self._every:
             return
         self._shown = now
         if self._console.is_terminal:

@@ -80,7 +80,7 @@ class FailedTogetherError(Exception):
         super().__init__(str(error))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """How a model did on a set of images."""
 
@@ -106,6 +106,9 @@ class Evaluation:
     def top5_accuracy(self) -> float:
         """In percent."""
         return 100.0 * self.top5 / self.images
+
+    def __repr__(self) -> str:
+        return f"<{self.metric.name} {self.score:.2f} % of {counted(self.images, 'image')}, loss {self.loss:.4f}>"
 
     @property
     def rank(self) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.options import Data
+from falconet.config.rules import PHOTOS
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
@@ -56,10 +57,16 @@ def global_batch(options: TrainOptions) -> int:
 
 
 def refuse_download(loaded: Loaded[Any]) -> None:
-    """Never download data that only a checkpoint names."""
+    """Never download data that only a checkpoint names; its photos must be where the run had them."""
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
         return
     data = loaded.options.data
+    if data.data in PHOTOS and data.data_dir is not None and not data.data_dir.exists():
+        here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
+            " are"
+        )
     try:
         require_local(data)
     except DataError as error:
@@ -72,14 +79,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
 def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = format.verify(folder)
-    loaded = load_options(ValidateOptions, line, manifest.config)
-    options = loaded.options
-    refuse_download(loaded)
-    # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
-    trained = load_options(TrainOptions, [], manifest.config).options
-    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
-    opened = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
-    images = opened.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
+    options, images = images_of(folder, manifest, line)
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -89,6 +89,23 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         name, metrics = folder.name + suffix, manifest.metrics
         is_better = stem == manifest.better_stem
         yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
+
+
+def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
+    """The images that a checkpoint is measured on, and the options; the line overrides its run's."""
+    loaded = load_options(ValidateOptions, line, manifest.config)
+    options = loaded.options
+    refuse_download(loaded)
+    # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
+    trained = load_options(TrainOptions, [], manifest.config).options
+    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
+    return options, images.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
+
+
+def foreign_images(data: Data, *, model: str) -> Dataset:
+    """The images that weights from elsewhere are measured on."""
+    return open_dataset(_whole(data), model=model, global_batch=data.micro_batch, seed=0)
 
 
 def _whole(data: Data) -> Data:
@@ -107,7 +124,8 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
     """Foreign weights in the model, and on the data, that the line or the file itself names."""
     file, named = read_file(path), {setting.option: setting.values for setting in line}
     origin = find_origin(file, model=named["model"][-1] if "model" in named else None)
-    missing = [f"--{name}" for name in ("model", "data") if name not in named and name not in origin.options]
+    given = {*named, *origin.options, *(("data",) if "data-dir" in named else ())}  # a folder implies --data folder
+    missing = [f"--{name}" for name in ("model", "data") if name not in given]
     if missing:
         other = fitting_model(file.weights) if "--model" in missing else None
         fits = f"; these weights fit --model {other[0]}" if other else ""
@@ -117,8 +135,7 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
         note(concluded)
     refuse_download(loaded)
     options = loaded.options
-    data = _whole(options.data)
-    images = open_dataset(data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
+    images = foreign_images(options.data, model=options.model.model)
     model = _built(options, classes=images.classes)
     load_foreign(model, file.weights, where=str(path), name=options.model.model)
     return Opened(path.name, "", model, options, images, images.class_names)

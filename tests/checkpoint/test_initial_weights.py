@@ -9,9 +9,10 @@ import timm.data
 import torch
 import torchvision
 
-from falconet.checkpoint import initial_weights
+from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.initial_weights import find, open_model
 from falconet.config.options import Data, Model
+from falconet.data.preprocessing import Preprocessing
 from falconet.errors import CheckpointError
 from falconet.models import pretrained, zoo
 
@@ -171,3 +172,32 @@ def test_options_that_leave_no_room_are_not_changed():
     assert inputs.table(Data(normalization="image")).keys() == every - {"pixel-mean", "pixel-deviation"}
     assert inputs.table(Data(antialias=False)).keys() == every - {"interpolation"}
     assert inputs.table(Data(validation_crop="whole")).keys() == every - {"validation-crop-ratio"}
+
+
+@pytest.mark.parametrize("better", ["model", "ema"])
+def test_a_run_gives_its_best_checkpoint_and_the_better_of_its_weights(tmp_path, better):
+    models = {number: zoo.build("resnet8-cifar", classes=2, seed=number) for number in range(4)}
+    score = {"model": 80.0, "ema": 85.0}[better]
+    for epoch, mark in ((1, score), (2, 70.0)):
+        weights = {"model": models[epoch].state_dict()}
+        weights["ema"] = {f"average/{name}": tensor for name, tensor in models[epoch + 1].state_dict().items()}
+        content = {
+            **{"model": "resnet8-cifar", "classes": 2, "class_names": ["a", "b"]},
+            "progress": {"epoch": epoch, "images": 0, "update": epoch},
+            "config": {
+                "shortcut-padding": {"value": "both", "source": "line"},
+                "norm-eps": {"value": "0.1", "source": "line"},
+                "zero-init": {"value": "last", "source": "line"},
+                "norm-type": {"value": "batch", "source": "default"},
+            },
+            "preprocessing": Preprocessing(image_size=16, resize=18, mean=(0, 0, 0), std=(1, 1, 1)).to_json(),
+            "metrics": {"validation_accuracy": min(mark, 80.0), "score": mark},
+        }
+        format.write(tmp_path / f"r/checkpoints/{epoch}", weights, content)
+    found = find("resnet8-cifar", tmp_path / "r")
+    expected = models[1 if better == "model" else 2].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.read().items())
+    assert {name: entry["value"] for name, entry in found.options.items()} == {
+        **{"antialias": True, "shortcut-padding": "both", "norm-eps": "0.1"},
+    }
+    assert found.source.endswith("checkpoints/1" if better == "model" else "checkpoints/1 (moving average)")

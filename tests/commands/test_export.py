@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -14,10 +15,12 @@ import pytest
 from safetensors.torch import save_file
 
 from exported import CPU, graph_of
+from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.export import checks
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.models import zoo
+from falconet.train import saved_model
 
 QUICK = "--threads 1 --latency-batch 2"
 
@@ -180,6 +183,45 @@ def test_unreadable_photos_are_named_and_left_out(run, image_folder, falconet, q
     assert "parity on 7 photos of" in answer.out
 
 
+def test_scores_are_compared_on_the_photos_that_the_seed_of_the_run_left_out(
+    image_folder, falconet, quick, monkeypatch
+):
+    line = "train photos/train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --seed 3"
+    assert falconet(f"{line} --warmup-epoch 0 --threads 1 --device cpu --run-dir run").code == 0
+    seen, read = [], checks._read
+    monkeypatch.setattr(
+        checks, "_read", lambda source, *rest, **named: seen.append(source) or read(source, *rest, **named)
+    )
+    for model in ("run", "--pretrained run --output also"):
+        answer = falconet(f"export {model} {QUICK}")
+        assert answer.code == 0, answer.err
+        assert "parity on 6 validation images: " in answer.out
+    chosen = format.choose(Path("run"), "best", pytest.fail)
+    expected = saved_model.images_of(*chosen, [])[1].validation
+    for source in seen:
+        assert [source.where(number) for number in range(6)] == [expected.where(number) for number in range(6)]
+
+
+def test_files_that_were_added_to_an_export_are_not_replaced(run, falconet, quick):
+    assert falconet(f"export run {QUICK}").code == 0
+    (run / "export/onnx/notes.txt").write_text("mine")
+    answer = falconet(f"export run --overwrite {QUICK}")
+    assert answer.code == 2
+    assert "--overwrite: run/export/onnx also holds notes.txt, which is not the export's" in answer.err
+    (run / "export/onnx/notes.txt").unlink()
+    assert falconet(f"export run --overwrite {QUICK}").code == 0
+
+
+def test_an_export_says_that_it_does_not_average_views(image_folder, falconet, quick):
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --tta flip"
+    assert falconet(f"{line} --warmup-epoch 0 --threads 1 --device cpu --run-dir run").code == 0
+    answer = falconet(f"export run {QUICK}")
+    assert (
+        "note: the run's validations average 2 views, the image and its mirror image; the export computes" in answer.out
+    )
+    assert json.loads(Path("run/export/onnx/export.json").read_text())["validated_with_tta"] == "flip"
+
+
 def test_noise_stands_in_for_photos_that_are_gone(image_folder, falconet, quick, tmp_path):
     line = "--data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1"
     assert falconet(f"train {line} --warmup-epoch 0 --threads 1 --device cpu --run-dir run").code == 0
@@ -235,6 +277,8 @@ MISTAKES = {
     "export run --photos empty": "--photos: empty: holds no photo that can be read",
     "export run --format timm": "--format: timm has no model like resnet8-cifar",
     "export run --pretrained": "--pretrained: contradicts run, which also gives the weights; expected one of them",
+    "export run --output /proc/x": "--output: cannot write /proc/x: No such file or directory",
+    "export run --output run/config.yaml/x": "--output: cannot write run/config.yaml/x: ",
     "export run --latency-batch 0": "--latency-batch: got '0', expected a whole number, at least 1",
 }
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from falconet.checkpoint import format
 from falconet.cli import main
+from falconet.commands import inputs, predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
@@ -73,7 +74,7 @@ def test_scores_equal_those_of_the_validation_bit_for_bit(falconet, home, readin
         assert falconet(f"{TRAIN} --epoch 1 --data-dir photos --run-dir other {reading}").code == 0
     chosen = format.choose(Path(run), "best", lambda _: None)
     line = read_line(PredictOptions, ["--threads", "1"])
-    (opened,) = saved_model.open_checkpoint(chosen.folder, line)
+    opened = next(each for each in saved_model.open_checkpoint(chosen.folder, line) if each.is_better)
     outputs = []
     opened.model.register_forward_hook(lambda _, __, output: outputs.append(output))
     measured = saved_model.measure(opened, lambda _: None)
@@ -132,13 +133,24 @@ def test_json_is_an_array_of_a_line_per_photo(falconet, home):
     assert json.loads(falconet("predict r --json nothing.jpg").out) == []
 
 
-def test_csv_goes_to_a_file(falconet, home):
+def test_csv_goes_to_a_file_which_a_failure_leaves_as_it_was(falconet, home, monkeypatch):
     answer = falconet("predict r photos/val --csv --top 2 --output out.csv")
     assert (answer.code, answer.out) == (0, "")
+    assert answer.err.endswith("18 photos answered; written: out.csv\n")
     with open("out.csv", newline="", encoding="utf-8") as file:  # noqa: PTH123
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["path", "label", "probability", "label_2", "probability_2"]
     assert len(rows) == 18
+    before = Path("out.csv").read_text()
+    none = falconet("predict r nothing.jpg --csv --output out.csv")
+    assert none.code == 1
+    assert none.err.endswith("0 photos answered, 1 not; nothing written to out.csv\n")
+    monkeypatch.setattr(photos, "scored", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    loaded = inputs.load(PredictOptions, read_line(PredictOptions, ["r", "photos/val", "--output", "out.csv"]))
+    with pytest.raises(KeyboardInterrupt):
+        predict.run(loaded)
+    assert Path("out.csv").read_text() == before
+    assert not list(Path().glob(".out.csv*"))
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
@@ -216,7 +228,7 @@ def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):
     Image.new("RGB", (60, 50), "grey").save("photo.jpg")
     answer = falconet("predict --model mobilenet-v3-small --pretrained weights.pth photo.jpg --device cpu")
     assert answer.code == 0, answer.err
-    assert answer.out == "photo.jpg  tabby, tabby cat  100.00 %\n"
+    assert answer.out == "photo.jpg  tabby  100.00 %\n"
     first = falconet("predict weights.pth photo.jpg --model mobilenet-v3-small --device cpu")
     assert first.out == answer.out
     fitting = falconet("predict weights.pth photo.jpg --device cpu")
@@ -242,6 +254,10 @@ def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):
         "predict r photos --output nowhere/out.csv": "--output: cannot write nowhere/out.csv: No such file",
         "predict r photos --embeddings nowhere/e.npz": "--embeddings: cannot write nowhere/e.npz: No such file",
         "predict r photos --save-dir r/config.yaml": "--save-dir: cannot write to r/config.yaml: File exists",
+        "predict r photos/val/dark/0.png --output photos/val/dark/0.png": (
+            "--output: photos/val/dark/0.png would replace a photo; expected the name of another file"
+        ),
+        "predict r r/config.yaml --output r/config.yaml": "--output: r/config.yaml would replace a photo",
         "predict r photos --top 0": "--top: got '0', expected a whole number, at least 1",
         "predict r photos --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2",
     }.items(),
@@ -258,3 +274,19 @@ def test_options_without_effect_are_noted(falconet, home):
     assert answer.code == 0
     assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
     assert "--zero-init has no effect on a model that is not trained" in answer.err
+
+
+def test_a_run_given_as_pretrained_is_the_model_that_its_own_path_gives(falconet, home):
+    line = f"{TRAIN} --data-dir photos --run-dir other --shortcut-padding both --norm-eps 0.1 --normalization image"
+    assert falconet(line).code == 0
+    folder = format.choose(Path("other"), "best", lambda _: None).folder
+    stem = format.read_manifest(folder).better_stem
+    named, *others = (
+        falconet(f"predict {model} --photos photos/val --csv --threads 1")
+        for model in ("other", "--pretrained other", f"--pretrained {folder}", f"{folder}/{stem}.safetensors")
+    )
+    assert named.code == 0, named.err
+    assert [each.out for each in others] == [named.out] * 3
+    unused = falconet("predict --pretrained other --photos photos/val/dark --checkpoint 1 --image-size 32")
+    assert "saved after epoch 1" in unused.err
+    assert "--image-size has no effect on a checkpoint" in unused.err

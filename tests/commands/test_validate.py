@@ -17,6 +17,7 @@ from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
+from falconet.models import zoo
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
@@ -224,6 +225,27 @@ def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, forei
         answer = falconet(f"validate --checkpoint-input-path w.pt {line}")
         assert answer.code == 2
         assert answer.err == f"falconet validate: w.pt: holds only weights; expected {expected}\n"
+
+
+def test_a_folder_of_photos_is_the_data_of_foreign_weights(falconet, image_folder):
+    torch.save(zoo.build("resnet8-cifar", classes=2, seed=0).state_dict(), "w.pth")
+    line = "validate w.pth --model resnet8-cifar --image-size 16 --micro-batch-size 4 --threads 1 --device cpu"
+    answer = falconet(f"{line} --data-dir photos")
+    assert answer.code == 0, answer.err
+    assert falconet(f"{line} --data folder --data-dir photos").out == answer.out
+
+
+@pytest.mark.parametrize("command", ["validate", "average --validate --checkpoint-output-path a"])
+def test_a_run_from_another_folder_asks_for_its_photos(falconet, image_folder, monkeypatch, command):
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
+    assert falconet(f"{line} --warmup-epoch 0 --run-dir r").code == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    answer = falconet(f"{command} --checkpoint-input-path ../r")
+    assert answer.code == 2
+    assert "photos: no such folder in " in answer.err
+    assert "the run was trained on it; expected --data-dir, where its photos are" in answer.err
+    assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../photos").code == 0
 
 
 class Hostile:

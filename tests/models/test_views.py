@@ -1,13 +1,17 @@
 """Test-time augmentation: against plain arithmetic on views made by hand, and the same in every command."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+import falconet as fn
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser
 from falconet.infer.predictor import Classifier, Predictor
 from falconet.models import views
@@ -70,9 +74,10 @@ def test_a_predictor_averages_as_validation_does():
         class_names=tuple("abcd"),
         regime=REGIMES["32.32"],
         device=torch.device("cpu"),
+        tta="flip",
     )
     pixels = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-    found = Predictor(about, max_batch=8, tta="flip").logits(pixels)
+    found = Predictor(about, max_batch=8).logits(pixels)
     inputs = normaliser(preprocessing)(pixels)
     torch.testing.assert_close(found, (about.model(inputs) + about.model(inputs.flip(3))) / 2)
 
@@ -112,3 +117,25 @@ def test_a_mistake_is_one_line(falconet, line, message):
     answer = falconet(f"train {TINY} {line}")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert message in answer.err
+
+
+def test_predictions_average_as_the_validations_of_the_run(falconet, image_folder):
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
+    assert falconet(f"{line} --warmup-epoch 0 --run-dir r --tta flip").code == 0
+    words = "averages the logits of 2 views, the image and its mirror image"
+    answer = falconet("predict r photos/val --csv --batch-size 8 --embeddings e.npz")
+    assert words in answer.err
+    assert falconet("validate r --predictions p.csv").code == 0
+    with Path("p.csv").open(newline="") as file:
+        expected = [row["probability"] for row in csv.DictReader(file)]
+    found = [row["probability"] for row in csv.DictReader(io.StringIO(answer.out))]
+    assert [f"{float(each):.6f}" for each in found] == [f"{float(each):.6f}" for each in expected]
+    assert fn.evaluate("r").loss == pytest.approx(fn.Run("r").metrics[-1]["validation/loss"], rel=1e-6)
+    plain = falconet("predict r photos/val --csv --batch-size 8 --tta none --embeddings plain.npz")
+    assert words not in plain.err
+    assert plain.out != answer.out
+    assert np.array_equal(*(np.load(name)["embeddings"] for name in ("e.npz", "plain.npz")))  # of the photo itself
+    picture = Path("photos/val/dark/0.png")
+    both, one = (fn.load("r", tta=tta).predict(Image.open(picture)).probability for tta in ("flip", "none"))
+    assert both == pytest.approx(fn.load("r").predict(picture).probability, rel=1e-5) != pytest.approx(one, rel=1e-5)
+    assert words in falconet("bench serve --checkpoint-input-path r --iterations 1 --clients 1 --check-answers").out
