@@ -44,8 +44,8 @@ def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device
         seen.setdefault("loss", set()).add(values.dtype)
         return values
 
-    real_loss, step.loss = step.loss, None
-    step.loss = type("Noted", (), {"classes": real_loss.classes, "__call__": staticmethod(note_loss)})()
+    real_loss = step.loss
+    step.loss = type("Noted", (type(real_loss),), {"__call__": staticmethod(note_loss)})(real_loss.classes)
     convolutions = [layer for layer in state.model.modules() if isinstance(layer, nn.Conv2d)]
     norms = [layer for layer in state.model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in convolutions:
