@@ -133,6 +133,8 @@ class Running:
             socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT).close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:  # it was waiting to be accepted when the port was closed
+            return False
         return False
 
     def scores(self, images):
