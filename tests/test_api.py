@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -278,3 +279,14 @@ def test_models_come_from_checkpoints_weights_and_names(photos):
 def test_what_is_no_run_is_refused():
     with pytest.raises(fn.UserError, match=r"nowhere: is no run folder; expected one with metrics\.jsonl in it"):
         fn.Run("nowhere")
+
+
+def test_weights_of_a_model_of_timms_are_measured_on_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), "weights.pth")
+    for name, shade in (("0", 40), ("1", 200)):
+        Path(f"photos/val/{name}").mkdir(parents=True)
+        Image.new("RGB", (40, 40), (shade, shade, shade)).save(f"photos/val/{name}/a.png")
+    model = fn.load("weights.pth", model="timm:resnet10t", image_size=32, device="cpu")
+    assert model.name == "timm:resnet10t"
+    assert fn.evaluate(model, "photos/val").images == 2

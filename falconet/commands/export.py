@@ -21,7 +21,7 @@ from falconet.checkpoint import format
 from falconet.checkpoint.disk import aside, move_into_place, sweep
 from falconet.config.commands import ExportOptions, TrainOptions
 from falconet.config.load import Loaded, load_options, unused_notes
-from falconet.config.options import Export, Model
+from falconet.config.options import Export
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED
@@ -30,7 +30,7 @@ from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
 from falconet.infer.classifier import Classifier, open_model
-from falconet.models import views, zoo
+from falconet.models import views
 from falconet.report.console import Say, Screen, counted
 
 FOLDER = "export"  # of all formats
@@ -50,8 +50,8 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         screen.line(f"note: the run's validations average {views.describe(classifier.tta)}; the export computes one")
     kind = FORMATS[asked.format]
     graph = Graph(
-        name=classifier.name,
-        options=_built_from(classifier.name, options.model),
+        name=classifier.served_name,
+        options=replace(options.model, model=classifier.name),  # which may follow from a weights file
         model=classifier.model.cpu().eval(),
         preprocessing=classifier.preprocessing,
         class_names=classifier.class_names,
@@ -106,11 +106,6 @@ def _opened(loaded: Loaded[ExportOptions], note: Say) -> tuple[Classifier, Expor
         return open_model(ExportOptions, line, note)
     with named_option("pretrained"):
         return open_model(ExportOptions, line, note, weights=weights)
-
-
-def _built_from(name: str, model: Model) -> Model:
-    """The options of the model, whose name may follow from a weights file."""
-    return replace(model, model=name) if name in zoo.names() else model
 
 
 def _home(path: Path | None) -> Path:

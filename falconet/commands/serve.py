@@ -27,7 +27,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         max_batch = value_or(serving.max_batch, MAX_BATCH)
         predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
         served = Served(
-            name=classifier.name,
+            name=classifier.served_name,
             preprocessing=classifier.preprocessing,
             class_names=classifier.class_names,
             output=str(predictor.dtype).removeprefix("torch."),

@@ -47,6 +47,11 @@ class Classifier:
     several_labels: bool = False  # whether an image has any number of the classes
 
     @property
+    def served_name(self) -> str:
+        """Its name as a part of URLs and paths."""
+        return self.name.replace("/", "-").replace(":", "-")
+
+    @property
     def batch(self) -> int:
         """Images in one forward pass of the run's validation."""
         return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
@@ -196,7 +201,7 @@ def _classifier(
     with named_option("precision"):
         regime.require(device)
     return Classifier(
-        name=(name or asked.model.model).replace("/", "-").replace(":", "-"),  # it becomes part of the server's URLs
+        name=name or asked.model.model,
         model=regime.prepare(model, device).eval(),
         preprocessing=preprocessing,
         class_names=class_names,
