@@ -220,7 +220,10 @@ def _silent(_: str) -> None: ...
 
 
 def _try(built: BuiltPhase, *, messages: bool) -> None:
-    """Make updates of one micro-batch, and validate one batch, with black images."""
+    """Make updates of at most two micro-batches, and validate one batch, with black images.
+
+    The second micro-batch is there because the first one's gradients stay beside all of its activations.
+    """
     device, shape, side = built.site.world.device, built.shape, built.images.training.image_size
     state = built.new_state()
     step = built.step(state)
@@ -234,7 +237,8 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
         mix = Mix(torch.ones(shape.micro_batch, device=device), torch.zeros(4, dtype=torch.int64, device=device))
     labels = torch.zeros(shape.micro_batch, dtype=torch.int64, device=device)
     for update in range(UPDATES):
-        step([Batch(_black(shape.micro_batch, side, device), labels, mix)], update=update, lr=0.0)
+        batch = Batch(_black(shape.micro_batch, side, device), labels, mix)
+        step([batch] * min(2, shape.accumulation), update=update, lr=0.0)
     if built.plan.validation_mode != "none":
         _validate(built, state, evaluate.validation_batch(built.options))
     if device.type == "cuda":
