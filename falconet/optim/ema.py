@@ -31,6 +31,7 @@ class Ema:
         assert 0.0 <= decay < 1.0
         self.decay = decay
         self.updates = 0
+        self._weight = 1.0  # of the newest weights
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         tensors = _tensors(self._model)
         # Full-precision tensors are averaged in the copied model itself, half ones beside it in fp32.
@@ -40,6 +41,9 @@ class Ema:
             if t.is_floating_point()
         }
         self._copies = {name: t for name, t in tensors.items() if not t.is_floating_point()}
+        devices = {t.device for t in tensors.values()}
+        # A captured update reads the weight on the device.
+        self._on_device = torch.ones((), device=devices.pop()) if {d.type for d in devices} == {"cuda"} else None
         self._rounded = [(tensors[name], t) for name, t in self._averages.items() if t is not tensors[name]]
 
     @property
@@ -50,15 +54,31 @@ class Ema:
             rounded.copy_(average)
         return self._model
 
-    @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Add the weights after an update, without waiting for the device."""
+        self.next()
+        self.add(model)
+
+    def next(self) -> None:
+        """Count an update, and set what its weights will count for."""
         self.updates += 1
-        weight = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
+        self._weight = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
+        if self._on_device is not None:
+            self._on_device.fill_(self._weight)
+
+    @torch.no_grad()
+    def add(self, model: nn.Module) -> None:
+        """Add the weights of the update that was counted; the same work for every update."""
         tensors = _tensors(model)
         if self._averages:
+            averages = list(self._averages.values())
             newest = [tensors[name].to(average.dtype) for name, average in self._averages.items()]
-            torch._foreach_lerp_(list(self._averages.values()), newest, weight)
+            if self._on_device is None:
+                torch._foreach_lerp_(averages, newest, self._weight)
+            else:  # torch's lerp takes a number or a tensor of every shape
+                differences = torch._foreach_sub(newest, averages)
+                torch._foreach_mul_(differences, self._on_device)
+                torch._foreach_add_(averages, differences)
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), [tensors[name] for name in self._copies])
 

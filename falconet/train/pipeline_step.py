@@ -94,7 +94,8 @@ class PipelinedStep:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
-        self._moving.begin(update)
+        self._moving.at(update, lr)
+        self._moving.move.begin()
         self._parts = []
         # Before the first backward pass, because it may clear old gradients.
         announced = self._moving.replicas.announced([None])
@@ -103,7 +104,7 @@ class PipelinedStep:
         self._pipeline(images, rows)
         self._passes.end()
         list(announced)  # all backward passes are done, the last one too
-        skipped = self._moving.end(update, lr)
+        skipped = self._moving.end()
         parts = self._parts or [self._nothing]
         loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, correct, counted, skipped)

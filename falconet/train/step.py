@@ -32,10 +32,16 @@ SEEDS = 1 << 63  # torch takes seeds below this
 
 
 class Move(Protocol):
-    """What happens to the loss before, and to the gradients after, the backward passes of an update."""
+    """What happens to the loss before, and to the gradients after, the backward passes of an update.
 
-    def begin(self, update: int) -> None:
-        """Clear the gradients of the update before `update`."""
+    Only `at` depends on the number of the update: the rest can be captured once and replayed.
+    """
+
+    def at(self, update: int, lr: float) -> None:
+        """Set what changes from update to update: the rate, the loss scale and the number that noise depends on."""
+
+    def begin(self) -> None:
+        """Clear the gradients of the update before."""
 
     def root(self, loss: Tensor) -> Tensor:
         """The root of the backward pass, from a micro-batch's share of the loss."""
@@ -43,7 +49,7 @@ class Move(Protocol):
     def passed(self) -> None:
         """Called when the backward pass of a micro-batch has added its gradients."""
 
-    def end(self, update: int, lr: float) -> Tensor:
+    def end(self) -> Tensor:
         """Move the weights; returns 1 if the update was skipped instead, else 0, on the device."""
 
 
@@ -56,7 +62,10 @@ class PlainMove:
         self._step = step or optimizer.step
         self._moved = torch.zeros((), dtype=torch.int64, device=device)
 
-    def begin(self, update: int) -> None:  # noqa: ARG002
+    def at(self, update: int, lr: float) -> None:  # noqa: ARG002
+        set_lr(self.optimizer, lr)
+
+    def begin(self) -> None:
         self.optimizer.zero_grad()
 
     def root(self, loss: Tensor) -> Tensor:
@@ -64,8 +73,7 @@ class PlainMove:
 
     def passed(self) -> None: ...
 
-    def end(self, update: int, lr: float) -> Tensor:  # noqa: ARG002
-        set_lr(self.optimizer, lr)
+    def end(self) -> Tensor:
         self._step()
         return self._moved
 
@@ -106,9 +114,13 @@ class ScaledMove:
             torch.zeros((), dtype=torch.bool, device=device), torch.full_like(scale.value, -1).long()
         )
 
-    def begin(self, update: int) -> None:
-        self.optimizer.zero_grad()
+    def at(self, update: int, lr: float) -> None:
         self.scale.before(update)
+        self.optimizer.at(update)
+        set_lr(self.optimizer, lr)
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad()
 
     def root(self, loss: Tensor) -> Tensor:
         return loss * self.scale.value
@@ -116,12 +128,10 @@ class ScaledMove:
     def passed(self) -> None:
         self.scale.watch(_gradients(self._watched))
 
-    def end(self, update: int, lr: float) -> Tensor:
+    def end(self) -> Tensor:
         non_finite = self._stages(self._found())
         self.offender.note(non_finite)
         self.optimizer.scale, self.optimizer.found = self.scale.value, non_finite.found
-        self.optimizer.at(update)
-        set_lr(self.optimizer, lr)
         self._step()
         self.scale.after(non_finite.found)
         return non_finite.found.long()
@@ -156,20 +166,22 @@ class Moving:
     averages: Sequence[Ema] = ()
     replicas: Replicas = field(default_factory=OneReplica)
 
-    def begin(self, update: int) -> None:
-        """Before the first pass."""
+    def at(self, update: int, lr: float) -> None:
+        """Set what changes from update to update."""
         # Dropout draws from the device's generator: seeded for each update, it has no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         self.model.train()
         self.hold(update)
-        self.move.begin(update)
+        self.move.at(update, lr)
+        for average in self.averages:
+            average.next()
 
-    def end(self, update: int, lr: float) -> Tensor:
+    def end(self) -> Tensor:
         """After the last pass: move the weights by the replicas' mean; returns 1 if the update was skipped, else 0."""
         self.replicas.average()
-        skipped = self.move.end(update, lr)
+        skipped = self.move.end()
         for average in self.averages:
-            average.update(self.model)
+            average.add(self.model)
         return skipped
 
 
@@ -203,10 +215,15 @@ class LocalStep:
         self.moving, self.normalise, self.loss, self.regime = moving, normalise, loss, regime
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
-        self.moving.begin(update)
+        self.moving.at(update, lr)
+        return self.make(micro_batches)
+
+    def make(self, micro_batches: Sequence[Batch]) -> Update:
+        """The work of an update on the device, which is the same for every update of this shape."""
+        self.moving.move.begin()
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
-        skipped = self.moving.end(update, lr)
+        skipped = self.moving.end()
         loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, correct, counted, skipped)
 

@@ -83,6 +83,27 @@ def test_group_norm_compiles(dtype, compiled):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("channels", [24, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_norm_compiles(dtype, channels, compiled):
+    module, kernels = kernels_of("falconet.models.batchnorm_kernels")
+    x = torch.zeros(2, channels, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = bias = torch.ones(channels)
+    running = module.Running(weight, bias, torch.tensor(0), 0.1)
+    found = module.statistics(x, weight, bias, running, eps=1e-5)
+    for act in module.ACTIVATIONS:
+        module.normalise(x, found, act=act)
+        module.backward(x, x, found, act=act, dz2=x)
+    _, bits = module.normalise(x, found, act="relu", shortcut=x, shortcut_found=found)
+    module.backward(x, x, found, act="relu", dz2=x, added=module.Added(x, found, bits))
+    module.backward(x, x, found, act="relu", added=module.Added(None, None, bits))
+    gate = module.image_means(x, found, act="silu")
+    module.excite(x, found, gate, act="silu")
+    module.backward(x, x, found, act="silu", gated=module.Gated(gate, module.gate_gradients(x, x, found, act="silu")))
+    assert compiled == kernels
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_proxy_norm_compiles(dtype, silu, compiled):

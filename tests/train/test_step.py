@@ -243,9 +243,10 @@ def test_the_layer_that_overflowed_is_named_while_layers_before_it_are_frozen():
     for update, expected in ((0, "fc.weight"), (1, "conv1.weight")):  # each the first of those that train
         model.train()
         hold.at(update)
-        move.begin(update)
+        move.at(update, 0.1)
+        move.begin()
         move.root(model(torch.rand(4, 3, 8, 8)).square().sum() * 1e38).backward()
-        assert move.end(update, 0.1) == 1
+        assert move.end() == 1
         assert offender.read(names) == expected
 
 

@@ -1,0 +1,167 @@
+"""Find the batch norms of a model that run as one operation with what follows them."""
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, can_fuse, own_activation
+from falconet.numerics.segments import trace
+
+_ADDS = (operator.add, operator.iadd, torch.add)
+_PRODUCTS = (operator.mul, operator.imul, torch.mul)
+_FUNCTIONS = {
+    functional.relu: nn.ReLU,
+    torch.relu: nn.ReLU,
+    functional.silu: nn.SiLU,
+    functional.hardswish: nn.Hardswish,
+    functional.relu6: nn.ReLU6,
+}
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A model whose norms are fused, and how many of them are."""
+
+    model: fx.GraphModule  # shares the modules of the model that it was made from, and their weights
+    fused: int
+    norms: int
+
+
+def fuse(model: nn.Module) -> Fusion:
+    """The training pass of the model with every norm that can be fused; raises ConfigError if it cannot be traced."""
+    original = trace(model)
+    traced = fx.GraphModule(original, _copied(original.graph))
+    _drop_identities(traced)
+    fused = 0
+    for node in [*traced.graph.nodes]:
+        norm = _norm(traced, node)
+        if norm is not None and len(node.users) > 0:
+            fused += _fuse_from(traced, node, norm)
+    for node in [*traced.graph.nodes]:
+        if isinstance(_layer(traced, node), FusedNorm):
+            _fork(traced, node)
+    traced.graph.lint()
+    traced.recompile()
+    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    return Fusion(traced, fused, norms)
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, values))
+    return copy
+
+
+def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _norm(traced: fx.GraphModule, node: fx.Node) -> nn.BatchNorm2d | None:
+    layer = _layer(traced, node)
+    return layer if isinstance(layer, nn.BatchNorm2d) and can_fuse(layer) else None
+
+
+def _drop_identities(traced: fx.GraphModule) -> None:
+    for node in [*traced.graph.nodes]:
+        if type(_layer(traced, node)) is nn.Identity:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _activation(traced: fx.GraphModule, node: fx.Node | None) -> nn.Module | None:
+    """The activation that a node is."""
+    if node is None:
+        return None
+    layer = _layer(traced, node)
+    if layer is None and node.op == "call_function" and node.target in _FUNCTIONS:
+        return _FUNCTIONS[node.target]()
+    return layer if type(layer) in ACTIVATIONS else None
+
+
+def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> int:
+    """Put a fused layer in the place of a norm and what follows it; returns how many norms it holds."""
+    last, act, shortcut, shortcut_norm = node, None, None, None
+    following = _only_user(node)
+    if own_activation(norm) == "none":
+        if following is not None and following.target in _ADDS and not following.kwargs:
+            shortcut = _other(following, node)
+        if shortcut is not None and following is not None:
+            last = following
+            other = _norm(traced, shortcut)
+            if other is not None and own_activation(other) == "none" and _only_user(shortcut) is following:
+                shortcut_norm = other
+        act = _activation(traced, _only_user(last))
+        if act is not None and (shortcut is None or type(act) is nn.ReLU):  # others would need the sum itself
+            last = next(iter(last.users))
+        else:
+            act = None
+    excited = _excitation(traced, last) if shortcut is None else None
+    name = f"fused_{node.name}"
+    with traced.graph.inserting_after(last if excited is None else excited[1]):
+        if excited is not None:
+            chain, last = excited
+            traced.add_submodule(name, FusedExcitation(norm, act=act, excite=nn.Sequential(*chain)))
+            made = traced.graph.call_module(name, (node.args[0],))
+        else:
+            traced.add_submodule(name, FusedNorm(norm, act=act, shortcut_norm=shortcut_norm))
+            taken = () if shortcut is None else (shortcut.args[0] if shortcut_norm is not None else shortcut,)
+            made = traced.graph.call_module(name, (node.args[0], *taken))
+    last.replace_all_uses_with(made)
+    traced.graph.eliminate_dead_code(lambda each: each.op in ("placeholder", "output"))
+    return 1 if shortcut_norm is None else 2
+
+
+def _other(addition: fx.Node, node: fx.Node) -> fx.Node | None:
+    """What a norm is added to; None: a number, or itself."""
+    others = [each for each in addition.args if each is not node]
+    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
+
+
+def _excitation(traced: fx.GraphModule, node: fx.Node) -> tuple[list[nn.Module], fx.Node] | None:
+    """The layers that make a gate of a value's means, and the product of both; None: the value is used otherwise."""
+    users = [*node.users]
+    means = [user for user in users if _is_mean(user)]
+    products = [user for user in users if user.target in _PRODUCTS]
+    if len(users) != 2 or len(means) != 1 or len(products) != 1:
+        return None
+    chain, at = [], _only_user(means[0])
+    while at is not None and at is not products[0]:
+        layer = _layer(traced, at)
+        if layer is None:
+            return None
+        chain.append(layer)
+        at = _only_user(at)
+    return (chain, products[0]) if chain and at is products[0] else None
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Over the pixels of each image, which stay as dimensions of one."""
+    over = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return node.target in ("mean", torch.mean) and over in ((2, 3), [2, 3]) and bool(node.kwargs.get("keepdim"))
+
+
+def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
+    """Give two layers that take a fused value one each."""
+    users = [*node.users]
+    if len(users) != 2 or not all(_takes_whole(traced, user) for user in users):
+        return
+    layer = traced.get_submodule(str(node.target))
+    assert isinstance(layer, FusedNorm)
+    layer.forks = True
+    with traced.graph.inserting_after(node):
+        halves = [traced.graph.call_function(operator.getitem, (node, number)) for number in (1, 0)]
+    for user, half in zip(users, halves, strict=True):
+        user.replace_input_with(node, half)
+
+
+def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:
+    """Whether a layer gives back a gradient that is a tensor of its own, and changes nothing in place."""
+    return isinstance(_layer(traced, user), nn.Conv2d | FusedNorm) or user.target in (operator.add, torch.add)

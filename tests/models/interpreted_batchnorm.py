@@ -1,0 +1,123 @@
+"""Run by test_batchnorm in a separate process, because Triton must be imported with its interpreter from the start."""
+
+import itertools
+import json
+
+import torch
+from torch.nn import functional
+
+from falconet.models import batchnorm_kernels
+
+ACTS = {
+    "none": lambda v: v,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "hard_swish": functional.hardswish,
+    "relu6": functional.relu6,
+}
+SHAPES = {  # N, C, H, W
+    "one row": (1, 24, 1, 1),
+    "few channels": (2, 6, 5, 7),
+    "a short last tile": (3, 16, 19, 19),
+    "several programs": (2, 8, 70, 70),
+    "channels beyond a tile": (4, 144, 9, 9),
+}
+INPUTS = {"random": (0.0, 1.0), "huge mean": (1e3, 1.0), "tiny variance": (1.0, 1e-3), "constant": (2.0, 0.0)}
+
+
+def errors(shape, act="relu", adds=0, two=False, mean=0.0, deviation=1.0):
+    """Relative errors against float64, by what was computed."""
+    noise = torch.Generator().manual_seed(0)
+
+    def drawn(shift, scale):
+        return (torch.randn(shape, generator=noise) * scale + shift).contiguous(memory_format=torch.channels_last)
+
+    y, short, dz, dz2 = drawn(mean, deviation), drawn(0.3, 2.0), drawn(0.0, 1.0), drawn(0.0, 1.0)
+    c = shape[1]
+    weight, bias, weight2, bias2 = (torch.randn(c, generator=noise) for _ in range(4))
+    running = batchnorm_kernels.Running(torch.zeros(c), torch.ones(c), torch.tensor(4), 0.1)
+    found = batchnorm_kernels.statistics(y, weight, bias, running, eps=1e-5)
+    found2 = batchnorm_kernels.statistics(short, weight2, bias2, None, eps=1e-5) if adds == 2 else None
+    z, bits = batchnorm_kernels.normalise(y, found, act=act, shortcut=short if adds else None, shortcut_found=found2)
+    what = batchnorm_kernels.Added(short if adds == 2 else None, found2, bits) if adds else None
+    own, added = batchnorm_kernels.backward(dz, y, found, act=act, dz2=dz2 if two else None, added=what)
+    leaves = [t.double().requires_grad_() for t in (y, short, weight, bias, weight2, bias2)]
+    mean_, variance_ = torch.zeros(c).double(), torch.ones(c).double()
+    exact = _norm(leaves[0], mean_, variance_, leaves[2], leaves[3])
+    if adds:
+        exact = exact + (_norm(leaves[1], None, None, leaves[4], leaves[5]) if adds == 2 else leaves[1])
+    exact = ACTS[act](exact)
+    exact.backward(dz.double() + (dz2.double() if two else 0.0))
+    results = {
+        "output": (z, exact), "input": (own.input, leaves[0].grad), "weight": (own.weight, leaves[2].grad),
+        "bias": (own.bias, leaves[3].grad), "running mean": (running.mean, mean_),
+        "running variance": (running.variance, variance_),
+    }  # fmt: skip
+    if adds == 1:
+        results["shortcut"] = (added, leaves[1].grad)
+    if adds == 2:
+        results |= {
+            "shortcut": (added.input, leaves[1].grad), "shortcut weight": (added.weight, leaves[4].grad),
+            "shortcut bias": (added.bias, leaves[5].grad),
+        }  # fmt: skip
+    assert int(running.batches) == 5
+    return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
+
+
+def gated_errors(shape, act="silu"):
+    """Of a norm, its activation, and a product with what becomes of each image's means."""
+    noise = torch.Generator().manual_seed(0)
+    y, dz = (torch.randn(shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
+    found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
+    mean = batchnorm_kernels.image_means(y, found, act=act).requires_grad_()
+    gate = torch.sigmoid(3 * mean)
+    z = batchnorm_kernels.excite(y, found, gate.detach(), act=act)
+    dgate = batchnorm_kernels.gate_gradients(dz, y, found, act=act)
+    (dmean,) = torch.autograd.grad(gate, mean, dgate)
+    gated = batchnorm_kernels.Gated(gate.detach(), dmean / (shape[2] * shape[3]))
+    own, _ = batchnorm_kernels.backward(dz, y, found, act=act, gated=gated)
+    leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
+    inner = ACTS[act](functional.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, 0.1, 1e-5))
+    exact = inner * torch.sigmoid(3 * inner.mean((2, 3), keepdim=True))
+    exact.backward(dz.double())
+    results = {"output": (z, exact), "input": (own.input, leaves[0].grad)}
+    results |= {"weight": (own.weight, leaves[1].grad), "bias": (own.bias, leaves[2].grad)}
+    return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
+
+
+def _norm(x, mean, variance, weight, bias):
+    if x.numel() == x.shape[1]:  # torch refuses to train on one row
+        return (
+            (x - x) * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+            if mean is None
+            else _one_row(x, mean, variance, weight, bias)
+        )
+    return functional.batch_norm(x, mean, variance, weight, bias, True, 0.1, 1e-5)
+
+
+def _one_row(x, mean, variance, weight, bias):
+    mean.lerp_(x.detach().flatten(), 0.1)
+    variance.mul_(0.9)
+    return (x - x) * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+
+
+def _error(a, b):
+    return ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-3)).item()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {}
+    for name, shape in SHAPES.items():
+        found[name] = errors(shape)
+    for act, adds, two in itertools.product(ACTS, (0, 1, 2), (False, True)):
+        if adds and act not in ("none", "relu"):
+            continue
+        found[f"{act}, {adds} added, {1 + two} gradients"] = errors(SHAPES["few channels"], act, adds, two)
+    for name, shape in SHAPES.items():
+        if name != "one row":
+            found[f"{name}, gated"] = gated_errors(shape)
+    for name, (mean, deviation) in INPUTS.items():
+        found[name] = errors(SHAPES["a short last tile"], "silu", mean=mean, deviation=deviation)
+    print(json.dumps(found))

@@ -1,0 +1,137 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from falconet.models import fusion, zoo
+from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm
+
+SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
+ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,)}
+CASES = [
+    "one row",
+    *SHAPES,
+    *(f"{act}, {adds} added, {n} gradients" for act, kinds in ADDED.items() for adds in kinds for n in (1, 2)),
+    *(f"{name}, gated" for name in SHAPES),
+    *("random", "huge mean", "tiny variance", "constant"),
+]
+ROUNDED = {"huge mean": 1e-4, "tiny variance": 1e-4}  # the input's own rounding is that large a part of its deviation
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The kernels' errors by case, from Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here")
+    script = Path(__file__).with_name("interpreted_batchnorm.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.run
+def test_all_cases_are_known(interpreted):
+    assert sorted(interpreted) == sorted(CASES)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_as_exact_as_fp32(case, interpreted):
+    for what, error in interpreted[case].items():
+        assert error < ROUNDED.get(case, 1e-5), what
+
+
+def images(side, *, count=4):
+    noise = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, side, side, generator=noise).contiguous(memory_format=torch.channels_last)
+
+
+NETWORKS = {
+    "resnet18": 20,
+    "resnet50": 53,
+    "resnext50": 53,
+    "efficientnet-b0": 49,
+    "mobilenet": 52,
+    "mobilenet-v3-large": 46,
+    "resnet20-cifar": 19,
+    "timm:regnety_002": 44,
+    "timm:seresnet50": 53,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_norm_of_a_network_is_fused_and_computes_the_same(name):
+    model, plain = (zoo.build(name, classes=10, seed=0).train() for _ in range(2))
+    found = fusion.fuse(model)
+    assert found.fused == found.norms == NETWORKS[name]
+    results = []
+    for each in (plain, found.model):
+        torch.manual_seed(0)
+        logits = each(images(32))
+        logits.square().sum().backward()
+        results.append(logits.detach())
+    assert torch.equal(*results)
+    for (key, expected), weight in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, weight.grad), key
+    for (key, expected), value in zip(plain.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(expected, value), key
+
+
+def test_fusing_leaves_the_model_as_it_was():
+    model = zoo.build("resnet18", classes=10, seed=0)
+    keys, training = [*model.state_dict()], model.training
+    fusion.fuse(model)
+    assert [*model.state_dict()] == keys
+    assert model.training == training
+    assert not any(isinstance(module, FusedNorm) for module in model.modules())
+
+
+def layers_of(name):
+    found = fusion.fuse(zoo.build(name, classes=10, seed=0))
+    return [each for each in found.model.modules() if isinstance(each, FusedNorm | FusedExcitation)]
+
+
+def test_a_block_takes_its_shortcut_into_the_norm_and_forks_its_result():
+    layers = layers_of("resnet50")
+    assert sum(layer.shortcut_norm is not None for layer in layers) == 4  # one for each stage
+    assert sum(layer.forks for layer in layers) == 15  # every block but the last, after whose pool nothing is added
+
+
+def test_squeeze_and_excite_are_part_of_the_norm():
+    assert sum(isinstance(layer, FusedExcitation) for layer in layers_of("efficientnet-b0")) == 16
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4, momentum=None),
+        nn.BatchNorm2d(4, affine=False),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.GroupNorm(2, 4),
+    ],
+)
+def test_other_norms_stay_as_they_are(norm):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU())
+    assert fusion.fuse(model).fused == 0
+
+
+def test_a_sum_that_is_used_elsewhere_too_stays_apart():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            normed = self.norm(self.conv(x))
+            return (normed + x).relu() + normed
+
+    model = Model()
+    found = fusion.fuse(model)
+    assert found.fused == 1
+    torch.testing.assert_close(found.model.eval()(images(8)), model.eval()(images(8)), rtol=0, atol=0)
