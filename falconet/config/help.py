@@ -34,8 +34,8 @@ def overview(commands: dict[str, type[Command]], *, usage: str) -> list[str]:
 def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (), everything: bool = False) -> list[str]:
     """The help of one command; `others`: longer commands that start with its name."""
     known = options_of(command)
-    shown = "{}" if command.needs_arguments else "[{}]"
-    arguments = [shown.format(argument.upper()) for argument in command.arguments]
+    words = {argument: argument.upper() for argument in command.arguments}
+    arguments = [f"[{word}]" if argument in command.optional else word for argument, word in words.items()]
     usage = ["usage: falconet", name, *arguments, *(["[options]"] if known else [])]
     examples = [command.example, *(f"falconet {other} --help" for other in others)]
     lines = [" ".join(usage), "", *wrapped(_about(command)), "", "Examples:" if others else "Example:"]

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -64,6 +64,15 @@ class Loaded(Generic[Options_co]):
             if value is not None and name not in INVOCATION:
                 values[name] = {"value": _plain(value), "source": self.sources.get(name, DEFAULT)}
         return values
+
+    def rooted(self) -> "Loaded[Options_co]":
+        """The same with absolute paths to what a checkpoint may name: it is used from other folders too."""
+        options: Any = self.options
+        for option in options_of(type(options)).values():
+            value, (section, field) = value_of(options, option), option.path
+            if isinstance(value, Path) and option.origin and not option.is_local:
+                options = replace(options, **{section: replace(getattr(options, section), **{field: value.absolute()})})
+        return replace(self, options=options)
 
     def to_yaml(self) -> str:
         """The same as a file for --config, with the sources as comments."""

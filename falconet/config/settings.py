@@ -192,12 +192,23 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[str, Option]) -> list[Setting]:
     """The options of a checkpoint's run, except local ones and those that this command does not have."""
-    mapping = {name: entry["value"] for name, entry in table.items() if name in options and not options[name].is_local}
+    mapping = {
+        name: _as_typed(entry) for name, entry in table.items() if name in options and not options[name].is_local
+    }
     settings = from_mapping(mapping, options, source=CHECKPOINT)
     return [
         setting._replace(source=WEIGHTS) if table[setting.bare].get("source") == WEIGHTS else setting
         for setting in settings
     ]
+
+
+def _as_typed(entry: Mapping[str, object]) -> object:
+    """The value of an option; a path that was typed as a relative one stays so where that means the same place."""
+    match entry:
+        case {"value": str() as path, "typed": str() as typed} if Path(typed).absolute() == Path(path):
+            return typed
+        case _:
+            return entry["value"]
 
 
 def is_asked_for(source: str | None) -> bool:

@@ -1,6 +1,8 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -38,6 +40,7 @@ DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and ga
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
 MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
 MOST_BAD = 5  # broken photos that are named
+MOST_CLASSES_NAMED = 3  # in a message
 MOST_SHOWN = 48  # characters of class names in a line
 BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
@@ -169,6 +172,33 @@ class Dataset(Splits):
         objects = getattr(self.train, "objects", None)
         return "" if objects is None else f", {objects.annotated:,} of them with boxes"
 
+    def fingerprint(self) -> dict[str, int | str]:
+        """What a checkpoint states about the images: how many there are, and a digest of their names and labels."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source in (self.train, self.validation):
+            names = getattr(source, "names", None)
+            digest.update(b"" if names is None else names.block)
+            digest.update(source.labels.astype("<i8").tobytes())
+        return {"training": len(self.train), "validation": len(self.validation), "digest": digest.hexdigest()}
+
+    def changes_since(self, saved: object) -> str | None:
+        """A note if these are other images than those of a fingerprint."""
+        now = self.fingerprint()
+        match saved:
+            case {"training": int() as training, "validation": int() as validation, "digest": str() as digest}:
+                then = f"{training:,} to train and {validation:,} to validate"
+            case _:  # of older versions
+                return None
+        if digest == now["digest"]:
+            return None
+        here = f"{now['training']:,} and {now['validation']:,}"
+        are_as_many = (training, validation) == (now["training"], now["validation"])
+        return (
+            f"note: {self.where or self.kind} has changed since the checkpoint was saved: {then} then,"
+            f" {'as many others' if are_as_many else here} now; the run continues with those, so its result will differ"
+            " from an uninterrupted run's"
+        )
+
     def left_out(self) -> tuple[str, ...]:
         """The validation photos that no accuracy counts, because their files are broken."""
         return tuple(str(bad.path) for bad in self.check.validation)
@@ -236,12 +266,23 @@ class Dataset(Splits):
             words = {False: "one label per photo", True: "several labels per photo"}
             raise CheckpointError(f"{where}: was trained on photos with {words[not got]}, the data has {words[got]}")
         if self.class_names != class_names:
-            pairs = zip(self.class_names, class_names, strict=False)
-            example = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            differs = f"'{example[0]}' where it has '{example[1]}'" if example else "other classes"
             raise CheckpointError(
-                f"{where}: was trained on {counted(len(class_names), 'class')}, the data has {self.classes}, {differs}"
+                f"{where}: was trained on {counted(len(class_names), 'class')}, the data has {self.classes}:"
+                f" {_difference(self.class_names, class_names)}"
             )
+
+
+def _difference(got: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """How the classes of data differ from those of a checkpoint, with examples."""
+    new, absent = sorted({*got} - {*expected}), sorted({*expected} - {*got})
+    words = [f"{_some(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
+    words += [f"{_some(absent)} {'is' if len(absent) == 1 else 'are'} missing"] if absent else []
+    return " and ".join(words) or "the same ones in another order"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_CLASSES_NAMED:,} more" if len(names) > MOST_CLASSES_NAMED else ""
+    return ", ".join(f"'{name}'" for name in names[:MOST_CLASSES_NAMED]) + more
 
 
 def open_dataset(

@@ -50,7 +50,11 @@ class Launch:
     def stored(self) -> dict[str, dict[str, Any]]:
         """The options that its checkpoints state; a continued run still started with the weights it once named."""
         first = self.restored.manifest.config if self.restored else {}
-        return self.loaded.table() | {name: first[name] for name in STARTED if name in first}
+        table = self.loaded.rooted().table()
+        for name, entry in self.loaded.table().items():
+            if entry["value"] != table[name]["value"]:
+                table[name]["typed"] = entry["value"]  # a relative path
+        return table | {name: first[name] for name in STARTED if name in first}
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
@@ -319,7 +323,9 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     if found is None:
         return None
     folder, manifest = found
-    asked, stored = _values(loaded.table()), _values(manifest.config)
+    asked, stored = _values(loaded.rooted().table()), _values(manifest.config)
+    if isinstance(place := stored.get("data-dir"), str):  # relative in older checkpoints
+        stored["data-dir"] = str(Path(place).absolute())
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
         is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)

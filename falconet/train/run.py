@@ -14,7 +14,7 @@ import torch
 
 from falconet import writing
 from falconet.checkpoint import disk
-from falconet.checkpoint.manifest import SEVERAL_LABELS, Manifest
+from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
@@ -191,6 +191,8 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
     elif built.restored:
         folder, manifest = built.restored
         built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
+        if changes := built.images.changes_since(manifest.content.get(IMAGES)):
+            screen.line(changes)
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
@@ -455,6 +457,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
             "class_names": list(images.class_names),
             **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
             "preprocessing": images.preprocessing.to_json(),
+            IMAGES: images.fingerprint(),
             "config": built.launch.stored(),
             "plan": built.plan.lines(),
             "initial_weights": _initial_weights(built.launch),

@@ -253,7 +253,7 @@ def kept(options: commands.TrainOptions) -> int | None:
 
 
 def write_config(folder: Path, loaded: Loaded[commands.TrainOptions], plan: str) -> None:
-    writing.replace(folder, CONFIG, loaded.to_yaml())
+    writing.replace(folder, CONFIG, loaded.rooted().to_yaml())
     writing.replace(folder, PLAN, plan)
 
 

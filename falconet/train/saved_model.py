@@ -48,6 +48,7 @@ class Opened:
     update: int = 0  # updates that made its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
     is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
+    other_data: Path | None = None  # the data folder, if it is not the one that its run was trained on
 
 
 def global_batch(options: TrainOptions) -> int:
@@ -80,6 +81,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = format.verify(folder)
     options, images = images_of(folder, manifest, line)
+    other = None if _is_own(options.data, manifest) else options.data.data_dir
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -88,7 +90,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
         is_better = stem == manifest.better_stem
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better, other)
 
 
 def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
@@ -98,9 +100,17 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    data = options.data if _is_own(options.data, manifest) else _whole(options.data)
     images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
     return options, images.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
+
+
+def _is_own(data: Data, manifest: Manifest) -> bool:
+    """Whether it is the data that a checkpoint's run was trained on; a path may have several spellings."""
+    trained = load_options(ValidateOptions, [], manifest.config).options.data
+    if data.data not in PHOTOS or data.data_dir is None or trained.data_dir is None:
+        return data.data_dir == trained.data_dir
+    return data.data_dir.resolve() == trained.data_dir.resolve()
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:

@@ -225,12 +225,48 @@ def test_validation_needs_no_photos_to_train_on_and_not_every_class(falconet, he
 
 
 @pytest.mark.usefixtures("trained")
+def test_other_photos_are_the_second_word_and_leave_the_runs_table_as_it_is(falconet, heap):
+    assert falconet("validate run photos").code == 0  # its own, though named
+    own = Path("run/validation.csv").read_bytes()
+    shutil.copytree(heap / "light", "new/light")
+    answer = falconet("validate run new")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("new: 2 classes (dark, light), 12 photos (0 to 12 per class)")
+    assert "note: --val-fraction 1 validates on all of them\n" in answer.out
+    assert answer.out.endswith("written to run/validation-new.csv and run/validation-new.json\n")
+    assert Path("run/validation.csv").read_bytes() == own
+    assert validated(falconet("validate run new --val-fraction 1")) == 12
+
+
+def test_photos_are_the_only_word_beside_published_weights(falconet):
+    answer = falconet("validate photos --model resnet18 --pretrained nowhere.pth")
+    assert (
+        answer.err == "falconet validate: --pretrained: nowhere.pth: no such file or folder; expected a"
+        " safetensors or torch file, a checkpoint or a run folder\n"
+    )
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_restored_run_notes_that_its_photos_have_changed(falconet, heap):
+    assert "has changed" not in falconet("restore run --epoch 2").out
+    before = load_photos(heap)
+    for number in range(12, 20):
+        Image.new("RGB", (20, 16), (40, number, 40)).save(heap / f"dark/{number}.jpg")
+    found = load_photos(heap)
+    answer = falconet("restore run --epoch 3")
+    assert answer.code == 0, answer.err
+    then = f"{len(before.train)} to train and {len(before.validation)} to validate then"
+    now = f"{len(found.train)} and {len(found.validation)} now"
+    assert f"note: photos has changed since the checkpoint was saved: {then}, {now};" in answer.out
+
+
+@pytest.mark.usefixtures("trained")
 def test_a_class_that_the_checkpoint_does_not_know_is_named(falconet, heap):
     (heap.parent / "new/test/grey").mkdir(parents=True)
     shutil.copy(heap / "light/1.jpg", heap.parent / "new/test/grey")
     answer = falconet("validate --checkpoint-input-path run --data-dir new")
     assert answer.code == 2
-    assert "was trained on 2 classes, the data has 1, 'grey' where it has 'dark'" in answer.err
+    assert "was trained on 2 classes, the data has 1: 'grey' is new and 'dark', 'light' are missing" in answer.err
 
 
 def only_validated(root):
