@@ -14,7 +14,7 @@ from falconet.config.fields import value_or
 from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
-from falconet.data.headers import Check, without_bad
+from falconet.data.headers import MISSING, Check, what_is_wrong, without_bad
 from falconet.data.keyed import IntArray
 from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
@@ -149,7 +149,11 @@ class Dataset(Splits):
         if not lines:
             return []
         more = [f"  and {len(lines) - MOST_BAD:,} more"] if len(lines) > MOST_BAD else []
-        headline = f"note: skipped {counted(len(lines), 'broken photo')}; {BAD_PHOTOS} in the run folder lists all"
+        bad = (*self.check.training, *self.check.validation)
+        missing = sum(each.reason == MISSING for each in bad)
+        words = f"{what_is_wrong(bad)} photo" if missing in (0, len(bad)) else "photo"
+        numbers = "" if missing in (0, len(bad)) else f" ({missing:,} missing, {len(bad) - missing:,} broken)"
+        headline = f"note: skipped {counted(len(bad), words)}{numbers}; {BAD_PHOTOS} in the run folder lists all"
         return [headline, *(f"  {line}" for line in lines[:MOST_BAD]), *more]
 
     def shape(self) -> str:
@@ -213,10 +217,11 @@ class Dataset(Splits):
                 f"{self.where}: no photos to train on, only {len(self.validation):,} to validate; expected train/ as"
                 " well, or `falconet validate`"
             )
+        bad = self.check.validation
         if not len(self.validation):
             raise DataError(
                 f"{self.where}: no photos to validate on"
-                + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
+                + (f", because they are {what_is_wrong(bad)}; the first: {bad[0]}" if bad else "")
                 + "; expected some in val/, or two photos or more of each class"
             )
         if self.label_sets is not None and not self._counts(self.validation.labels).any():
@@ -237,13 +242,13 @@ class Dataset(Splits):
             shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
             with named_option("bad_images_allowed"):
                 raise DataError(
-                    f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed; expected"
-                    f" fewer, or {len(bad)} here: {shown}"
+                    f"{len(bad):,} of {images:,} training photos are {what_is_wrong(bad)}, {limit} are allowed;"
+                    f" expected fewer, or {len(bad)} here: {shown}"
                 )
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]
-            raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
+            raise DataError(f"no photo of '{name}' is left to train on; the {what_is_wrong(bad)} ones include {bad[0]}")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""

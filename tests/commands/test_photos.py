@@ -269,6 +269,22 @@ def test_a_class_that_the_checkpoint_does_not_know_is_named(falconet, heap):
     assert "was trained on 2 classes, the data has 1: 'grey' is new and 'dark', 'light' are missing" in answer.err
 
 
+def test_photos_that_a_table_names_and_are_not_there_are_missing(falconet, heap):
+    rows = [f"{name}/{number}.jpg,{name}" for name in ("dark", "light") for number in range(14)]
+    (heap / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    line = f"train photos {SMALL} --pretrained none"
+    out = falconet(f"{line} --plan").out
+    assert "note: skipped 4 missing photos; bad_photos.txt in the run folder lists all\n" in out
+    assert "  photos/dark/12.jpg: missing (" in out
+    (heap / "light/3.jpg").write_bytes(b"")
+    assert "note: skipped 5 photos (4 missing, 1 broken); " in falconet(f"{line} --plan").out
+    answer = falconet(f"{line} --bad-images-allowed 0")
+    assert answer.code == 2
+    assert re.search(
+        r"--bad-images-allowed: \d of 2\d training photos are missing( or broken)?, 0 are allowed", answer.err
+    )
+
+
 def only_validated(root):
     (root / "val").mkdir()
     for name in ("dark", "light"):
