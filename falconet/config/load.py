@@ -118,8 +118,18 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
     given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
     taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
     left = [name for name in command.arguments if name not in taken]
+    if len(words) > len(left) and left[-1:] == ["data-dir"]:
+        raise _too_many(words[len(left) - 1 :])
     first = [token for name, word in zip(left, words, strict=False) for token in (f"--{name}", word)]
     return [*first, *words[len(left) :], *named]  # the last one gets the rest, and refuses it if it takes one value
+
+
+def _too_many(folders: Sequence[str]) -> ConfigError:
+    parents = {str(Path(each).parent) for each in folders}
+    meant = f"; did you mean '{parents.pop()}'?" if len(parents) == 1 else ""
+    return ConfigError(
+        f"got '{' '.join(folders)}', expected one folder with all photos, in train/ and val/ if they are divided{meant}"
+    )
 
 
 def _names_photos(line: Sequence[Setting]) -> bool:
@@ -172,8 +182,8 @@ def _value(option: Option, setting: Setting) -> object:
 def _meant(option: Option, values: tuple[str, ...]) -> str:
     if not values:
         return ""
-    word = synonyms.choice_meant(option.name, values[-1])
-    return f"; did you mean '{word}'?" if word else did_you_mean(values[-1], option.choices)
+    word, why_not = synonyms.choice_meant(option.name, values[-1]), synonyms.why_not(option.name, values[-1])
+    return f"{why_not}; did you mean '{word}'?" if word else did_you_mean(values[-1], option.choices)
 
 
 def _wrong_value(setting: Setting, expected: str, meant: str = "") -> ConfigError:

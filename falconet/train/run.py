@@ -368,6 +368,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
     held = metrics.measure_memory(state, built.replicas, built.site.grid)
+    if watch.validation.left_out:
+        built.site.note(evaluate.left_out_line(watch.validation.left_out))
     if world.is_first:
         ending = run_folder.Ending(
             checkpoints=saving.folder,
@@ -377,8 +379,6 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             is_last=built.phase.is_last,
         )
         run_folder.write_summary(folder, watch.log, ending)
-    if watch.validation.left_out:
-        built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
 
 
