@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -331,6 +331,12 @@ def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> D
         if splits is None
         else prepared(share_of(splits, percentage=percentage), data, size=_image_size(data, model))
     )
+
+
+def refitted(dataset: Dataset, data: Data, model: str) -> Dataset:
+    """The same images, prepared as other options ask for."""
+    splits = Splits(**{each.name: getattr(dataset, each.name) for each in fields(Splits)})
+    return replace(prepared(splits, data, size=_image_size(data, model)), check=dataset.check)
 
 
 def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:

@@ -18,6 +18,7 @@ from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed, unsettled
 from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
+from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
 from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
@@ -44,6 +45,7 @@ class Launch:
     place: Place | None
     again: bool  # another attempt: a worker died, or the run was started again with --resume
     initial: InitialWeights | None = None  # pretrained weights of a new run
+    images: Dataset | None = None  # the data, if it was opened to settle the options
     conventions: Conventions = FALCONET
     notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
 
@@ -61,8 +63,9 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     """Decide everything about processes; nothing is started."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
-    loaded, initial = defaults.with_weights(loaded) if restored is None else (loaded, None)
-    loaded = _settled(defaults.settled(loaded), restored, place)
+    loaded, initial, images = defaults.with_photos(loaded) if restored is None else (loaded, None, None)
+    loaded, images = defaults.settled(loaded, images)
+    loaded = _settled(loaded, restored, place)
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
     _check_span(loaded.options.parallel, division)
     _check_interleaving(loaded.options, division)
@@ -84,6 +87,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
         place=place,
         again=again,
         initial=initial,
+        images=images,
         notes=notes,
         conventions=conventions,
     )

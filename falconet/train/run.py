@@ -97,7 +97,7 @@ def _carried_out(launch: Launch) -> int:
             REGIMES[launch.loaded.options.machine.precision].require(world.device)
         if not launch.loaded.options.run.plan:
             build.limit_libraries(launch.loaded.options, site.grid)
-        launch, opened = memory.settled(launch, site)
+        launch, opened = memory.settled(build.with_images(launch), site)
         launch, finding = _with_rate(launch, site)
         options = launch.loaded.options
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)

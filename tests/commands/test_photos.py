@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import runs
+from falconet.data import layout
 from falconet.data.layout import load_photos
 
 SMALL = (
@@ -284,6 +285,25 @@ def test_photos_that_a_table_names_and_are_not_there_are_missing(falconet, heap)
     assert re.search(
         r"--bad-images-allowed: \d of 2\d training photos are missing( or broken)?, 0 are allowed", answer.err
     )
+
+
+def test_a_folder_without_photos_is_reported_before_weights_are_fetched(falconet):
+    Path("empty").mkdir()
+    answer = falconet("train empty")  # no test has a network, nor the weights
+    assert answer.code == 2
+    assert answer.err.startswith(
+        "falconet train: empty: found no photos; expected a folder per class, such as empty/cat/"
+    )
+
+
+def test_a_start_that_settles_everything_opens_the_photos_once(falconet, heap, monkeypatch):
+    opened = []
+    plain = layout.load_photos
+    monkeypatch.setattr(layout, "load_photos", lambda *given: opened.append(given) or plain(*given))
+    line = "train photos --pretrained none --model resnet8-cifar --image-size 16 --threads 1 --device cpu"
+    answer = falconet(f"{line} --updates 1 --lr auto")
+    assert answer.code == 0, answer.err
+    assert len(opened) == 1
 
 
 def only_validated(root):
