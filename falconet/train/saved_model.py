@@ -163,7 +163,7 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
         asked = is_asked_for(loaded.sources.get("model"))
         origin = find_origin(read_file(path), model=loaded.options.model.model if asked else None)
     else:
-        origin = own_origin(format.read_manifest(format.newest_whole(path, note=lambda _: None)))
+        origin = own_origin(format.choose(path, "best", lambda _: None).manifest)
     known = options_of(TrainOptions)
     of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
     if not of_model:
@@ -174,13 +174,13 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
-    """Give a new model all weights of a checkpoint, of the newest one in a folder, or of a file."""
+    """Give a new model all weights of a file, or those that predictions use of a checkpoint, or of the best one."""
     if path.is_file():
         load_foreign(model, read_weights(path), where=f"--init-path: {path}", name=name)
         return
-    path = format.newest_whole(path, note)
-    weights = format.read_tensors(path, "model", verified=format.read_manifest(path))
-    load_weights(model, weights, where=f"--init-path: {path}", name=name)
+    folder, manifest = format.choose(path, "best", note)
+    weights = format.model_weights(folder, manifest, manifest.better_stem)
+    load_weights(model, weights, where=f"--init-path: {folder}", name=name)
 
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
