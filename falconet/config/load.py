@@ -17,6 +17,7 @@ from falconet.config.commands import BenchServeOptions, Command, InferOptions, S
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import PHOTOS, Use, from_config, source_of
 from falconet.config.settings import (
+    CHECKPOINT,
     DEFAULT,
     LINE,
     Setting,
@@ -74,11 +75,11 @@ class Loaded(Generic[Options_co]):
                 options = replace(options, **{section: replace(getattr(options, section), **{field: value.absolute()})})
         return replace(self, options=options)
 
-    def to_yaml(self) -> str:
-        """The same as a file for --config, with the sources as comments."""
+    def to_yaml(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+        """The same as a file for --config, with the sources as comments; `kept`: options that its checkpoint states."""
         known = options_of(type(self.options))
-        lines = []
-        for name, entry in self.table().items():
+        lines, first = [], {name: {**entry, "source": CHECKPOINT} for name, entry in (kept or {}).items()}
+        for name, entry in (self.table() | first).items():
             # A default stays open: auto is written as auto, whatever it stood for here.
             value = _plain(known[name].default) if entry["source"] == DEFAULT else entry["value"]
             lines.append(f"{name}: {_yaml(value)}  # {entry['source']}")

@@ -51,12 +51,16 @@ class Launch:
 
     def stored(self) -> dict[str, dict[str, Any]]:
         """The options that its checkpoints state; a continued run still started with the weights it once named."""
-        first = self.restored.manifest.config if self.restored else {}
         table = self.loaded.rooted().table()
         for name, entry in self.loaded.table().items():
             if entry["value"] != table[name]["value"]:
                 table[name]["typed"] = entry["value"]  # a relative path
-        return table | {name: first[name] for name in STARTED if name in first}
+        return table | self.started()
+
+    def started(self) -> dict[str, dict[str, Any]]:
+        """The weights that a continued run once started with."""
+        first = self.restored.manifest.config if self.restored else {}
+        return {name: first[name] for name in STARTED if name in first}
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:

@@ -297,7 +297,7 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
-    run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    run_folder.write_config(folder, launch.loaded.rooted().to_yaml(launch.started()), "\n".join(plan) + "\n")
     if bad:
         writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
     return folder

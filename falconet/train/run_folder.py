@@ -252,8 +252,8 @@ def kept(options: commands.TrainOptions) -> int | None:
     return max(KEPT, int(last))
 
 
-def write_config(folder: Path, loaded: Loaded[commands.TrainOptions], plan: str) -> None:
-    writing.replace(folder, CONFIG, loaded.rooted().to_yaml())
+def write_config(folder: Path, config: str, plan: str) -> None:
+    writing.replace(folder, CONFIG, config)
     writing.replace(folder, PLAN, plan)
 
 
