@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -252,7 +252,8 @@ class Dataset(Splits):
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        is_alike = several == (self.label_sets is not None) and {*self.class_names} < {*class_names}
+        is_alike = several == (self.label_sets is not None) and {*self.class_names} <= {*class_names}
+        is_alike = is_alike and self.class_names != class_names
         if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
             self.check_classes(class_names, where=where, several=several)
             return self
@@ -263,6 +264,12 @@ class Dataset(Splits):
         sets[:, [class_names.index(name) for name in self.class_names]] = self.label_sets
         train, validation = (replace(source, class_names=class_names) for source in (self.train, self.validation))
         return replace(self, train=train, validation=validation, label_sets=sets)
+
+    def renamed(self, names: Mapping[str, str]) -> "Dataset":
+        """With other names for its classes, in the same order."""
+        called = tuple(names.get(name, name) for name in self.class_names)
+        train, validation = replace(self.train, class_names=called), replace(self.validation, class_names=called)
+        return replace(self, train=train, validation=validation)
 
     def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
         """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""

@@ -20,6 +20,7 @@ from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
 from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World, open_machine
@@ -118,6 +119,17 @@ def foreign_images(data: Data, *, model: str) -> Dataset:
     return open_dataset(_whole(data), model=model, global_batch=data.micro_batch, seed=0)
 
 
+def of_imagenet(images: Dataset, class_names: tuple[str, ...], *, where: str) -> Dataset:
+    """Images in some of ImageNet's folders, called by number or description, with the classes of a model of all."""
+    synsets, descriptions = pretrained.imagenet_classes(pretrained.IMAGENET_CLASSES), pretrained.imagenet_descriptions()
+    numbered = images.renamed(dict(zip(descriptions, synsets, strict=True)))
+    if class_names not in (synsets, descriptions) or not {*numbered.class_names} <= {*synsets}:
+        return images
+    # By number: two classes are called crane.
+    aligned = numbered.of_classes(synsets, where=where, several=False)
+    return aligned.renamed(dict(zip(synsets, class_names, strict=True)))
+
+
 def _whole(data: Data) -> Data:
     """All photos of a folder that is called val or test validate, not a share of each class."""
     is_part = data.data_dir is not None and validates_by_name(data.data_dir)
@@ -200,7 +212,10 @@ def open_pretrained(line: Sequence[Setting]) -> Opened:
     assert asked != "none"
     found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
     options = defaults.fitted(loaded, found).options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
+    images = foreign_images(options.data, model=options.model.model)
+    images = of_imagenet(images, found.class_names, where=found.source)
+    if {*images.class_names} <= {*found.class_names}:
+        images = images.of_classes(found.class_names, where=found.source, several=found.several_labels)
     if not found.keeps_classifier(images.class_names):
         raise CheckpointError(
             f"--pretrained: {found.source} knows {found.classes:,} classes, the data has {images.classes:,}"
