@@ -183,7 +183,7 @@ def _pretrained(asked: Asked, name: str, weights: Weights) -> Classifier:
 def _fitting(weights: Weights, note: Say) -> str:
     if weights == "published":
         raise ConfigError("expected --model as well, whose published weights are taken")
-    found = fitting_model(read_weights(weights))
+    found = fitting_model(read_weights(weights), where=str(weights))
     if found is None:
         raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
     note(f"{weights}: its weights fit {found[0]}; --model names another one")

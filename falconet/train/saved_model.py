@@ -149,7 +149,7 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
     given = {*named, *origin.options, *(("data",) if "data-dir" in named else ())}  # a folder implies --data folder
     missing = [f"--{name}" for name in ("model", "data") if name not in given]
     if missing:
-        other = fitting_model(file.weights) if "--model" in missing else None
+        other = fitting_model(file.weights, where=str(path)) if "--model" in missing else None
         fits = f"; these weights fit --model {other[0]}" if other else ""
         raise ConfigError(f"{path}: holds only weights; expected {' and '.join(missing)} as well{fits}")
     loaded = load_options(ValidateOptions, line, origin.table())
