@@ -189,5 +189,7 @@ def _folder(path: Path | None) -> Path:
 
 def _file_name(opened: saved_model.Opened) -> str:
     """The run's own table, or one named after other photos."""
-    other = opened.other_data
-    return evaluate.ACCURACIES_FILE if other is None else f"validation-{other.absolute().stem}.csv"
+    if opened.other_data is None:
+        return evaluate.ACCURACIES_FILE
+    place = opened.other_data.resolve()
+    return f"validation-{place.name if place.is_dir() else place.stem}.csv"
