@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import disk
@@ -49,11 +49,12 @@ from falconet.report import console
 from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET
 from falconet.train import defaults, processes, saved_model
+from falconet.train.capture import CapturedStep
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
-from falconet.train.step import Step
+from falconet.train.step import LocalStep, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +282,16 @@ class BuiltPhase:
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState) -> Step:
-        return self.placement.step(state, replicas=self.replicas, offender=self.offender)
+        step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
+        device = self.site.world.device
+        can_capture = (
+            device.type == "cuda"
+            and isinstance(step, LocalStep)
+            and isinstance(self.replicas, OneReplica)
+            and state.hosted is None
+            and all(isinstance(group["lr"], Tensor) for group in state.optimizer.param_groups)
+        )
+        return CapturedStep(step, device) if can_capture else step
 
 
 def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:

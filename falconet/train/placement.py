@@ -18,10 +18,11 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
 from falconet.data.order import balanced, class_weights
 from falconet.data.preprocessing import Normalise
-from falconet.errors import named_option
+from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
+from falconet.models.fusion import Fusion, fuse
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -209,7 +210,28 @@ class WholeModel:
         )
 
     def lines(self) -> list[str]:
-        return [self.recomputation.words] if self.recomputation else []
+        recomputed = [self.recomputation.words] if self.recomputation else []
+        return [*recomputed, *self._fused_lines()]
+
+    def _fused_lines(self) -> list[str]:
+        if not self._fuses:
+            return []
+        found = self._fused(self._model[0])
+        return [] if found is None else [f"batch norms: {found.fused} of {found.norms} fused with what follows them"]
+
+    @property
+    def _fuses(self) -> bool:
+        """Segments that are recomputed are cut from the model as it is."""
+        return self.setup.device.type == "cuda" and not (self.recomputation and self.recomputation.stored)
+
+    def _fused(self, model: nn.Module) -> Fusion | None:
+        """The model's training pass with fused norms; None: it cannot be traced, or has no norm to fuse."""
+        try:
+            found = fuse(model)
+        except ConfigError:
+            return None
+        found.model._forward_pre_hooks = model._forward_pre_hooks  # they count micro-batches
+        return found if found.fused else None
 
     def build(self) -> nn.Module:
         recomputation = self.recomputation  # chosen before the model changes
@@ -245,12 +267,13 @@ class WholeModel:
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
-        setup = self.setup
+        setup, fused = self.setup, self._fused(state.model) if self._fuses else None
         return LocalStep(
             build_moving(state, setup, self._model[1], replicas=replicas, offender=offender),
             normalise=setup.normalise,
             loss=setup.loss,
             regime=setup.regime,
+            forward=fused.model if fused else None,
         )
 
 

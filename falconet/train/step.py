@@ -211,8 +211,12 @@ class Step(Protocol):
 class LocalStep:
     """The whole model on this device."""
 
-    def __init__(self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime) -> None:
+    def __init__(
+        self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime, forward: nn.Module | None = None
+    ) -> None:
+        """`forward`: what computes the model's outputs from its weights, if not the model itself."""
         self.moving, self.normalise, self.loss, self.regime = moving, normalise, loss, regime
+        self.forward = forward or moving.model
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self.moving.at(update, lr)
@@ -230,7 +234,7 @@ class LocalStep:
     def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
         inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, targets=self.loss.targets)
-        logits = self.regime.run(self.moving.model, inputs)
+        logits = self.regime.run(self.forward, inputs)
         # A sum over images, divided once by their number: the gradient is the same however they are split.
         loss = self.loss(logits, targets).sum() / images
         self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
