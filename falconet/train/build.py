@@ -283,15 +283,14 @@ class BuiltPhase:
 
     def step(self, state: TrainState) -> Step:
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
-        device = self.site.world.device
-        can_capture = (
-            device.type == "cuda"
-            and isinstance(step, LocalStep)
-            and isinstance(self.replicas, OneReplica)
-            and state.hosted is None
-            and all(isinstance(group["lr"], Tensor) for group in state.optimizer.param_groups)
-        )
-        return CapturedStep(step, device) if can_capture else step
+        if isinstance(step, LocalStep) and self._can_capture(state):
+            return CapturedStep(step, self.site.world.device)
+        return step
+
+    def _can_capture(self, state: TrainState) -> bool:
+        """Whether an update is work of the device alone, whose rate the update rule reads there."""
+        on_device = all(isinstance(group["lr"], Tensor) for group in state.optimizer.param_groups)
+        return on_device and isinstance(self.replicas, OneReplica) and state.hosted is None
 
 
 def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:
