@@ -55,6 +55,8 @@ class Progress:
     interval: Totals = field(default_factory=Totals)  # since the last log point
     epoch: Totals = field(default_factory=Totals)  # since the start of the epoch
     unvalidated: bool = False  # the run stopped before the validation due here
+    points: int = 0  # log points so far
+    seconds: float = 0.0  # of training so far
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,10 +69,12 @@ class Progress:
             raise CheckpointError(
                 "the checkpoint's 'meter' lacks the totals of its run, so it cannot be continued"
             ) from None
-        numbers = [content.get("update"), *(value for each in totals for value in asdict(each).values())]
+        points, seconds = content.get("points", 0), content.get("seconds", 0.0)  # older checkpoints have neither
+        numbers = [content.get("update"), points, seconds, *(v for each in totals for v in asdict(each).values())]
         if not all(isinstance(number, int | float) for number in numbers):
             raise CheckpointError("the checkpoint's 'meter' holds something other than numbers")
-        return cls(content["update"], *totals, unvalidated=bool(content.get("unvalidated")))
+        unvalidated = bool(content.get("unvalidated"))
+        return cls(content["update"], *totals, unvalidated=unvalidated, points=points, seconds=seconds)
 
 
 @dataclass

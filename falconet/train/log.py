@@ -52,7 +52,7 @@ class Log:
         self._epoch_laps = Laps(stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(stopwatch)
         self._images = 0  # trained on by this process
-        self._begun = stopwatch.clock()
+        self._begun, self._before = stopwatch.clock(), progress.seconds
 
     def begin_epoch(self, epoch: int) -> None:
         """`epoch`: whole epochs before it."""
@@ -61,6 +61,7 @@ class Log:
     def log(self, meter: Meter) -> None:
         """A log point: the only place where training waits for the device."""
         totals = meter.end_interval()
+        self.state.progress.points += 1
         rate = self._log_laps.end(totals.images)
         update = self.state.progress.update
         self.output.measurements.write(
@@ -96,12 +97,14 @@ class Log:
         totals = meter.end_epoch()
         rate = self._epoch_laps.end(totals.images)
         self._images += rate.images
+        means = {"train/loss": totals.mean_loss, f"train/{self.metric.training}": totals.accuracy}
+        self.output.measurements.note(self.state.progress.update, means)  # not those of the last interval alone
         self.output.style.end_epoch(self._point(totals, rate))
 
     def end(self) -> None:
         """After the last update."""
         stopwatch = self.output.stopwatch
-        self.output.style.end(trained=stopwatch.lap()[0], whole=self.seconds)
+        self.output.style.end(trained=stopwatch.lap()[0] - self._before, whole=self.seconds)
 
     @property
     def seconds(self) -> float:
@@ -121,6 +124,8 @@ class Log:
         update = self.state.progress.update
         return Point(
             update=update,
+            updates=totals.updates,
+            number=self.state.progress.points,
             epoch=self.plan.epoch_at(update),
             updates_per_epoch=self.plan.updates_per_epoch,
             epochs=self.plan.last_epoch,

@@ -90,10 +90,14 @@ class Measurements:
 
     def write(self, update: int, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
+        self.note(update, metrics)
+        self._sink.write(update, metrics)
+
+    def note(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Metrics for the checkpoint of `update` alone."""
         if self._update != update:
             self._update, self._current = update, {}
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
-        self._sink.write(update, metrics)
 
     def score(self, update: int, accuracy: float, loss: float) -> bool:
         """Note what checkpoints are compared by, accuracy in percent and then loss; whether it is the best so far."""

@@ -32,6 +32,8 @@ def point(update, *, loss=2.0, accuracy=25.0, lr=0.1, scale=None):
     rate = Rate(images=320, seconds=5.0, waiting=2.5)
     return Point(
         update=update,
+        updates=5,
+        number=update // 5,
         epoch=update / 10,
         updates_per_epoch=10,
         epochs=3,

@@ -26,6 +26,8 @@ def facts(**changes):
 def point(epoch, **changes):
     return Point(
         update=round(10 * epoch),
+        updates=10,
+        number=round(epoch),
         epoch=epoch,
         updates_per_epoch=10,
         epochs=30,
