@@ -131,7 +131,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--weight-avg-strategy exponential",
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
-    ("weight-avg-N", "--weight-avg-strategy", averages),
+    (
+        "weight-avg-N",
+        "--weight-avg-strategy, or with --weight-avg-epochs",
+        lambda o: averages(o) and o.averaging.weight_avg_epochs is None,
+    ),
+    ("weight-avg-epochs", "--weight-avg-strategy", averages),
     *(
         (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
         for name in _FINE_TUNE_OPTIONS

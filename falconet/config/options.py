@@ -468,8 +468,10 @@ class Averaging:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
+    weight_avg_epochs: Annotated[int, AtLeast(0)] | None = None
+    """Average the checkpoints of the last N epochs and the one before them, instead of --weight-avg-N."""
     weight_avg_also: tuple[str, ...] = ()
-    """Further averages to make and validate: mean:N, mean:all or exponential:DECAY."""
+    """Further averages to make and validate: mean:N, mean:all, epochs:N or exponential:DECAY."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,7 +556,7 @@ class Average:
     """Which checkpoints are averaged, and how."""
 
     checkpoint_output_path: Path | None = local(None)
-    """Folder of the averaged checkpoint; default: <model>_<data>_<epoch>_averaged beside the others."""
+    """The averaged checkpoint, or a folder for it; default: <model>_<data>_<epoch>_averaged beside the others."""
     weight_avg_strategy: Literal["mean", "exponential"] = "mean"
     """Equal weights, or exponentially decaying ones."""
     weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
@@ -832,22 +834,27 @@ class FurtherAverage:
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None  # checkpoints; None: all
+    epochs: int | None = None  # whose checkpoints are averaged; None: of all
 
     @property
     def suffix(self) -> str:
         """Ends the name of its folder, after `averaged`."""
-        return f"exp_{self.decay:.15g}" if self.strategy == "exponential" else f"mean_{self.last or 'all'}"
+        if self.strategy == "exponential":
+            return f"exp_{self.decay:.15g}"
+        return f"mean_{self.last or 'all'}" if self.epochs is None else f"epochs_{self.epochs}"
 
 
-_MEAN = re.compile(r"mean:(all|[1-9]\d{0,8})")
+_MEAN, _EPOCHS = re.compile(r"mean:(all|[1-9]\d{0,8})"), re.compile(r"epochs:(\d{1,9})")
 _EXPONENTIAL = re.compile(r"exponential:(0?\.\d+|[01](?:\.0*)?)")
 
 
 def further_average(text: str) -> FurtherAverage | None:
-    """`mean:5` or `exponential:0.97`, read; None if the text is neither."""
+    """`mean:5`, `epochs:5` or `exponential:0.97`, read; None if the text is none of them."""
     mean, exponential = _MEAN.fullmatch(text), _EXPONENTIAL.fullmatch(text)
     if mean:
         return FurtherAverage(strategy="mean", last=None if mean[1] == "all" else int(mean[1]))
+    if epochs := _EPOCHS.fullmatch(text):
+        return FurtherAverage(strategy="mean", epochs=int(epochs[1]))
     return FurtherAverage(strategy="exponential", decay=float(exponential[1])) if exponential else None
 
 

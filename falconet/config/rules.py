@@ -334,6 +334,8 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
     kept, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
     if options.averaging.weight_avg_strategy == "none" or not isinstance(kept, int):
         return None
+    if options.averaging.weight_avg_epochs is not None:
+        return f"--checkpoints-kept: got {kept}, expected all or auto, because --weight-avg-epochs averages older ones"
     if last in ("all", -1):
         return f"--checkpoints-kept: got {kept}, expected all, because --weight-avg-N all averages every checkpoint"
     if last > kept:
@@ -344,7 +346,8 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 def _further_averages_are_known(options: Any) -> str | None:
     for text in options.averaging.weight_avg_also:
         if further_average(text) is None:
-            return f"--weight-avg-also: got '{text}', expected mean:N, mean:all or exponential:DECAY, such as mean:5"
+            known = "mean:N, mean:all, epochs:N or exponential:DECAY"
+            return f"--weight-avg-also: got '{text}', expected {known}, such as mean:5"
     if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
         return "--weight-avg-also: adds to --weight-avg-strategy, which is none; expected mean or exponential"
     kept = options.checkpoints.checkpoints_kept

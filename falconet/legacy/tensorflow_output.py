@@ -36,19 +36,16 @@ def validation(old: Values) -> Iterable[Effect]:
 
 def averaging(old: Values) -> Iterable[Effect]:
     """The first average, exponential ones before means, and all others by --weight-avg-also."""
-    apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
-    decays = old.texts("--weight-avg-exp")
-    # The original counts epochs, and includes the checkpoint at the start of the first one.
-    counts = [str(int(int(epochs) / apart) + 1) for epochs in old.texts("--weight-avg-N")]
+    decays, epochs = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
     if decays:
         yield To("weight-avg-strategy", ("exponential",))
         yield To("weight-avg-exp-decay", (decays[0],))
-    elif counts:
+    elif epochs:
         yield To("weight-avg-strategy", ("mean",))
-        yield To("weight-avg-N", (counts[0],))
-    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"mean:{count}" for count in counts]
-    if rest[0 if decays else 1 :]:
-        yield To("weight-avg-also", tuple(rest[0 if decays else 1 :]))
+        yield To("weight-avg-epochs", (epochs[0],))
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in epochs[not decays :]]
+    if rest:
+        yield To("weight-avg-also", tuple(rest))
 
 
 def logs(old: Values) -> Iterable[Effect]:
@@ -111,8 +108,8 @@ OUTPUT: tuple[Old, ...] = (
         "--weight-avg-N",
         "whole",
         None,
-        "weight-avg-strategy weight-avg-N weight-avg-also",
-        "epochs become checkpoints",
+        "weight-avg-strategy weight-avg-epochs weight-avg-also",
+        "the same: the checkpoints of the last N epochs",
         count="some",
         least=0,
     ),

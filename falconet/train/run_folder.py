@@ -244,7 +244,7 @@ def kept(options: commands.TrainOptions) -> int | None:
         return asked
     if options.averaging.weight_avg_strategy == "none":
         return KEPT
-    if last in ("all", -1) or options.averaging.weight_avg_also:
+    if last in ("all", -1) or options.averaging.weight_avg_also or options.averaging.weight_avg_epochs is not None:
         return None
     return max(KEPT, int(last))
 

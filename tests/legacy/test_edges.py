@@ -116,10 +116,10 @@ def test_rmsprop_may_be_spelled_as_in_the_documents():
 AVERAGES = [
     ("--weight-avg-exp 0.97", {"weight-avg-exp-decay": "0.97", "weight-avg-also": None}),
     ("--weight-avg-exp 0.97 0.99", {"weight-avg-exp-decay": "0.97", "weight-avg-also": "exponential:0.99"}),
-    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-N": "4", "weight-avg-also": "mean:6"}),
+    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-epochs": "3", "weight-avg-also": "epochs:5"}),
     (
         "--weight-avg-exp 0.9 0.97 --weight-avg-N 3 5 --ckpts-per-epoch 2",
-        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 mean:7 mean:11"},
+        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 epochs:3 epochs:5"},
     ),
 ]
 
