@@ -81,6 +81,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.training.freeze is not None or bool(o.training.trainable),
     ),
     ("epoch", "a length in epochs: --updates replaces it", lambda options: options.training.updates is None),
+    (
+        "logs-per-epoch",
+        "log points per epoch: --log-interval replaces them",
+        lambda options: options.logging.log_interval is None,
+    ),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),

@@ -5,6 +5,8 @@ Training's sections come first, in the order of the help; then those of measurin
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -109,8 +111,8 @@ class Data:
 class Training:
     """How long to train, what to start with, which weights to train."""
 
-    epoch: Annotated[int, AtLeast(1)] | Auto = 30
-    """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
+    epoch: Annotated[int | float, MoreThan(0)] | Auto = 30
+    """Passes over the training images, such as 2.5; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -140,9 +142,20 @@ class Training:
 
     @property
     def epochs(self) -> int:
-        """Its epochs as a number, once auto has been settled."""
+        """Its epochs as a number, once auto has been settled; the last may be a part of one."""
         assert self.epoch != "auto"
-        return self.epoch
+        return ceil(self.epoch)
+
+    @property
+    def has_whole_epochs(self) -> bool:
+        return self.updates is None and (self.epoch == "auto" or self.epoch == int(self.epoch))
+
+    def limit(self, updates_per_epoch: int) -> int | None:
+        """The length in updates where it is not one of whole epochs; None: it is."""
+        if self.updates is not None or self.has_whole_epochs:
+            return self.updates
+        assert self.epoch != "auto"
+        return max(1, round(Fraction(str(self.epoch)) * updates_per_epoch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,6 +493,8 @@ class Logging:
 
     logs_per_epoch: Annotated[int, AtLeast(1)] = 1
     """Log points per epoch."""
+    log_interval: Annotated[int, AtLeast(1)] | None = None
+    """Updates between log points, instead of --logs-per-epoch."""
     tensorboard: bool = local(False, again="continue the TensorBoard files")
     """Also write TensorBoard files to the run folder."""
     wandb: bool = local(False, again="continue uploading")

@@ -357,12 +357,17 @@ def _further_averages_are_known(options: Any) -> str | None:
 
 
 def _phases_are_whole_epochs(options: Any) -> str | None:
-    if options.training.updates is not None and options.fine_tuning.half_res_training:
-        return "--updates: does not work with --half-res-training, whose phases are whole epochs; expected --epoch"
-    if options.training.updates is not None and options.numerics.initial_loss_scaling is not None:
-        return (
-            "--updates: does not work with --initial-loss-scaling, which doubles after whole epochs; expected --epoch"
-        )
+    training = options.training
+    if training.has_whole_epochs:
+        return None
+    given, expected = f"--epoch {training.epoch}", "a whole number"
+    if training.updates is not None:
+        given, expected = "--updates", "--epoch"
+    if options.fine_tuning.half_res_training:
+        return f"{given}: does not work with --half-res-training, whose phases are whole epochs; expected {expected}"
+    if options.numerics.initial_loss_scaling is not None:
+        why = "which doubles after whole epochs"
+        return f"{given}: does not work with --initial-loss-scaling, {why}; expected {expected}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The TensorFlow program's options of what a run leaves: checkpoints, averages, logs."""
 
 from collections.abc import Iterable
+from math import ceil
 
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
@@ -24,7 +25,8 @@ def checkpoints(old: Values) -> Iterable[Effect]:
     elif old.whole("--ckpts-per-epoch"):
         yield To("checkpoint-save-freq", (short(1 / old.whole("--ckpts-per-epoch")),))
     else:
-        yield To("checkpoint-save-freq", (str(tensorflow_facts.whole_epochs(old)),))
+        never = tensorflow_facts.updates(old) or ceil(tensorflow_facts.length(old))  # epochs have at least an update
+        yield To("checkpoint-save-freq", (str(never),))
         yield Note("--ckpts-per-epoch 0: the end of training is still saved")
     yield To("checkpoints-kept", ("all",))
 
@@ -50,8 +52,7 @@ def averaging(old: Values) -> Iterable[Effect]:
 
 def logs(old: Values) -> Iterable[Effect]:
     if old.has("--iterations") and not old.has("--epochs"):
-        count = max(1, tensorflow_facts.updates_per_epoch(old) // old.whole("--log-freq"))
-        yield To("logs-per-epoch", (str(count),))
+        yield To("log-interval", (old.text("--log-freq"),))
     else:
         yield To("logs-per-epoch", (old.text("--logs-per-epoch"),))
 
@@ -125,8 +126,10 @@ OUTPUT: tuple[Old, ...] = (
     ),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
     part_of("--name-suffix", "text", None, "name-suffix", "the same: the end of the run folder's name"),
-    becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
-    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations", least=1),
+    becomes(
+        "--logs-per-epoch", "whole", "16", "logs-per-epoch log-interval", logs, "the same; --log-freq with --iterations"
+    ),
+    part_of("--log-freq", "whole", "500", "log-interval", "updates between log points, with --iterations", least=1),
     part_of(
         "--no-logs",
         "flag",

@@ -264,12 +264,12 @@ def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) 
     if restored is None:
         return 1
     folder, manifest = restored
-    number, epochs = manifest.progress.phase, stored_number(manifest, "epoch")
+    number = manifest.progress.phase
     if number > len(phases):
         raise ConfigError(
             f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"
         )
-    if number > 1 and loaded.options.training.epochs != epochs:
+    if number > 1 and loaded.options.training.epochs != (epochs := stored_number(manifest, "epoch")):
         raise ConfigError(
             f"--epoch: got {loaded.options.training.epochs}, expected {epochs}: {folder} is from the fine-tuning after"
             " them, which a larger --fine-tune-epoch makes longer"

@@ -270,8 +270,8 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
         )
     if progress.update < built.plan.updates:
         return None
-    by_updates = built.options.training.updates is not None
-    done, each = (built.plan.updates, "update") if by_updates else (built.plan.last_epoch, "epoch")
+    is_whole = built.options.training.has_whole_epochs
+    done, each = (built.plan.last_epoch, "epoch") if is_whole else (built.plan.updates, "update")
     length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
     return f"{length}; a larger {built.phase.length} continues the run"
 

@@ -34,6 +34,7 @@ RUNS = {
         "--precision 16.32 --loss-scaling 128 --initial-loss-scaling 64 --optimizer lars --enable-recompute"
     ),
     "lars, group norm": "--optimizer lars --norm-type group --norm-num-groups 4",
+    "part of an epoch, log points across epochs": "--epoch 2.5 --log-interval 3",
 }
 
 

@@ -60,12 +60,12 @@ def test_an_invalid_number_is_refused_under_its_old_name():
 
 # 1,281,167 images of batch 4 are 320,291 updates, of batch 1,024 they are 1,251; 50,000 of batch 32 are 1,562.
 LENGTHS = [
-    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0"}),
-    (f"{IMAGENET} --epochs 2.5", {"updates": "800728", "warmup-epoch": "5"}),
+    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0", "log-interval": "500"}),
+    (f"{IMAGENET} --epochs 2.5", {"epoch": "2.5", "warmup-epoch": "2.5"}),
     (f"{IMAGENET} --epochs 3", {"epoch": "3"}),
     ("--dataset cifar-10 --data-dir d --iterations 781 --lr-schedule cosine", {"updates": "781", "lr": "0.5"}),
     (f"{IMAGENET} --epochs 65 --iterations 7", {"updates": "7", "warmup-epoch": "5"}),
-    ("--dataset cifar-10 --generated-data --epochs 0.5", {"updates": "781", "iterations": "1562"}),
+    ("--dataset cifar-10 --generated-data --epochs 0.5", {"epoch": "0.5", "iterations": "1562"}),
 ]
 
 

@@ -156,7 +156,7 @@ TENSORFLOW = [
     # 128 updates of 1,000 are an epoch of a tenth of 1,281,167 images.
     (
         f"{IMAGENET} --dataset-percentage-to-use 10 --batch-size 1000 --epochs 0.25",
-        {"dataset-percentage": "10", "updates": "32"},
+        {"dataset-percentage": "10", "epoch": "0.25"},
     ),
     ("--generated-data --dataset imagenet --iterations 10", {"data": "generated", "iterations": "10", "epoch": "1"}),
     ("--generated-data --dataset imagenet --iterations 10", {"warmup-epoch": "0"}),
