@@ -66,6 +66,8 @@ class Data:
     """Number of classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks."""
     iterations: Annotated[int, AtLeast(1)] = 100
     """Updates per epoch of generated or synthetic data; in `bench infer`, batches of any data."""
+    validation_images: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Validation images of generated data; auto: a tenth of the training images."""
     micro_batch_size: Annotated[int, AtLeast(1)] | Auto = MICRO_BATCH
     """Images in one forward and backward pass; auto: the most that fit, in updates of 64 x --gradient-accumulation."""
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"

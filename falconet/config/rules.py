@@ -78,7 +78,7 @@ def uses_cutmix(augmentation: Augmentation) -> bool:
 
 def least_micro_batch(augmentation: Augmentation) -> int:
     """Images of a micro-batch, so that mixing finds partners in it."""
-    return 3 if uses_cutmix(augmentation) else 2 if augmentation.mixup_alpha > 0 else 1
+    return 2 if uses_cutmix(augmentation) or augmentation.mixup_alpha > 0 else 1
 
 
 def validates_whole(options: Any) -> bool:

@@ -30,6 +30,9 @@ def training(old: Values) -> Iterable[Effect]:
     """What a training always sets, and notes on unused options."""
     refuse_other_families(old)
     yield from own(old)
+    # As many as the original; a short run on random images, by --iterations alone, validates a tenth of its own.
+    if old.flag("--generated-data") and not _by_updates_alone(old):
+        yield To("validation-images", (str(VALIDATION_IMAGES[tensorflow_facts.dataset(old)]),))
     yield from without_effect(old)
 
 

@@ -168,7 +168,7 @@ def test_first_batch_norm_has_the_statistics_of_its_inputs(falconet, run):
     from falconet.data.preprocessing import Normalise
     from falconet.data.sources.builtin import generate
 
-    splits = generate(images=80, image_size=16, classes=10, seed=0)
+    splits = generate(images=80, validated=8, image_size=16, classes=10, seed=0)
     pixels = torch.from_numpy(splits.train.images[range(80)]).permute(0, 3, 1, 2)
     found = weights(AVERAGED)
     hidden = torch.nn.functional.conv2d(

@@ -45,11 +45,11 @@ MISTAKES = {
     "--data folder --data-dir=": "--data-dir: got '', expected a path; '.' is this folder",
     "--run-dir=": "--run-dir: got '', expected a path or auto; '.' is this folder",
     "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, expected at least 2 for --mixup-alpha",
-    "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
-        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
+    "--micro-batch-size 1 --cutmix-lambda-high 0.8": (
+        "--micro-batch-size: got 1, expected at least 2 for --cutmix-lambda-low and -high"
     ),
-    "--micro-batch-size 2 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
-        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
+    "--micro-batch-size 1 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
+        "--micro-batch-size: got 1, expected at least 2 for --cutmix-lambda-low and -high"
     ),
     "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
         "--cutmix-lambda-low: got 0.9, expected at most --cutmix-lambda-high, which is 0.8"
