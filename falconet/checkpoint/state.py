@@ -29,17 +29,23 @@ class Totals:
     correct: int = 0
     images: int = 0
     skipped: int = 0  # updates that did not change the weights
+    smoothing: float = 0.0  # the part of the loss that label smoothing adds
 
-    def add(self, loss: float, correct: int, images: int, skipped: int) -> None:
+    def add(self, loss: float, correct: int, images: int, skipped: int, smoothing: float = 0.0) -> None:
         self.updates += 1
         self.loss += loss
         self.correct += correct
         self.images += images
         self.skipped += skipped
+        self.smoothing += smoothing
 
     @property
     def mean_loss(self) -> float:
         return self.loss / self.updates
+
+    @property
+    def mean_smoothing(self) -> float:
+        return self.smoothing / self.updates
 
     @property
     def accuracy(self) -> float:

@@ -68,7 +68,7 @@ class PyTorch:
     def begin(self, facts: Facts) -> None:
         self._options = facts.options
         if facts.restored and (rows := self.to.rows("training.csv")):
-            self._recent.restore(rows, ("loss_batch", "train_accuracy_batch"))
+            self._recent.restore(rows, ("loss_batch", "train_accuracy_batch", "smoothing_loss_batch:"))
             last = rows[-1].get("iteration", "")
             self._row = (int(last) if last.isdecimal() else -1, dict(rows[-1]))
         self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
@@ -86,10 +86,8 @@ class PyTorch:
         if self._options.get("lr-schedule") == "step" and self._lr not in (None, point.lr):
             self._info(f"Learning rate is changed to {point.lr:g}")
         self._lr = point.lr
-        loss, accuracy = self._recent.add(point, point.loss, point.accuracy)
+        loss, accuracy, smoothing = self._recent.add(point, point.loss, point.accuracy, point.smoothing_loss)
         self._images, self._seconds = self._images + point.rate.images, self._seconds + point.rate.seconds
-        # A smoothed loss is computed in one piece here, so its two parts are unknown.
-        is_smoothed = float(str(self._options.get("label-smoothing", 0))) > 0
         row: dict[str, object] = {
             "loss_avg": loss,
             "loss_batch": point.loss,
@@ -100,10 +98,10 @@ class PyTorch:
             "learning_rate": point.lr,
             "train_img_per_sec": self._images / max(self._seconds, 1e-9),
             "validation_accuracy": 0.0,  # until this update is validated
-            "classification_loss_batch": "" if is_smoothed else point.loss,
-            "classification_loss_avg": "" if is_smoothed else loss,
-            "smoothing_loss_batch:": "" if is_smoothed else 0.0,
-            "smoothing_loss_avg:": "" if is_smoothed else 0.0,
+            "classification_loss_batch": point.loss - point.smoothing_loss,
+            "classification_loss_avg": loss - smoothing,
+            "smoothing_loss_batch:": point.smoothing_loss,
+            "smoothing_loss_avg:": smoothing,
         }
         if not self._options.get("auto-loss-scaling"):
             row["loss_scaling"] = 1.0 if point.scale is None else point.scale

@@ -56,6 +56,7 @@ class Point:
     epochs: int
     global_batch: int
     loss: float
+    smoothing_loss: float  # the part of it that label smoothing adds
     accuracy: float  # percent
     lr: float
     scale: float | None  # the loss scale

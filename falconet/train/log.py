@@ -131,6 +131,7 @@ class Log:
             epochs=self.plan.last_epoch,
             global_batch=self.plan.global_batch,
             loss=totals.mean_loss,
+            smoothing_loss=totals.mean_smoothing,
             accuracy=totals.accuracy,
             lr=self.plan.lr(update - 1),
             scale=self.output.measurements.latest.get("train/loss_scale"),

@@ -11,7 +11,7 @@ from falconet.train.evaluate import Validation
 from falconet.train.log import Log
 from tiny import TINY
 
-LINE = f"train {TINY} --epoch 3 --logs-per-epoch 4 --checkpoints-kept all"
+LINE = f"train {TINY} --epoch 3 --logs-per-epoch 4 --checkpoints-kept all --label-smoothing 0.1"
 TIMED = ("train_img_per_sec", "it_time", "img_per_sec", "total_time", "val_time", "latency")
 
 

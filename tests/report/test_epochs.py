@@ -33,6 +33,7 @@ def point(epoch, **changes):
         epochs=30,
         global_batch=8,
         loss=0.75,
+        smoothing_loss=0.0,
         accuracy=62.5,
         lr=0.01,
         scale=None,
