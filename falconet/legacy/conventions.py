@@ -53,6 +53,17 @@ def _say_average(found: Validated, to: RunLog) -> None:
         to.line(f"Accuracy on test set of the moving average: {found.average:.2f}%")
 
 
+def _write_options(to: RunLog, name: str, facts: Facts) -> None:
+    """The options that the run was first started with, by the original's names, or ours if it was not the original."""
+    if to.has(name) and facts.restored:
+        return
+    ours = {option.replace("-", "_"): value for option, value in facts.options.items()}
+    theirs = dict(facts.typed or {})
+    if theirs and theirs.get("seed") is None:  # the PyTorch original drew one
+        theirs["seed"] = ours["seed"]
+    to.json(name, theirs or ours)
+
+
 class PyTorch:
     """`[INFO]` lines, training.csv, validation.csv, app.json and log.txt."""
 
@@ -71,7 +82,7 @@ class PyTorch:
             self._recent.restore(rows, ("loss_batch", "train_accuracy_batch", "smoothing_loss_batch:"))
             last = rows[-1].get("iteration", "")
             self._row = (int(last) if last.isdecimal() else -1, dict(rows[-1]))
-        self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        _write_options(self.to, "app.json", facts)
         self._info(f"Total replicas: {facts.replicas}")
         self._info(f"Global batch size: {facts.global_batch}")
         self._info(f"Number of IPUs required: {facts.replicas * facts.stages}")  # its word for devices
@@ -173,7 +184,7 @@ class TensorFlow:
     def begin(self, facts: Facts) -> None:
         if facts.restored:
             self._recent.restore(self.to.rows("training.csv"), ("loss_batch", "train_acc_batch"))
-        self.to.json("arguments.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        _write_options(self.to, "arguments.json", facts)
         for text in (
             f" Saving to {facts.folder}",
             f" Batch Size: {facts.global_batch}",
@@ -424,6 +435,7 @@ CONVENTIONS = {
             Table(name="training.csv", update="iteration"),
             Table(name="validation.csv", update="validation_iteration", is_of_validations=True),
         ),
+        options_file="app.json",
         logs_where_it_saves=True,
         program=_program("pytorch"),
     ),
@@ -435,6 +447,7 @@ CONVENTIONS = {
             Table(name="training.csv", update="iteration"),
             Table(name="validation.csv", update="iteration", is_of_validations=True),
         ),
+        options_file="arguments.json",
         program=_program("tensorflow"),
     ),
     "popart": Conventions(

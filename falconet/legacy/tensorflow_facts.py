@@ -243,6 +243,19 @@ def groups(old: Values) -> int:
     return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16
 
 
+def settled(old: Values) -> dict[str, object]:
+    """The defaults that depend on data and model, as the program's arguments.json has them."""
+    return {
+        "--dataset": dataset(old),
+        "--data-dir": data_dir(old),
+        "--model-size": size(old),
+        "--batch-size": micro_batch(old),
+        "--epochs": None if old.has("--iterations") else epochs(old),
+        "--weight-decay": weight_decay(old),
+        "--groups": groups(old),
+    }
+
+
 def network(old: Values) -> Network:
     """What the names of the model's variables depend on."""
     model(old)  # refuses an unknown size

@@ -29,7 +29,7 @@ HEARTBEAT = 30.0  # seconds
 class Facts:
     """What is known before the first update."""
 
-    options: Mapping[str, object]
+    options: Mapping[str, object]  # every one, by name
     folder: Path
     model: str  # its layers, in text
     parameters: int
@@ -42,6 +42,7 @@ class Facts:
     validates: bool = True
     averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
+    typed: Mapping[str, object] | None = None  # the options of the original that was started; None: of none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,9 @@ class RunLog:
         for sink in self._sinks:
             sink.write(update, numbers)
 
+    def has(self, name: str) -> bool:
+        return self._folder is not None and (self._folder / name).exists()
+
     def json(self, name: str, content: Mapping[str, object]) -> None:
         self.text(name, json.dumps(content, indent=4, sort_keys=True, default=str))
 
@@ -304,6 +308,8 @@ class Conventions:
     predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
     batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
     tables: Sequence[Table] = ()  # what its style writes
+    options_file: str | None = None  # where its style writes the options, once
+    typed: Mapping[str, object] | None = None  # the options of the program as its user typed them; None: ours
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command

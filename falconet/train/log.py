@@ -11,6 +11,7 @@ from torch import nn
 
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
+from falconet.config.fields import options_of, value_of
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
 from falconet.report.epochs import ACCURACY, Metric
@@ -171,12 +172,14 @@ def weight_drawing(
 
 def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
     """The style of a phase, with its first lines printed; silent in all processes but the first."""
-    options, is_first = built.options, built.site.world.is_first
+    options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
     say = built.site.screen.line if is_first else lambda _: None
-    style = built.launch.conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
+    style = conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
+    asked = built.launch.loaded.options
     style.begin(
         Facts(
-            options={name: entry["value"] for name, entry in built.launch.loaded.table().items()},
+            options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
+            typed=conventions.typed,
             folder=folder,
             model=str(built.model),
             parameters=built.placement.parameters,

@@ -261,7 +261,8 @@ def continue_log(
         source = home(restored)
         if source is None or (folder / METRICS).exists():
             return  # nothing is known of this folder's log
-        for name in (METRICS, TIMES, *(table.name for table in conventions.tables)):
+        written = [table.name for table in conventions.tables]
+        for name in (METRICS, TIMES, *written, *([conventions.options_file] if conventions.options_file else [])):
             if (source / name).is_file() and not (source / name).is_symlink():
                 writing.replace(folder, name, (source / name).read_bytes())
     update = restored.manifest.progress.update if restored else 0  # as the log counts them, whatever the batch is now

@@ -22,7 +22,7 @@ TENSORFLOW_COLUMNS = (
 
 
 def facts(folder, **changes):
-    options = {"micro-batch-size": "8", "wandb": False, **changes.pop("options", {})}
+    options = {"micro-batch-size": 8, "wandb": False, **changes.pop("options", {})}
     known = {"options": options, "folder": folder, "model": "Net(\n)", "parameters": 75290}
     return Facts(**known, global_batch=64, replicas=2, stages=3, image_size=240, epochs=3, **changes)
 
@@ -121,7 +121,7 @@ def test_pytorch_starts_with_its_facts_and_its_options_file(styled, tmp_path):
         "[INFO] Net(\n)",
         "[INFO] Total parameters: 75290",
     ]
-    assert json.loads((tmp_path / "app.json").read_text()) == {"micro_batch_size": "8", "wandb": False}
+    assert json.loads((tmp_path / "app.json").read_text()) == {"micro_batch_size": 8, "wandb": False}
     kept = (tmp_path / "log.txt").read_text().splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \[INFO\] - train - falconet: Total replicas: 2"
     assert re.fullmatch(pattern, kept[0])  # time, module and function, as in the original's file
@@ -203,7 +203,7 @@ def test_tensorflow_starts_with_the_lines_its_tests_look_for(styled, tmp_path):
     text = "\n".join(one.lines)
     for words in (f"Saving to {tmp_path}", "Batch Size: 64", "Total Parameters:75290", "240x240"):
         assert words in text
-    assert json.loads((tmp_path / "arguments.json").read_text())["micro_batch_size"] == "8"
+    assert json.loads((tmp_path / "arguments.json").read_text())["micro_batch_size"] == 8
     assert "Restoring" not in text
 
 
