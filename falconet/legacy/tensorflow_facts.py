@@ -251,6 +251,7 @@ def settled(old: Values) -> dict[str, object]:
         "--model-size": size(old),
         "--batch-size": micro_batch(old),
         "--epochs": None if old.has("--iterations") else epochs(old),
+        "--base-learning-rate": None if old.has("--abs-learning-rate") else base_exponent(old),
         "--weight-decay": weight_decay(old),
         "--groups": groups(old),
     }
