@@ -42,7 +42,7 @@ def test_run_is_uploaded_with_its_config(falconet, wandb):
     assert answer.code == 0, answer.err
     assert answer.out == "uploaded 4 log points of runs/first as first to the project classifiers\n"
     assert (wandb.opened["project"], wandb.opened["name"]) == ("classifiers", "first")
-    assert wandb.opened["config"]["micro-batch-size"] == "8"
+    assert wandb.opened["config"]["micro-batch-size"] == 8
     assert list(wandb.logged) == [2, 4, 6, 8]
     assert {"train/loss", "validation/accuracy", "epoch"} <= wandb.logged[8].keys()
     assert wandb.finished
@@ -52,7 +52,7 @@ def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd
     assert falconet(f"train {TINY} --run-dir r", "tensorflow").code == 0
     assert main("tf1:upload_run.py", "upload_run.py", ["--base-folder", "r", "--name", "mine"]) == 0
     assert (wandb.opened["project"], wandb.opened["name"]) == ("large-scale-cnn", "mine")
-    assert wandb.opened["config"]["micro_batch_size"] == "8"
+    assert wandb.opened["config"]["micro_batch_size"] == 8
     assert wandb.logged[4].keys() == {
         *("epoch", "learning_rate", "loss_avg", "train_accuracy", "train_img_per_sec", "total_time"),
         "validation_accuracy",
