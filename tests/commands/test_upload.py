@@ -42,7 +42,7 @@ def test_run_is_uploaded_with_its_config(falconet, wandb):
     assert answer.code == 0, answer.err
     assert answer.out == "uploaded 4 log points of runs/first as first to the project classifiers\n"
     assert (wandb.opened["project"], wandb.opened["name"]) == ("classifiers", "first")
-    assert wandb.opened["config"]["micro-batch-size"] == 8
+    assert wandb.opened["config"]["micro-batch-size"] == "8"
     assert list(wandb.logged) == [2, 4, 6, 8]
     assert {"train/loss", "validation/accuracy", "epoch"} <= wandb.logged[8].keys()
     assert wandb.finished
