@@ -21,7 +21,7 @@ from falconet.infer.predictor import Predictor
 from falconet.parallel.collectives import Processes
 from falconet.serve import app
 from falconet.serve.batching import _failure
-from falconet.train import build, evaluate, memory, processes, step
+from falconet.train import build, defaults, evaluate, memory, processes, step
 from runs import assert_bitwise, begin, finish, stop_at
 from tiny import TINY
 
@@ -373,7 +373,7 @@ def failing(error):
 
 
 PLACES = {
-    "opening data": (dataset, "open_dataset", "train {tiny} --run-dir r", build),
+    "opening data": (dataset, "open_dataset", "train {tiny} --run-dir r", defaults),
     "building a model": (build.BuiltPhase, "new_state", "train {tiny} --run-dir r", None),
     "a loader thread": (buffers.PixelRows, "read", "train {tiny} --run-dir r", None),
     "pinned buffers": (loader.Resources, "batch_for", "train {tiny} --run-dir r", None),
